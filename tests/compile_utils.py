@@ -1,0 +1,86 @@
+"""Compile a kernel for Hopper where no GPU is, and read what ptxas made of it.
+
+Triton needs no device to compile: given the target sm_90a it gives the cubin, and the cuobjdump in its own wheel gives
+registers and local memory. `compile_launch` takes the very arguments of a launch (tensors may live on the CPU, their
+values are not read), so that a test compiles what runs; `compile_triton` and `compile_gluon` take a signature instead.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+needs_cuobjdump = pytest.mark.skipif(
+    not CUOBJDUMP.exists(), reason=f"no cuobjdump at {CUOBJDUMP}: registers cannot be read"
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel costs: registers a thread at launch, bytes spilled a thread, bytes of shared memory a block."""
+
+    name: str
+    registers: int
+    spills: int
+    shared: int
+    sass: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.registers} registers, {self.spills} B spilled, {self.shared} B shared"
+
+
+def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
+    """Compile what `kernel[grid](*args, **kwargs)` would compile on a Hopper GPU."""
+    backend = make_backend(HOPPER)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, debug=False, **kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(
+        backend, kwargs, bound, specialization, options
+    )
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return _compile(source(kernel, signature, constexprs, attrs), options.__dict__)
+
+
+def compile_triton(
+    fn: Callable, signature: dict, constexprs: dict, attrs: dict | None = None, **options
+):
+    """Compile a Triton kernel: `signature` gives each argument's type, "constexpr" for those in `constexprs`."""
+    return _compile(ASTSource(fn, signature, constexprs, attrs), options)
+
+
+def compile_gluon(
+    fn: Callable, signature: dict, constexprs: dict, attrs: dict | None = None, **options
+):
+    """The same for a Gluon kernel."""
+    return _compile(GluonASTSource(fn, signature, constexprs, attrs), options)
+
+
+def _compile(source: ASTSource, options: dict) -> Compiled:
+    built = triton.compile(source, target=HOPPER, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(built.asm["cubin"])
+        cubin.flush()
+        usage = _cuobjdump("--dump-resource-usage", cubin.name)
+        sass = _cuobjdump("--dump-sass", cubin.name)
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    spills = int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])
+    return Compiled(built.metadata.name, registers, spills, built.metadata.shared, sass)
+
+
+def _cuobjdump(flag: str, file: str) -> str:
+    return subprocess.run(
+        [CUOBJDUMP, flag, file], check=True, capture_output=True, text=True
+    ).stdout
