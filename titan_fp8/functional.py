@@ -1,0 +1,244 @@
+"""The autograd functions: a matrix product whose three GEMMs run in FP8.
+
+    fp8_linear       x (..., K), w (N, K)                  y = x Wᵀ + b
+    fp8_grouped_mm   x (M, K), w (E, N, K), offs (E,)      each group of rows with its own W
+
+Both are one autograd function; the dense product is the case of one group. Forward quantises x in
+both layouts out of one read and keeps the transposed FP8 copy, which is what wgrad contracts, in
+place of x. W is quantised anew in backward, from the parameter as it is then, with another op than
+in forward: no FP8 copy of a weight outlives its GEMM, whether FSDP2 has freed the parameter in
+between or torch.compile looks for equal calls to merge.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+from titan_fp8.recipe import Scaling, get_recipe
+
+_ops = torch.ops.titan_fp8
+
+
+@dataclass(frozen=True)
+class _Kit:
+    """The ops of one way of scaling fprop and dgrad, and of the wgrad that goes with it."""
+
+    rows: OpOverload
+    columns: OpOverload
+    rows_and_columns: OpOverload
+    weight: OpOverload
+    weight_t: OpOverload
+    mm: OpOverload
+    wgrad: OpOverload
+
+
+_KITS = {
+    Scaling.BLOCK_1X128: _Kit(
+        rows=_ops.quantize_1x128.default,
+        columns=_ops.quantize_128x1_t.default,
+        rows_and_columns=_ops.quantize_1x128_128x1_t.default,
+        weight=_ops.quantize_128x128.default,
+        weight_t=_ops.quantize_128x128_t.default,
+        mm=_ops.blockwise_mm.default,
+        wgrad=_ops.blockwise_wgrad.default,
+    ),
+    Scaling.ROW: _Kit(
+        rows=_ops.quantize_row.default,
+        columns=_ops.quantize_col_t.default,
+        rows_and_columns=_ops.quantize_row_col_t.default,
+        weight=_ops.quantize_row.default,
+        weight_t=_ops.quantize_weight_col_t.default,
+        mm=_ops.rowwise_mm.default,
+        wgrad=_ops.rowwise_wgrad.default,
+    ),
+}
+
+
+class _Spec(NamedTuple):
+    """What a product needs to know besides its tensors; constants to torch.compile."""
+
+    recipe: str
+    emulate: bool
+    aligned: bool
+    dtype: torch.dtype
+
+    @property
+    def kit(self) -> _Kit:
+        return _KITS[get_recipe(self.recipe).fprop.left]
+
+    @property
+    def wgrad_in_bf16(self) -> bool:
+        return get_recipe(self.recipe).wgrad.left is Scaling.NONE
+
+
+class _FP8Product(torch.autograd.Function):
+    """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None, spec: _Spec
+    ) -> Tensor:
+        kit, emulate = spec.kit, spec.emulate
+        x = x_MK.to(spec.dtype)
+        for_wgrad: tuple[Tensor, ...] = ()
+        if not ctx.needs_input_grad[1]:
+            xq, sx = kit.rows(x, emulate=emulate)
+        elif spec.wgrad_in_bf16:
+            xq, sx = kit.rows(x, emulate=emulate)
+            for_wgrad = (x.bfloat16(),)
+        else:
+            xq, sx, *for_wgrad = kit.rows_and_columns(x, offs, spec.aligned, emulate=emulate)
+        wq, sw = kit.weight(w.to(spec.dtype), emulate=emulate)
+        # fprop: x (M, K) and W (N, K), contracting K
+        y_MN = kit.mm(xq, sx, wq, sw, offs, spec.aligned, spec.dtype, emulate=emulate)
+        ctx.save_for_backward(w, offs, *for_wgrad)
+        ctx.spec, ctx.x_dtype = spec, x_MK.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y_MN if bias is None else y_MN + bias.to(spec.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_MN: Tensor):
+        w, offs, *for_wgrad = ctx.saved_tensors
+        spec, emulate = ctx.spec, ctx.spec.emulate
+        kit, layout = spec.kit, (offs, spec.aligned)
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        dx_MK = dw = db = None
+        rows = columns = None
+        if needs_dw and spec.wgrad_in_bf16:
+            columns = (g_MN.bfloat16(),)
+        if needs_dx and needs_dw and columns is None:
+            *rows, gq_NM, sg_NM = kit.rows_and_columns(g_MN, *layout, emulate=emulate)
+            columns = (gq_NM, sg_NM)
+        elif needs_dx:
+            rows = kit.rows(g_MN, emulate=emulate)
+        elif needs_dw and columns is None:
+            columns = kit.columns(g_MN, *layout, emulate=emulate)
+        if needs_dx:
+            wq_KN, sw_KN = kit.weight_t(w.to(spec.dtype), emulate=emulate, after=g_MN)
+            # dgrad: g (M, N) and Wᵀ (K, N), contracting N
+            dx_MK = kit.mm(*rows, wq_KN, sw_KN, *layout, ctx.x_dtype, emulate=emulate)
+        if needs_dw:
+            wgrad = _ops.bf16_wgrad.default if spec.wgrad_in_bf16 else kit.wgrad
+            # wgrad: gᵀ (N, M) and xᵀ (K, M), contracting M
+            dw = wgrad(*columns, *for_wgrad, *layout, w.dtype, emulate=emulate)
+        if needs_db:
+            db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx_MK, dw, db, None, None
+
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _compute_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
+    """The dtype F.linear would compute in; ValueError where it would not, or where FP8 cannot."""
+    dtypes = {
+        "x": x.dtype,
+        **{k: t.dtype for k, t in zip(("weight", "bias"), others) if t is not None},
+    }
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype not in _DTYPES:
+            raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
+        return dtype
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(f"dtypes differ outside autocast: {dtypes}")
+    return x.dtype
+
+
+def _check_multiples_of_16(weight: Tensor) -> None:
+    n, k = weight.shape[-2:]
+    if n % 16 or k % 16 or not n or not k:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
+            "positive multiples of 16"
+        )
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: str = "blockwise",
+    emulate: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.linear` with its three GEMMs in FP8; differentiable.
+
+    Args:
+        x: (..., K), bfloat16 or float32, any leading dimensions, none or empty ones too.
+        weight: (N, K), N and K multiples of 16; same dtype as x, but under autocast, which casts
+            x and weight before they are quantised.
+        bias: (N,) or None, added to the product once it has y's dtype.
+        recipe: "blockwise" (DeepSeek-V3, arXiv 2412.19437), "rowwise" or "rowwise_with_gw_hp".
+        emulate: the same numerics in FP32 arithmetic, on any device. CPU tensors always are.
+
+    Returns:
+        y (..., N) in the dtype of F.linear. Gradients have the dtypes of what they belong to.
+
+    Raises:
+        ValueError: a recipe, shape or dtype other than these, with its value and what is allowed.
+        RuntimeError: CUDA tensors on a GPU other than Hopper, without emulate.
+    """
+    get_recipe(recipe)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
+            "allowed are (..., K) and (N, K)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
+    _check_multiples_of_16(weight)
+    spec = _Spec(recipe, emulate, False, _compute_dtype(x, weight, bias))
+    y = _FP8Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, None, spec)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def fp8_grouped_mm(
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    *,
+    recipe: str = "blockwise",
+    emulate: bool = False,
+    aligned: bool = False,
+) -> Tensor:
+    """Each group of rows of x times the transpose of its own weight, in FP8; differentiable.
+
+    Args:
+        x: (M, K) tokens, sorted by group, bfloat16 or float32.
+        weight: (E, N, K), N and K multiples of 16; dtypes as in `fp8_linear`.
+        offs: (E,) int32, the end of each group in rows of x, non-decreasing, on x's device. Rows
+            past the last belong to no group: zero in y and in x's gradient, nothing in weight's.
+        recipe, emulate: as in `fp8_linear`.
+        aligned: the caller's word that every group end is a multiple of 128 (blockwise) or 16
+            (rowwise), which spares the rearrangement of any other groups. It is not checked: on
+            the GPU that would wait for the device.
+
+    Returns:
+        y (M, N). Nothing waits for the device, whatever the group sizes.
+
+    Raises:
+        ValueError, RuntimeError: as `fp8_linear`; ValueError also for other dtypes of offs.
+    """
+    get_recipe(recipe)
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
+            "allowed are (M, K) and (E, N, K)"
+        )
+    if offs.dtype != torch.int32 or offs.shape != weight.shape[:1]:
+        raise ValueError(
+            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
+            f"allowed is torch.int32 of shape ({weight.shape[0]},)"
+        )
+    _check_multiples_of_16(weight)
+    spec = _Spec(recipe, emulate, aligned, _compute_dtype(x, weight))
+    return _FP8Product.apply(x, weight, None, offs, spec)

@@ -1,0 +1,167 @@
+"""The ops of `reference.py` as `torch.ops.titan_fp8.*`, for autograd, torch.compile and benchmarks.
+
+Each op has the name and arguments of the reference's function, and `emulate=False` besides. It runs
+the Hopper kernels on CUDA tensors, and the reference on the CPU or where `emulate=True` asks for it.
+Ops are functional: they write to none of their arguments and return fresh tensors, so that
+torch.compile merges equal ones, such as the quantisation of an input that wq, wk and wv share.
+
+The quantisers of transposed weights take one more argument, `after`, which they do not read. Given
+the gradient that arrives in backward, it keeps torch.compile from running them in forward already
+and saving an FP8 copy of the weight until backward, which it otherwise does for weights that are
+not parameters of the compiled module (experts).
+
+The functions below the registration tell torch.compile the shapes, dtypes and strides; the layouts
+are explained in `reference.py`.
+"""
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from titan_fp8 import reference
+from titan_fp8.reference import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
+
+_library = torch.library.Library("titan_fp8", "DEF")
+
+
+def require_kernels(device: torch.device) -> None:
+    """RuntimeError, with what would do, where the Hopper kernels cannot run on a CUDA `device`."""
+    capability = _capability(device.index)
+    if capability[0] != 9:
+        raise RuntimeError(
+            f"titan_fp8: the FP8 kernels need a Hopper GPU (compute capability 9.0), and "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; "
+            "emulate = true computes the same numbers on any device"
+        )
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def _implementation(x: Tensor, emulate: bool) -> ModuleType:
+    if emulate or not x.is_cuda:
+        return reference
+    require_kernels(x.device)
+    from titan_fp8 import kernels
+
+    return kernels
+
+
+def _register(fake) -> None:
+    """Defines the op of which `fake` computes the empty result."""
+    name = fake.__name__.removeprefix("_")
+    schema = torch.library.infer_schema(getattr(reference, name), mutates_args=())
+    arguments, result = schema.rsplit(" -> ", 1)
+    keywords = "*, bool emulate=False" + (", Tensor? after=None" if fake in WEIGHTS_T else "")
+    _library.define(f"{name}{arguments[:-1]}, {keywords}) -> {result}")
+
+    def run(x, *args, emulate=False, after=None):
+        return getattr(_implementation(x, emulate), name)(x.contiguous(), *args)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+
+    def run_fake(*args, emulate=False, after=None):
+        return fake(*args)
+
+    torch.library.register_fake(f"titan_fp8::{name}", run_fake, lib=_library)
+
+
+def _q(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=E4M3)
+
+
+def _s(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def _s_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
+    return _s(x, cdiv(columns, BLOCK), round_up(rows, 4))[:, :rows].t()
+
+
+def _s_128x128(w: Tensor, n: int, k: int) -> Tensor:
+    storage = _s(w, *w.shape[:-2], cdiv(n, BLOCK), round_up(cdiv(k, BLOCK), 4))
+    return storage[..., : cdiv(k, BLOCK)]
+
+
+def _quantize_1x128(x):
+    return _q(x, *x.shape), _s_1x128(x, *x.shape)
+
+
+def _quantize_128x1_t(x, offs=None, aligned=False):
+    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, BLOCK)
+    return _q(x, k, width), _s_1x128(x, k, width)
+
+
+def _quantize_1x128_128x1_t(x, offs=None, aligned=False):
+    return (*_quantize_1x128(x), *_quantize_128x1_t(x, offs, aligned))
+
+
+def _quantize_128x128(w):
+    return _q(w, *w.shape), _s_128x128(w, *w.shape[-2:])
+
+
+def _quantize_128x128_t(w):
+    *lead, n, k = w.shape
+    return _q(w, *lead, k, n), _s_128x128(w, k, n)
+
+
+def _quantize_row(x):
+    return _q(x, *x.shape), _s(x, *x.shape[:-1])
+
+
+def _quantize_col_t(x, offs=None, aligned=False):
+    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, ROW_ALIGNMENT)
+    return _q(x, k, width), _s(x, k) if offs is None else _s(x, offs.shape[0], k)
+
+
+def _quantize_row_col_t(x, offs=None, aligned=False):
+    return (*_quantize_row(x), *_quantize_col_t(x, offs, aligned))
+
+
+def _quantize_weight_col_t(w):
+    *lead, n, k = w.shape
+    return _q(w, *lead, k, n), _s(w, *lead, k)
+
+
+def _blockwise_mm(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+
+
+def _blockwise_wgrad(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    groups = [] if offs is None else [offs.shape[0]]
+    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+def _rowwise_mm(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return _blockwise_mm(a, sa, b, sb, offs, aligned, out_dtype)
+
+
+def _rowwise_wgrad(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return _blockwise_wgrad(a, sa, b, sb, offs, aligned, out_dtype)
+
+
+def _bf16_wgrad(g, x, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    groups = [] if offs is None else [offs.shape[0]]
+    return g.new_empty(*groups, g.shape[1], x.shape[1], dtype=out_dtype)
+
+
+QUANTIZERS = (
+    _quantize_1x128,
+    _quantize_128x1_t,
+    _quantize_1x128_128x1_t,
+    _quantize_128x128,
+    _quantize_128x128_t,
+    _quantize_row,
+    _quantize_col_t,
+    _quantize_row_col_t,
+    _quantize_weight_col_t,
+)
+WEIGHTS_T = (_quantize_128x128_t, _quantize_weight_col_t)
+GEMMS = (_blockwise_mm, _blockwise_wgrad, _rowwise_mm, _rowwise_wgrad, _bf16_wgrad)
+
+for _fake in (*QUANTIZERS, *GEMMS):
+    _register(_fake)
