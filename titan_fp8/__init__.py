@@ -1,0 +1,21 @@
+"""FP8 training for torchtitan: dense and MoE layers, blockwise or rowwise.
+
+The public names are here; README.md shows how to use them. Importing this package imports neither
+torchtitan nor triton: the plugin for torchtitan is `titan_fp8.plugin`.
+"""
+
+from typing import Any
+
+from titan_fp8.functional import fp8_grouped_mm, fp8_linear
+from titan_fp8.linear import FP8Linear, convert_linears
+
+__version__ = "0.1.0"
+
+__all__ = ["FP8Linear", "convert_experts", "convert_linears", "fp8_grouped_mm", "fp8_linear"]
+
+
+def convert_experts(model: Any, **options: Any) -> Any:
+    """See `titan_fp8.plugin.experts.convert_experts`, which this calls; it needs torchtitan."""
+    from titan_fp8.plugin.experts import convert_experts as convert
+
+    return convert(model, **options)
