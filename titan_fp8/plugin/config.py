@@ -1,0 +1,145 @@
+"""The `[quantize.linear.titan_fp8]` and `[quantize.grouped_mm.titan_fp8]` sections of the TOML.
+
+torchtitan merges the `JobConfig` of the module that `[job] custom_config_module` names, field by
+field, into its own. Its values arrive unchecked from a TOML (only flags are checked against their
+types), so each section checks itself when it is built. What takes the whole file to see is checked
+once all of it is merged, where torchtitan validates its own configuration.
+"""
+
+# No `from __future__ import annotations` here: torchtitan's merge reads the annotations as types.
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from torchtitan.config import ConfigManager
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_fp8.linear import DEFAULT_FILTER_FQNS, check_patterns, check_recipe
+
+LINEAR = "quantize.linear.titan_fp8"
+GROUPED_MM = "quantize.grouped_mm.titan_fp8"
+
+RecipeName = Literal["blockwise", "rowwise", "rowwise_with_gw_hp", "bf16"]
+Written = Annotated[bool, tyro.conf.Suppress]
+
+
+@dataclass
+class TitanFP8Linear:
+    """FP8 for nn.Linear modules."""
+
+    recipe: RecipeName = "blockwise"
+    """How operands are scaled. "blockwise": 1x128 activations and gradients, 128x128 weights, as
+    DeepSeek-V3. "rowwise": one scale per row. "rowwise_with_gw_hp": rowwise, weight gradients in
+    bf16. "bf16": nothing is converted, the baseline."""
+
+    filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
+    """Modules whose qualified name contains one of these are left in high precision."""
+
+    emulate: bool = False
+    """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
+
+    written: Written = field(default=True, repr=False)
+    """Whether the file has this section; not a setting."""
+
+    def __post_init__(self) -> None:
+        check_recipe(f"[{LINEAR}] recipe", self.recipe)
+        _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
+        _check_bool(f"[{LINEAR}] emulate", self.emulate)
+
+
+@dataclass
+class TitanFP8GroupedMM:
+    """FP8 for the grouped GEMMs of MoE experts."""
+
+    recipe: RecipeName | None = None
+    """As in the linear section; left out, what the linear section says."""
+
+    fqns: list[str] = field(default_factory=lambda: ["experts"])
+    """Grouped experts whose qualified name contains one of these are converted."""
+
+    emulate: bool = False
+    """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
+
+    written: Written = field(default=True, repr=False)
+    """Whether the file has this section; not a setting."""
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            check_recipe(f"[{GROUPED_MM}] recipe", self.recipe)
+        _check_list(f"[{GROUPED_MM}] fqns", self.fqns)
+        if not self.fqns:
+            raise ValueError(
+                f"[{GROUPED_MM}] fqns = []: it would convert nothing; name the experts to convert "
+                f'or drop "{GROUPED_MM}" from model.converters'
+            )
+        _check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
+
+
+def _check_list(key: str, value: object) -> None:
+    if not isinstance(value, list):
+        raise ValueError(f"{key} = {value!r}: allowed is a list of strings")
+    check_patterns(key, value)
+
+
+def _check_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r}: allowed are true and false")
+
+
+@dataclass
+class QuantizedLinear:
+    titan_fp8: TitanFP8Linear = field(default_factory=lambda: TitanFP8Linear(written=False))
+    """titan_fp8 for nn.Linear modules"""
+
+
+@dataclass
+class QuantizedGroupedMM:
+    titan_fp8: TitanFP8GroupedMM = field(default_factory=lambda: TitanFP8GroupedMM(written=False))
+    """titan_fp8 for the grouped GEMMs of MoE experts"""
+
+
+@dataclass
+class Quantize:
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
+
+
+@dataclass
+class JobConfig:
+    """What torchtitan merges into its own JobConfig."""
+
+    quantize: Quantize = field(default_factory=Quantize)
+
+
+def check_merged(config: JobConfig) -> None:
+    """ValueError where a section of ours is set and its converter is not listed.
+
+    Warns where the job would fail for want of an accelerator, before torchtitan's own error.
+    """
+    sections = {LINEAR: config.quantize.linear, GROUPED_MM: config.quantize.grouped_mm}
+    for name, parent in sections.items():
+        section, default = parent.titan_fp8, type(parent)().titan_fp8
+        if (section.written or section != default) and name not in config.model.converters:
+            raise ValueError(
+                f"[{name}] is set, but model.converters = {config.model.converters} does not list "
+                f'"{name}": nothing would read it'
+            )
+    if utils.device_type != "cpu" and not torch.cuda.is_available():
+        logger.warning(
+            "titan_fp8: no GPU found. torchtitan.train fails without one; "
+            "scripts/train.sh CONFIG runs the same file on the CPU, with FP8 emulated"
+        )
+
+
+def check_with_host() -> None:
+    """Makes torchtitan's ConfigManager call `check_merged` after its own validation."""
+    host_validate = ConfigManager._validate_config
+
+    def validate(self: ConfigManager) -> None:
+        host_validate(self)
+        check_merged(self.config)
+
+    ConfigManager._validate_config = validate

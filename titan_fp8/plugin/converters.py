@@ -1,0 +1,130 @@
+"""The two model converters, as torchtitan finds them in `[model] converters`."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_fp8.linear import ConversionReport, convert_linears
+from titan_fp8.ops import require_kernels
+from titan_fp8.plugin.config import GROUPED_MM, LINEAR
+from titan_fp8.plugin.experts import convert_experts
+from titan_fp8.recipe import BF16, get_recipe
+
+
+class _Converter(QuantizationConverter):
+    """What both converters do around the conversion itself."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
+        super().__init__(job_config, parallel_dims)
+        self.job_config = job_config
+
+    def prepare(self, recipe: str, emulate: bool) -> None:
+        """Readies the host for FP8 layers, which `recipe = "bf16"` does not need."""
+        if recipe == BF16:
+            return
+        if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
+            announce_emulation()
+        else:
+            require_kernels(torch.device("cuda", torch.cuda.current_device()))
+        save_gemms_in_selective_checkpointing(self.job_config.model.name)
+        if self.job_config.parallelism.enable_async_tensor_parallel:
+            warn_async_tp()
+
+    def log(self, what: str, recipe: str, report: ConversionReport) -> None:
+        count, total = len(report.converted), len(report.converted) + len(report.left)
+        logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Nothing: scales are computed where they are used."""
+
+
+class LinearConverter(_Converter):
+    """`quantize.linear.titan_fp8`: nn.Linear to FP8Linear."""
+
+    def convert(self, model: nn.Module) -> None:
+        section = self.job_config.quantize.linear.titan_fp8
+        self.prepare(section.recipe, section.emulate)
+        with naming(LINEAR):
+            report = convert_linears(
+                model,
+                recipe=section.recipe,
+                filter_fqns=section.filter_fqns,
+                emulate=section.emulate,
+            )
+        self.log("linears", section.recipe, report)
+        if section.recipe != BF16 and not report.converted:
+            logger.warning(f"titan_fp8: [{LINEAR}] converted nothing in this model")
+
+
+class GroupedMMConverter(_Converter):
+    """`quantize.grouped_mm.titan_fp8`: GroupedExperts to FP8GroupedExperts."""
+
+    def convert(self, model: nn.Module) -> None:
+        section = self.job_config.quantize.grouped_mm.titan_fp8
+        recipe = section.recipe or self.job_config.quantize.linear.titan_fp8.recipe
+        self.prepare(recipe, section.emulate)
+        compile_config = self.job_config.compile
+        compiled = compile_config.enable and "model" in compile_config.components
+        with naming(GROUPED_MM):
+            report = convert_experts(
+                model,
+                recipe=recipe,
+                fqns=section.fqns,
+                emulate=section.emulate,
+                compile_backend=compile_config.backend if compiled else None,
+            )
+        if recipe != BF16:
+            # Beyond the Literal of its signature, which the host does not enforce.
+            set_token_group_alignment_size_m(get_recipe(recipe).alignment)
+        self.log("grouped experts", recipe, report)
+
+
+@contextlib.contextmanager
+def naming(section: str) -> Iterator[None]:
+    """Puts the TOML section in front of the ValueErrors of a conversion."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"[{section}] {error}") from None
+
+
+@functools.cache
+def announce_emulation() -> None:
+    """Says once a run that FP8 is emulated, and keeps such a run from reporting a speed."""
+    logger.warning(
+        "titan_fp8: FP8 is emulated in FP32 arithmetic: the numbers are those of the recipe, "
+        "the speed is not, so tps, tflops and mfu read 0"
+    )
+    MetricsProcessor.ntokens_since_last_log = property(lambda self: 0, lambda self, count: None)
+
+
+@functools.cache
+def warn_async_tp() -> None:
+    logger.warning(
+        "titan_fp8: async tensor parallelism looks for aten.mm next to collectives and does not "
+        "see FP8 GEMMs: converted linears run without that overlap"
+    )
+
+
+def save_gemms_in_selective_checkpointing(model_name: str) -> None:
+    """Adds the FP8 GEMMs to the ops whose outputs the host's op-level checkpointing saves."""
+    parallelize = sys.modules[get_train_spec(model_name).parallelize_fn.__module__]
+    saved = getattr(parallelize, "_op_sac_save_list", set())
+    saved |= {torch.ops.titan_fp8.blockwise_mm.default, torch.ops.titan_fp8.rowwise_mm.default}
+
+
+register_model_converter(LinearConverter, LINEAR)
+register_model_converter(GroupedMMConverter, GROUPED_MM)
