@@ -179,7 +179,7 @@ def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -
             style |= {"color": "dimgray", "ls": "--"}
         top.plot(gap.steps, gap.losses, linewidth=1.3, label=gap.run.label, **style)
         bottom.plot(gap.steps, gap.per_step, linewidth=0.7, alpha=0.4, color=style["color"])
-        bottom.plot(gap.smooth_steps, gap.smooth, linewidth=2, label=gap.run.label, **style)
+        bottom.plot(gap.smooth_steps, gap.smooth, linewidth=2, **style)
     peaks = [abs(gap.smooth[gap.largest_at]) for gap in gaps]
     limit = 1.4 * max([bar, *filter(math.isfinite, peaks)]) or 1.0
     bottom.set_ylim(-limit, limit)
