@@ -5,11 +5,15 @@
 
 Both are one autograd function; the dense product is the case of one group. Forward quantises x in
 both layouts out of one read and keeps the transposed FP8 copy, which is what wgrad contracts, in
-place of x. W is quantised anew in backward, from the parameter as it is then, with another op than
-in forward: no FP8 copy of a weight outlives its GEMM, whether FSDP2 has freed the parameter in
-between or torch.compile looks for equal calls to merge.
+place of x. Products that share an input, as wq, wk and wv do, share these copies: torch.compile
+merges the equal calls, and without it an `InputCache` remembers them while the input lives.
+
+W is quantised anew in backward, from the parameter as it is then, with another op than in forward:
+no FP8 copy of a weight outlives its GEMM, whether FSDP2 has freed the parameter in between or
+torch.compile looks for equal calls to merge.
 """
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,26 +79,62 @@ class _Spec(NamedTuple):
         return get_recipe(self.recipe).wgrad.left is Scaling.NONE
 
 
+class InputCache:
+    """The quantised copies of one input, for all products that are given this cache and that input.
+
+    It knows its input by identity and version and forgets it when the input dies, so that it keeps
+    nothing alive. torch.compile needs no cache: it merges equal calls.
+    """
+
+    def __init__(self) -> None:
+        # One tuple, replaced whole: backward recomputes checkpointed layers in another thread.
+        self._entry: tuple[weakref.ref, tuple, tuple[Tensor, ...]] | None = None
+
+    def get(self, x: Tensor, key: tuple) -> tuple[Tensor, ...] | None:
+        entry = self._entry
+        return entry[2] if entry and entry[0]() is x and entry[1] == key else None
+
+    def put(self, x: Tensor, key: tuple, copies: tuple[Tensor, ...]) -> None:
+        self._entry = (weakref.ref(x, self._drop), key, copies)
+
+    def _drop(self, dead: weakref.ref) -> None:
+        if self._entry and self._entry[0] is dead:
+            self._entry = None
+
+
+@torch.no_grad()
+def _quantize_input(
+    x: Tensor, offs: Tensor | None, for_wgrad: bool, spec: _Spec
+) -> tuple[Tensor, ...]:
+    """q and s of the rows of x (..., K), and what wgrad will read of x, if it is to run."""
+    kit, x_MK = spec.kit, x.reshape(-1, x.shape[-1]).to(spec.dtype)
+    if for_wgrad and not spec.wgrad_in_bf16:
+        return kit.rows_and_columns(x_MK, offs, spec.aligned, emulate=spec.emulate)
+    rows = kit.rows(x_MK, emulate=spec.emulate)
+    return (*rows, x_MK.bfloat16()) if for_wgrad else rows
+
+
 class _FP8Product(torch.autograd.Function):
-    """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,)."""
+    """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
+
+    Of x, forward reads the copies alone that `_quantize_input` has made.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None, spec: _Spec
+        ctx: Any,
+        x_MK: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        offs: Tensor | None,
+        spec: _Spec,
+        xq: Tensor,
+        sx: Tensor,
+        *for_wgrad: Tensor,
     ) -> Tensor:
-        kit, emulate = spec.kit, spec.emulate
-        x = x_MK.to(spec.dtype)
-        for_wgrad: tuple[Tensor, ...] = ()
-        if not ctx.needs_input_grad[1]:
-            xq, sx = kit.rows(x, emulate=emulate)
-        elif spec.wgrad_in_bf16:
-            xq, sx = kit.rows(x, emulate=emulate)
-            for_wgrad = (x.bfloat16(),)
-        else:
-            xq, sx, *for_wgrad = kit.rows_and_columns(x, offs, spec.aligned, emulate=emulate)
-        wq, sw = kit.weight(w.to(spec.dtype), emulate=emulate)
+        wq, sw = spec.kit.weight(w.to(spec.dtype), emulate=spec.emulate)
         # fprop: x (M, K) and W (N, K), contracting K
-        y_MN = kit.mm(xq, sx, wq, sw, offs, spec.aligned, spec.dtype, emulate=emulate)
+        y_MN = spec.kit.mm(xq, sx, wq, sw, offs, spec.aligned, spec.dtype, emulate=spec.emulate)
         ctx.save_for_backward(w, offs, *for_wgrad)
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -128,7 +168,30 @@ class _FP8Product(torch.autograd.Function):
             dw = wgrad(*columns, *for_wgrad, *layout, w.dtype, emulate=emulate)
         if needs_db:
             db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx_MK, dw, db, None, None
+        return dx_MK, dw, db, *(None,) * (4 + len(for_wgrad))
+
+
+def _product(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    spec: _Spec,
+    cache: InputCache | None,
+) -> Tensor:
+    """The autograd function on x (..., K); (M, N)."""
+    for_wgrad = w.requires_grad and torch.is_grad_enabled()
+    copies = None
+    if torch.compiler.is_compiling() or x.is_inference():
+        cache = None
+    if cache is not None:
+        key = (x._version, for_wgrad, spec)
+        copies = cache.get(x, key)
+    if copies is None:
+        copies = _quantize_input(x, offs, for_wgrad, spec)
+        if cache is not None:
+            cache.put(x, key, copies)
+    return _FP8Product.apply(x.reshape(-1, x.shape[-1]), w, bias, offs, spec, *copies)
 
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -136,15 +199,14 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 def _compute_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     """The dtype F.linear would compute in; ValueError where it would not, or where FP8 cannot."""
-    dtypes = {
-        "x": x.dtype,
-        **{k: t.dtype for k, t in zip(("weight", "bias"), others) if t is not None},
-    }
+    tensors = zip(("x", "weight", "bias"), (x, *others))
+    dtypes = {name: t.dtype for name, t in tensors if t is not None}
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         if dtype not in _DTYPES:
             raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
         return dtype
@@ -169,6 +231,7 @@ def fp8_linear(
     *,
     recipe: str = "blockwise",
     emulate: bool = False,
+    cache: InputCache | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` with its three GEMMs in FP8; differentiable.
 
@@ -179,6 +242,7 @@ def fp8_linear(
         bias: (N,) or None, added to the product once it has y's dtype.
         recipe: "blockwise" (DeepSeek-V3, arXiv 2412.19437), "rowwise" or "rowwise_with_gw_hp".
         emulate: the same numerics in FP32 arithmetic, on any device. CPU tensors always are.
+        cache: an `InputCache` that products of the same x share, to quantise it once.
 
     Returns:
         y (..., N) in the dtype of F.linear. Gradients have the dtypes of what they belong to.
@@ -197,7 +261,7 @@ def fp8_linear(
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
     _check_multiples_of_16(weight)
     spec = _Spec(recipe, emulate, False, _compute_dtype(x, weight, bias))
-    y = _FP8Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, None, spec)
+    y = _product(x, weight, bias, None, spec, cache)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -209,6 +273,7 @@ def fp8_grouped_mm(
     recipe: str = "blockwise",
     emulate: bool = False,
     aligned: bool = False,
+    cache: InputCache | None = None,
 ) -> Tensor:
     """Each group of rows of x times the transpose of its own weight, in FP8; differentiable.
 
@@ -217,7 +282,7 @@ def fp8_grouped_mm(
         weight: (E, N, K), N and K multiples of 16; dtypes as in `fp8_linear`.
         offs: (E,) int32, the end of each group in rows of x, non-decreasing, on x's device. Rows
             past the last belong to no group: zero in y and in x's gradient, nothing in weight's.
-        recipe, emulate: as in `fp8_linear`.
+        recipe, emulate, cache: as in `fp8_linear`; products that share a cache share offs.
         aligned: the caller's word that every group end is a multiple of 128 (blockwise) or 16
             (rowwise), which spares the rearrangement of any other groups. It is not checked: on
             the GPU that would wait for the device.
@@ -241,4 +306,4 @@ def fp8_grouped_mm(
         )
     _check_multiples_of_16(weight)
     spec = _Spec(recipe, emulate, aligned, _compute_dtype(x, weight))
-    return _FP8Product.apply(x, weight, None, offs, spec)
+    return _product(x, weight, None, offs, spec, cache)

@@ -20,11 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from titan_fp8.functional import fp8_linear
+from titan_fp8.functional import InputCache, fp8_linear
 from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 """The logits and the routing decide too much to be rounded: DeepSeek-V3 keeps both, as we do."""
+
+
+_last_input = InputCache()
+"""Shared by all modules: wq, wk and wv of an attention, w1 and w3 of a feed-forward follow each
+other with one input."""
 
 
 @dataclass
@@ -55,7 +60,12 @@ class FP8Linear(nn.Linear):
         """x (..., K) to (..., N), as nn.Linear; plain tensors or DTensors."""
         if isinstance(self.weight, DTensor):
             return self._forward_sharded(x)
-        return fp8_linear(x, self.weight, self.bias, recipe=self.recipe, emulate=self.emulate)
+        return self._local_product(x, self.weight, self.bias)
+
+    def _local_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return fp8_linear(
+            x, weight, bias, recipe=self.recipe, emulate=self.emulate, cache=_last_input
+        )
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
         w, mesh = self.weight, self.weight.device_mesh
@@ -65,12 +75,8 @@ class FP8Linear(nn.Linear):
         x_in, y_out, dx, dw = zip(*ways)
         x = x.redistribute(placements=x_in)
         bias = None if self.bias is None else self._local_bias(y_out)
-        y = fp8_linear(
-            x.to_local(grad_placements=dx),
-            w.to_local(grad_placements=dw),
-            bias,
-            recipe=self.recipe,
-            emulate=self.emulate,
+        y = self._local_product(
+            x.to_local(grad_placements=dx), w.to_local(grad_placements=dw), bias
         )
         shape = torch.Size((*x.shape[:-1], w.shape[0]))
         stride = torch.empty(shape, device="meta").stride()

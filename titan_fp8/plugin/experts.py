@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_fp8.functional import fp8_grouped_mm
+from titan_fp8.functional import InputCache, fp8_grouped_mm
 from titan_fp8.linear import ConversionReport, check_patterns, check_recipe, check_shards
 from titan_fp8.recipe import BF16, get_recipe
 
@@ -39,7 +39,8 @@ def run_experts(
     mm = functools.partial(
         fp8_grouped_mm, offs=offs, recipe=recipe, emulate=emulate, aligned=aligned
     )
-    h = F.silu(mm(x, w1)) * mm(x, w3)
+    shared = InputCache()
+    h = F.silu(mm(x, w1, cache=shared)) * mm(x, w3, cache=shared)
     return mm(h, w2).type_as(x)
 
 
