@@ -125,7 +125,9 @@ def stride_1_along_rows(s: Tensor) -> Tensor:
 
 def padded_columns(s: Tensor) -> Tensor:
     """A (..., row blocks, column blocks) scale in the layout of 128x128 scales."""
-    return torch.nn.functional.pad(s, (0, -s.shape[-1] % 4))[..., : s.shape[-1]]
+    storage = s.new_zeros(*s.shape[:-1], round_up(s.shape[-1], 4))
+    storage[..., : s.shape[-1]] = s
+    return storage[..., : s.shape[-1]]
 
 
 # Blockwise quantisers
