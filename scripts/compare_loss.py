@@ -216,8 +216,9 @@ def bar_of(noise: Gap | None, tolerance: float) -> float:
     if noise is None:
         print(f"bar: {tolerance:.5g} %, the tolerance")
         return tolerance
-    bar = max(tolerance, abs(noise.decisive))
-    sources = f"tolerance {tolerance:.5g} %, noise {abs(noise.decisive):.5g} %"
+    own = abs(noise.decisive)
+    bar = max(tolerance, own) if math.isfinite(own) else tolerance
+    sources = f"tolerance {tolerance:.5g} %, noise {own:.5g} %"
     print(f"bar: {bar:.5g} %, the larger of {sources}")
     if noise.is_zero():
         print(f"note: {noise.run.label} equals the baseline at every step: it measures nothing")

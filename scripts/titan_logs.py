@@ -46,6 +46,8 @@ class Scalar(NamedTuple):
 
 @dataclass
 class Run:
+    """One run, merged. What a run does not have, or must not show, is 0."""
+
     label: str
     series: dict[str, dict[int, float]]  # a name of TAGS -> step -> value
     peak_memory: float
@@ -87,9 +89,10 @@ def read_log(text: str) -> Iterator[Scalar]:
     """The scalars of a log; place stands in for time, and a line cut short is left out."""
     for place, match in enumerate(STEP_LINE.finditer(COLOUR.sub("", text))):
         validate, step, loss, grad_norm, memory, tps = match.groups()
-        values = {"memory": memory, "validation loss" if validate else "loss": loss}
-        if not validate:
-            values |= {"grad_norm": grad_norm, "tps": tps and tps.replace(",", "")}
+        tps = tps and tps.replace(",", "")
+        values = {"loss": loss, "grad_norm": grad_norm, "memory": memory, "tps": tps}
+        if validate:
+            values = {"validation loss": loss}
         for name, value in values.items():
             if value is not None:
                 yield Scalar(place, int(step), name, float(value))
@@ -110,7 +113,8 @@ def merge(scalars: Iterable[Scalar]) -> dict[str, dict[int, float]]:
 
 
 def tb_folder(event_file: Path) -> Path | None:
-    return next((p.parent for p in event_file.parents if DATED.fullmatch(p.name)), None)
+    parents = event_file.resolve().parents
+    return next((p.parent for p in parents if DATED.fullmatch(p.name)), None)
 
 
 def refuse_mixture(path: Path, files: dict[Path, list[Scalar]]) -> None:
@@ -122,7 +126,7 @@ def refuse_mixture(path: Path, files: dict[Path, list[Scalar]]) -> None:
         for b, of_b in files.items():
             if a == b or a.parent != b.parent or not of_a or not of_b:
                 continue
-            # Started in the same minute, two runs share a dated folder; a resume starts later.
+            # A resume writes after the run it resumes, and ranks have a folder each.
             if min(of_a).time <= min(of_b).time < max(of_a).time:
                 loss_a, loss_b = merge(of_a).get("loss", {}), merge(of_b).get("loss", {})
                 if any(loss_a[step] != loss_b[step] for step in loss_a.keys() & loss_b.keys()):

@@ -1,5 +1,6 @@
 """compare_loss.py: the numbers of its table, and who passes."""
 
+import math
 import os
 import re
 import subprocess
@@ -18,8 +19,12 @@ def test_the_numbers_of_the_table(tmp_path):
     steps = range(1, 101)
     slow_start = {step: 10.0 if step <= 10 else 1000.0 for step in steps}
     peak = {step: 20.0 if step == 50 else 10.0 for step in steps}
-    a = dump(tmp_path, "bf16", curve(steps), tps=slow_start, memory=peak, validation={90: 4.0})
-    b = dump(tmp_path, "fp8", curve(steps, 0.2), tps=1250.0, memory=15.0, validation={90: 4.2})
+    a = dump(
+        tmp_path, "bf16", curve(steps), tps=slow_start, memory=peak, validation={50: 5.0, 90: 4.0}
+    )
+    b = dump(
+        tmp_path, "fp8", curve(steps, 0.2), tps=1250.0, memory=15.0, validation={50: 5.0, 90: 4.2}
+    )
     out = tmp_path / "new folder" / "plot.png"
     status, rows, _ = compare(a, b, out=out)
     assert status == 0
@@ -35,12 +40,35 @@ def test_the_numbers_of_the_table(tmp_path):
 
 @pytest.mark.parametrize(
     ("gap", "tolerance", "status"),
-    [(0.24, 0.25, 0), (-0.24, 0.25, 0), (0.26, 0.25, 1), (-0.26, 0.25, 1), (0.26, 0.3, 0)]
+    [
+        (0.0, 0.25, 1),
+        (0.24, 0.25, 0),
+        (-0.24, 0.25, 0),
+        (0.26, 0.25, 1),
+        (-0.26, 0.25, 1),
+        (0.26, 0.3, 0),
+    ]
     + [(0.25, 0.25, 0), (0.2501, 0.25, 1), (0.01, 0, 1)],
 )
 def test_the_gap_decides(tmp_path, base, gap, tolerance, status):
     other = dump(tmp_path, "fp8", curve(range(1, 101), gap))
     assert compare(base, other, "--tolerance", tolerance)[0] == status
+
+
+def test_the_bar_is_met_within_the_precision_of_a_loss(tmp_path):
+    """In FP32 4.01 is 4.01000023, and its gap to 4 is 0.2500057 %."""
+    a = dump(tmp_path, "bf16", dict.fromkeys(range(1, 41), 4.0))
+    for loss, status in ((4.01, 0), (3.99, 0), (4.01001, 1)):
+        b = dump(tmp_path, f"fp8_{loss}", dict.fromkeys(range(1, 41), loss))
+        assert compare(a, b)[0] == status
+
+
+def test_warm_up_is_left_out_of_the_speed(tmp_path):
+    steps = range(1, 11)
+    tps = dict(zip(steps, [1.0, 1.0] + [100.0] * 4 + [200.0] * 4, strict=True))
+    a = dump(tmp_path, "bf16", curve(steps), tps=150.0)
+    b = dump(tmp_path, "fp8", curve(steps, 0.1), tps=tps)
+    assert compare(a, b)[1]["tokens/s ratio"][1] == "1.000"
 
 
 def test_only_the_last_steps_decide(tmp_path, base):
@@ -162,11 +190,16 @@ def test_labels_tell_runs_apart(tmp_path):
     assert re.match(r" +0/out +0.125/out +0.25/out\n", text)
 
 
-@pytest.mark.parametrize("losses", [{1: 8.1}, curve(range(1, 51), 0.1) | {9: float("nan")}])
-def test_plots_of_odd_runs(tmp_path, base, losses):
+ODD = [{1: 8.1}, {1: math.nan}, {9: math.inf}, {95: math.inf}, {95: math.nan}, {100: 7.0}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.filterwarnings("error")
+def test_plots_of_odd_runs(tmp_path, base, odd):
     out = tmp_path / "plot.png"
-    odd = dump(tmp_path, "$x_{$y^$", losses)  # what would be broken mathematics in a label
-    status, _, text = compare(base, odd, "--noise", odd, out=out)
+    losses = odd if 1 in odd else curve(range(1, 101)) | odd
+    run = dump(tmp_path, "$x_{$", losses)  # what would be broken mathematics in a label
+    status, _, text = compare(base, run, "--noise", run, "--tolerance", 0, out=out)
     assert status in (0, 1) and f"plot: {out}" in text
     assert out.read_bytes().startswith(b"\x89PNG")
 

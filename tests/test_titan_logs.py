@@ -33,6 +33,17 @@ def test_a_nan_that_a_resume_overwrote_is_gone(tmp_path, base):
     assert compare(base, fp8)[0] == 0
 
 
+def test_an_event_file_that_goes_back(tmp_path, base):
+    files = []
+    for steps, gap in ((range(1, 101), 0.1), (range(81, 91), 0.2)):
+        folder = write_events(tmp_path / f"from_{steps[0]}", curve(steps, gap), time=1e3 + steps[0])
+        files += folder.iterdir()
+    files[0].write_bytes(b"".join(file.read_bytes() for file in files))
+    status, rows, _ = compare(base, tmp_path / "from_1")
+    assert (status, rows["steps"][1]) == (0, "1-100")
+    assert 0.14 < float(rows["gap of the means"][1].split()[0]) < 0.16
+
+
 def test_two_runs_in_one_dated_folder_are_refused(tmp_path, base):
     shared = dump(tmp_path, "shared", curve(range(1, 101)), time=1000.0)
     dump(tmp_path, "shared", curve(range(1, 101), 0.1), time=1000.5)
@@ -54,7 +65,7 @@ def test_ranks_of_one_run(tmp_path, base):
     write_events(folder / "rank_0", {s: -1.0 for s in range(1, 101)}, memory=40.0, time=1000.3)
     write_events(folder / "rank_1", {s: -2.0 for s in range(1, 101)}, memory=20.0, time=1000.2)
     write_events(folder / "rank_2", curve(range(1, 101), 0.1), memory=30.0, time=1000.0)
-    write_events(folder / "rank_3", curve(range(1, 101), 0.1), memory=30.0, time=1000.1)
+    write_events(folder / "rank_3", curve(range(1, 101), 0.10001), memory=30.0, time=1000.1)
     memory = dump(tmp_path, "bf16_memory", curve(range(1, 101)), memory=80.0)
     status, rows, _ = compare(memory, tmp_path / "fp8")
     assert status == 0 and rows["gap of the means"][1].startswith("+0.1000")
@@ -67,15 +78,18 @@ def test_logs_of_many_ranks(tmp_path):
         text += log_line(step, -1.0, rank="[rank0]:") + log_line(step, loss, rank="[rank2]:")
         text += log_line(step, loss, rank="[rank3]:") + log_line(step, -1.0, rank="[rank1]:")
         if step == 20:
-            text += "[rank2]:\033[33mvalidate step: 20  \033[32mloss:  4.4000  \033[34mtps: 9\n"
+            text += "[rank2]:\033[33mvalidate step: 20  \033[32mloss:  4.4000  "
+            text += "\033[38;2;54;234;195mmemory: 99.00GiB(99.00%)  \033[34mtps: 9\033[39m\n"
     (tmp_path / "fp8.log").write_text(text)
-    base = dump(tmp_path, "bf16", curve(range(1, 41)), validation={20: 4.0}, tps=20246.0)
+    base = dump(
+        tmp_path, "bf16", curve(range(1, 41)), validation={20: 4.0}, tps=20246.0, memory=140.22
+    )
     status, rows, text = compare(base, tmp_path / "fp8.log")
     assert status == 0 and "five decimals" in text
     assert rows["steps"][1] == "1-40"
     assert float(rows["gap of the means"][1].split()[0]) == pytest.approx(0.1, abs=1e-3)
     assert rows["validation loss"][1] == "4.40000 (+10.00000 % at step 20)"
-    assert rows["tokens/s ratio"][1] == "0.500"
+    assert rows["tokens/s ratio"][1] == rows["peak memory ratio"][1] == "0.500"
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -122,15 +136,19 @@ def test_no_speed_or_memory_to_compare(tmp_path, tags):
         assert rows["validation loss"][1] == "n/a"
 
 
-def test_no_speed_of_an_emulated_run(tmp_path):
+def test_no_speed_of_an_emulated_run(tmp_path, monkeypatch):
     steps = range(1, 31)
     a = dump(tmp_path, "bf16", curve(steps), tps=100.0, memory=1.0)
     b = dump(tmp_path, "fp8", curve(steps, 0.1), tps=100.0, memory=1.0)
     assert compare(a, b)[1]["tokens/s ratio"][1] == "1.000"
     rows = compare(a, b, "--no-speed")[1]
     assert rows["tokens/s ratio"][1] == rows["peak memory ratio"][1] == "n/a"
-    (b / "train.log").write_text("[titan] - root - INFO - FP8 is emulated\n")
-    for run in (b, b / "tb", b / "tb" / "20260101-0000"):
+    dated = b / "tb" / "20260101-0000"
+    monkeypatch.chdir(dated)
+    undated = write_events(tmp_path / "undated", curve(steps, 0.1), tps=100.0)
+    for folder in (b, undated):
+        (folder / "train.log").write_text("[titan] - root - INFO - FP8 is emulated\n")
+    for run in (b, b / "tb", dated, ".", next(dated.iterdir()), undated):
         assert compare(a, run)[1]["tokens/s ratio"][1] == "n/a"
     log = write_log(tmp_path / "fp8.log", curve(steps, 0.1))
     assert compare(a, log)[1]["tokens/s ratio"][1] != "n/a"
