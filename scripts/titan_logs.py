@@ -74,8 +74,7 @@ class Run:
 
 def read_events(path: Path) -> list[Scalar]:
     """The scalars of one event file; one that a kill cut short is read up to the cut."""
-    # The accumulator's own purge would drop steps that no later write replaces.
-    events = EventAccumulator(str(path), size_guidance={SCALARS: 0}, purge_orphaned_data=False)
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 0})
     present = events.Reload().Tags()[SCALARS]
     return [
         Scalar(event.wall_time, event.step, name, event.value)

@@ -33,17 +33,6 @@ def test_a_nan_that_a_resume_overwrote_is_gone(tmp_path, base):
     assert compare(base, fp8)[0] == 0
 
 
-def test_an_event_file_that_goes_back(tmp_path, base):
-    files = []
-    for steps, gap in ((range(1, 101), 0.1), (range(81, 91), 0.2)):
-        folder = write_events(tmp_path / f"from_{steps[0]}", curve(steps, gap), time=1e3 + steps[0])
-        files += folder.iterdir()
-    files[0].write_bytes(b"".join(file.read_bytes() for file in files))
-    status, rows, _ = compare(base, tmp_path / "from_1")
-    assert (status, rows["steps"][1]) == (0, "1-100")
-    assert 0.14 < float(rows["gap of the means"][1].split()[0]) < 0.16
-
-
 def test_two_runs_in_one_dated_folder_are_refused(tmp_path, base):
     shared = dump(tmp_path, "shared", curve(range(1, 101)), time=1000.0)
     dump(tmp_path, "shared", curve(range(1, 101), 0.1), time=1000.5)
