@@ -1,0 +1,109 @@
+"""Corpus and tokenizer for the debug models, from Python's standard library: nothing is downloaded.
+
+    <out>/corpus/train/text.jsonl        {"text": ...} a line, as torchtitan's "c4_test" reads it
+    <out>/corpus/validation/text.jsonl   a twentieth of the source files, not in train
+    <out>/tokenizer/tokenizer.json       byte-level BPE, as many tokens as the debug models have
+    <out>/tokenizer/tokenizer_config.json
+
+A source file is cut into pieces of about two thousand characters, and the pieces are put in the
+order of their digest. That is random as far as training goes and the same everywhere: a batch holds
+text from many files, and data-parallel ranks, each of which reads one stretch of the corpus, see
+the same kind of text. The result depends on the Python version alone. A second call finds the
+finished folders, which are renamed into place last, and returns at once.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 2048
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+VALIDATION_EVERY = 20
+PIECE = 2000  # characters
+# Not the library's own, not everywhere installed, or (encodings) tables.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def library_files() -> list[str]:
+    """The text of the standard library's modules, in an order that does not follow its folders."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(library) for path in library.rglob("*.py")]
+    names = [name for name in names if LEFT_OUT.isdisjoint(name.parts)]
+    names.sort(key=lambda name: digest(name.as_posix()))
+    return [(library / name).read_text(encoding="utf-8", errors="replace") for name in names]
+
+
+def shuffled_pieces(texts: list[str]) -> list[str]:
+    """Cut texts after the first line end past PIECE characters, and order the pieces by digest."""
+    pieces = []
+    for text in texts:
+        start = 0
+        while start < len(text):
+            end = text.find("\n", start + PIECE) + 1 or len(text)
+            pieces.append(text[start:end])
+            start = end
+    return sorted(pieces, key=digest)
+
+
+def write_corpus(texts: list[str], folder: Path) -> None:
+    """Write texts as JSON lines: a line is a document, a folder is a data set."""
+    folder.mkdir(parents=True)
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_tokenizer(texts: list[str], folder: Path) -> None:
+    """Train a byte-level BPE tokenizer of exactly VOCAB_SIZE tokens on texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} tokens found")
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepare the offline corpus and tokenizer.")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("data"), help="folder to fill")
+    out = parser.parse_args().out
+    if (out / "tokenizer").is_dir():
+        print(f"data: {out} is prepared")
+        return
+    files = library_files()
+    train = shuffled_pieces([text for i, text in enumerate(files) if i % VALIDATION_EVERY])
+    validation = shuffled_pieces(files[::VALIDATION_EVERY])
+    unfinished = out / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    write_corpus(train, unfinished / "corpus" / "train")
+    write_corpus(validation, unfinished / "corpus" / "validation")
+    write_tokenizer(train, unfinished / "tokenizer")
+    shutil.rmtree(out / "corpus", ignore_errors=True)
+    (unfinished / "corpus").rename(out / "corpus")
+    (unfinished / "tokenizer").rename(out / "tokenizer")
+    unfinished.rmdir()
+    megabytes = sum(len(text) for text in files) / 1e6
+    print(f"data: {len(files)} files of the standard library, {megabytes:.1f} MB, in {out}")
+
+
+if __name__ == "__main__":
+    main()
