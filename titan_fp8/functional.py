@@ -102,16 +102,30 @@ class InputCache:
             self._entry = None
 
 
+def _kept_by_attention(x: Tensor, spec: _Spec) -> bool:
+    """Whether x is attention's output, which attention keeps for its own backward.
+
+    Then x costs nothing to keep and an FP8 copy would; backward makes that copy when it needs it.
+    """
+    if torch.compiler.is_compiling() or x.dtype != spec.dtype or not x._is_view():
+        return False
+    producer = x._base.grad_fn
+    return producer is not None and "Attention" in producer.name()
+
+
 @torch.no_grad()
 def _quantize_input(
     x: Tensor, offs: Tensor | None, for_wgrad: bool, spec: _Spec
 ) -> tuple[Tensor, ...]:
-    """q and s of the rows of x (..., K), and what wgrad will read of x, if it is to run."""
+    """q and s of the rows of x (..., K) and, if wgrad is to run, those of its columns or x itself."""
     kit, x_MK = spec.kit, x.reshape(-1, x.shape[-1]).to(spec.dtype)
-    if for_wgrad and not spec.wgrad_in_bf16:
-        return kit.rows_and_columns(x_MK, offs, spec.aligned, emulate=spec.emulate)
-    rows = kit.rows(x_MK, emulate=spec.emulate)
-    return (*rows, x_MK.bfloat16()) if for_wgrad else rows
+    if not for_wgrad:
+        return kit.rows(x_MK, emulate=spec.emulate)
+    if spec.wgrad_in_bf16:
+        return (*kit.rows(x_MK, emulate=spec.emulate), x_MK.bfloat16())
+    if _kept_by_attention(x, spec):
+        return (*kit.rows(x_MK, emulate=spec.emulate), x_MK)
+    return kit.rows_and_columns(x_MK, offs, spec.aligned, emulate=spec.emulate)
 
 
 class _FP8Product(torch.autograd.Function):
@@ -144,31 +158,38 @@ class _FP8Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_MN: Tensor):
         w, offs, *for_wgrad = ctx.saved_tensors
-        spec, emulate = ctx.spec, ctx.spec.emulate
-        kit, layout = spec.kit, (offs, spec.aligned)
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        spec, emulate, layout = ctx.spec, ctx.spec.emulate, (offs, ctx.spec.aligned)
+        needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
+        rows, columns = _quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
         dx_MK = dw = db = None
-        rows = columns = None
-        if needs_dw and spec.wgrad_in_bf16:
-            columns = (g_MN.bfloat16(),)
-        if needs_dx and needs_dw and columns is None:
-            *rows, gq_NM, sg_NM = kit.rows_and_columns(g_MN, *layout, emulate=emulate)
-            columns = (gq_NM, sg_NM)
-        elif needs_dx:
-            rows = kit.rows(g_MN, emulate=emulate)
-        elif needs_dw and columns is None:
-            columns = kit.columns(g_MN, *layout, emulate=emulate)
         if needs_dx:
-            wq_KN, sw_KN = kit.weight_t(w.to(spec.dtype), emulate=emulate, after=g_MN)
+            wq_KN, sw_KN = spec.kit.weight_t(w.to(spec.dtype), emulate=emulate, after=g_MN)
             # dgrad: g (M, N) and Wᵀ (K, N), contracting N
-            dx_MK = kit.mm(*rows, wq_KN, sw_KN, *layout, ctx.x_dtype, emulate=emulate)
+            dx_MK = spec.kit.mm(*rows, wq_KN, sw_KN, *layout, ctx.x_dtype, emulate=emulate)
         if needs_dw:
-            wgrad = _ops.bf16_wgrad.default if spec.wgrad_in_bf16 else kit.wgrad
+            if len(for_wgrad) == 1 and not spec.wgrad_in_bf16:
+                for_wgrad = spec.kit.columns(*for_wgrad, *layout, emulate=emulate)
+            wgrad = _ops.bf16_wgrad.default if spec.wgrad_in_bf16 else spec.kit.wgrad
             # wgrad: gᵀ (N, M) and xᵀ (K, M), contracting M
             dw = wgrad(*columns, *for_wgrad, *layout, w.dtype, emulate=emulate)
         if needs_db:
             db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx_MK, dw, db, *(None,) * (4 + len(for_wgrad))
+        return dx_MK, dw, db, *(None for _ in others)
+
+
+def _quantize_gradient(
+    g_MN: Tensor, offs: Tensor | None, for_dgrad: bool, for_wgrad: bool, spec: _Spec
+) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+    """What dgrad reads of g and what wgrad does; None for either if it is not to run."""
+    kit, layout, emulate = spec.kit, (offs, spec.aligned), spec.emulate
+    if for_wgrad and spec.wgrad_in_bf16:
+        return (kit.rows(g_MN, emulate=emulate) if for_dgrad else None), (g_MN.bfloat16(),)
+    if for_dgrad and for_wgrad:
+        q, s, q_t, s_t = kit.rows_and_columns(g_MN, *layout, emulate=emulate)
+        return (q, s), (q_t, s_t)
+    if for_dgrad:
+        return kit.rows(g_MN, emulate=emulate), None
+    return None, kit.columns(g_MN, *layout, emulate=emulate) if for_wgrad else None
 
 
 def _product(
