@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Train a production model in bf16 and in FP8, side by side on the GPUs of this machine, and compare speed, memory, loss:
+#
+#   ./scripts/bench_train.sh llama3_8b|deepseek_v3_16b [--steps N] [RUN ...]
+#
+# llama3_8b: 1 GPU, batch 1 x 8192, compile, no activation checkpointing, bf16 parameters.
+# deepseek_v3_16b: 4 GPUs, EP 4, batch 4 x 4096, op-level checkpointing, compile; routing is left to itself, or balanced by
+# force with BALANCED=1.
+# A RUN is a recipe, with :SEED behind it for another seed than 42 (default runs: bf16 blockwise rowwise). The first is the
+# baseline. Text and tokenizer are the offline ones of prepare_data.py.
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$root"
+
+usage="usage: ./scripts/bench_train.sh llama3_8b|deepseek_v3_16b [--steps N] [RUN ...]"
+model=${1:-}
+steps=60
+case $model in
+    llama3_8b)
+        export NGPU=1
+        flags=(--training.local_batch_size 1 --training.seq_len 8192 --training.dtype bfloat16
+            --activation_checkpoint.mode none)
+        ;;
+    deepseek_v3_16b)
+        export NGPU=4
+        flags=(--training.local_batch_size 4 --training.seq_len 4096 --parallelism.expert_parallel_degree 4
+            --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op)
+        [[ -z "${BALANCED:-}" ]] || flags+=(--debug.moe_force_load_balance)
+        ;;
+    *) die "$usage" ;;
+esac
+shift
+if [[ "${1:-}" == --steps ]]; then
+    steps=${2:-}
+    shift 2 || die "$usage"
+fi
+[[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps'"
+[[ $# -gt 0 ]] || set -- bf16 blockwise rowwise
+
+"$python" scripts/prepare_data.py data
+folders=()
+for run in "$@"; do
+    folder=outputs/bench_train/$model/${run/:/-seed}
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    seed=42
+    [[ $run != *:* ]] || seed=${run#*:}
+    echo "== $model, $steps steps: $run"
+    ./scripts/train.sh "configs/$model.toml" "${flags[@]}" --job.dump_folder "$folder" \
+        --quantize.linear.titan_fp8.recipe "${run%%:*}" --debug.seed "$seed" --training.steps "$steps" \
+        --training.global_batch_size -1 --training.dataset c4_test --training.dataset_path ./data/corpus/train \
+        --model.hf_assets_path ./data/tokenizer --compile.enable --metrics.log_freq 5 --metrics.enable_tensorboard \
+        --checkpoint.no_enable --validation.no_enable >"$folder/train.log" 2>&1 ||
+        { tail -n 40 "$folder/train.log" >&2 && die "run $run failed, see $folder/train.log"; }
+    grep -a "step:" "$folder/train.log" | tail -n 1
+    folders+=("$folder")
+done
+[[ ${#folders[@]} -lt 2 ]] || "$python" scripts/compare_loss.py "${folders[@]}" --last 50 --tolerance 0.5 \
+    --out "outputs/bench_train/$model/loss.png"
