@@ -8,6 +8,8 @@ once all of it is merged, where torchtitan validates its own configuration.
 
 # No `from __future__ import annotations` here: torchtitan's merge reads the annotations as types.
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -119,9 +121,14 @@ def check_merged(config: JobConfig) -> None:
 
     Warns where the job would fail for want of an accelerator, before torchtitan's own error.
     """
-    sections = {LINEAR: config.quantize.linear, GROUPED_MM: config.quantize.grouped_mm}
-    for name, parent in sections.items():
-        section, default = parent.titan_fp8, type(parent)().titan_fp8
+    sections = {
+        LINEAR: (config.quantize.linear, TitanFP8Linear),
+        GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
+    }
+    for name, (parent, kind) in sections.items():
+        section, default = parent.titan_fp8, kind(written=False)
+        if not isinstance(section, kind):
+            raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
         if (section.written or section != default) and name not in config.model.converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {config.model.converters} does not list "
@@ -136,10 +143,17 @@ def check_merged(config: JobConfig) -> None:
 
 def check_with_host() -> None:
     """Makes torchtitan's ConfigManager call `check_merged` after its own validation."""
-    host_validate = ConfigManager._validate_config
+    # `python -m torchtitan.config.manager` reads the file with a class of its own.
+    main = getattr(sys.modules["__main__"], "ConfigManager", ConfigManager)
+    for manager in {ConfigManager, main}:
+        manager._validate_config = _validating(manager._validate_config)
 
+
+def _validating(host_validate: Callable[[ConfigManager], None]) -> Callable[[ConfigManager], None]:
     def validate(self: ConfigManager) -> None:
         host_validate(self)
-        check_merged(self.config)
+        # A job that does not load the plugin, in a process that has, lacks the sections.
+        if hasattr(self.config.quantize.linear, "titan_fp8"):
+            check_merged(self.config)
 
-    ConfigManager._validate_config = validate
+    return validate
