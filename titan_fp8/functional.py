@@ -117,7 +117,7 @@ def _kept_by_attention(x: Tensor, spec: _Spec) -> bool:
 def _quantize_input(
     x: Tensor, offs: Tensor | None, for_wgrad: bool, spec: _Spec
 ) -> tuple[Tensor, ...]:
-    """q and s of the rows of x (..., K) and, if wgrad is to run, those of its columns or x itself."""
+    """q and s of the rows of x (..., K); for wgrad also those of its columns, or x itself."""
     kit, x_MK = spec.kit, x.reshape(-1, x.shape[-1]).to(spec.dtype)
     if not for_wgrad:
         return kit.rows(x_MK, emulate=spec.emulate)

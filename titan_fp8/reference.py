@@ -1,8 +1,8 @@
 """Every op in plain PyTorch: the definition of the numerics, the CPU path and the emulation.
 
 Quantising. A block of elements shares one scale, s = max(amax, 1e-12) / 448, kept in FP32, and
-x ≈ q · s with q = e4m3(x · (1 / s)), rounded to nearest even. Every operation is a single, correctly
-rounded FP32 one, so the result is the same to the bit on any machine: the GPU kernels are held to
+x ≈ q · s with q = e4m3(x · (1 / s)), rounded to nearest even. Every operation is a single FP32 one,
+correctly rounded, so the result is the same to the bit on any machine: the GPU kernels are held to
 it. A NaN makes its block's scale NaN and an Inf makes it Inf, so that all of the block dequantises
 to a non-finite value and none of it to a number.
 
@@ -39,7 +39,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-12
 BLOCK = 128
-"""Elements that share a scale along a dimension, and the token alignment of the blockwise recipe."""
+"""Elements that share a scale along a dimension; the token alignment of the blockwise recipe."""
 ROW_ALIGNMENT = 16
 """Token alignment of the rowwise recipe: 16 bytes of FP8."""
 

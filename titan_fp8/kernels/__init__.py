@@ -1,1 +1,1 @@
-"""The Hopper kernels, one function for each op of `reference.py`; the only room that imports triton."""
+"""The Hopper kernels, a function for each op of `reference.py`; the only room to import triton."""
