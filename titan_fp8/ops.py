@@ -1,7 +1,7 @@
 """The ops of `reference.py` as `torch.ops.titan_fp8.*`, for autograd, torch.compile and benchmarks.
 
 Each op has the name and arguments of the reference's function, and `emulate=False` besides. It
-runs the Hopper kernels on CUDA tensors, the reference on the CPU or where `emulate=True` asks for it.
+runs the Hopper kernels on CUDA tensors, and the reference on the CPU or with `emulate=True`.
 Ops are functional: they write to none of their arguments and return fresh tensors, so that
 torch.compile merges equal ones, such as the quantisation of an input that wq, wk and wv share.
 
