@@ -1,0 +1,64 @@
+# Sourced by the scripts. `root` is the repository; `prepare_env` makes `python` an interpreter that
+# has all it needs:
+#
+# 1. TITAN_FP8_PYTHON, if set, is used as it is (a container image, a GPU node without a network).
+# 2. Else the python3 on PATH, if all the packages below are in it.
+# 3. Else .venv of this repository. The first call makes it, with Python 3.10, 3.11 or 3.12, and so
+#    does the first after a change to pyproject.toml or this file. Its torch is the one that was
+#    tried: 2.11 with an NVIDIA GPU, 2.13 without. pip's own settings (PIP_INDEX_URL and the like)
+#    say where packages come from; a CPU build of torch is by far the smaller download.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+die() {
+    echo "$(basename "$0"): $*" >&2
+    exit 2
+}
+
+has_everything() {
+    "$1" - <<'PY' >/dev/null 2>&1
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+
+assert (3, 10) <= sys.version_info < (3, 13)
+assert version("torchtitan").startswith("0.2.")
+for name in "torch tensorboard matplotlib tokenizers datasets pytest ruff".split():
+    assert find_spec(name), name
+PY
+}
+
+find_python() {
+    local candidate in_range='import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'
+    for candidate in python3 python3.12 python3.11 python3.10; do
+        "$candidate" -c "$in_range" 2>/dev/null && echo "$candidate" && return
+    done
+    die "no Python 3.10, 3.11 or 3.12 on PATH"
+}
+
+make_venv() {
+    local venv=$root/.venv torch=2.13.0 stamp host_python
+    nvidia-smi -L 2>/dev/null | grep -q GPU && torch=2.11.0
+    stamp="$torch $(cat "$root/pyproject.toml" "$root/scripts/env.sh" | cksum)"
+    if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
+        echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
+        host_python=$(find_python) || exit 2
+        "$host_python" -m venv "$venv" || die "could not create $venv"
+        "$venv/bin/python" -m pip install -q "torch==$torch" || die "could not install torch $torch"
+        "$venv/bin/python" -m pip install -q -e "$root[dev]" || die "could not install titan_fp8"
+        echo "$stamp" >"$venv/stamp"
+    fi
+}
+
+prepare_env() {
+    if [[ -n "${TITAN_FP8_PYTHON:-}" ]]; then
+        python=$TITAN_FP8_PYTHON
+        "$python" -c 'import torch, torchtitan' || die "TITAN_FP8_PYTHON=$python has no torchtitan"
+    elif has_everything python3; then
+        python=python3
+    else
+        make_venv
+        python=$root/.venv/bin/python
+    fi
+}

@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Train a debug model in bf16 and in blockwise FP8, from one seed checkpoint and on the same data,
+# and compare the losses:
+#
+#   ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]
+#
+# Two ranks with FSDP2, for deepseek_v3 with expert parallelism 2 as well, on two GPUs or on the CPU
+# (on a machine with one GPU: one rank). What the first call prepares, the next reuses: environment,
+# corpus, tokenizer, seed checkpoint. Results are in outputs/quickstart/MODEL: a folder for each run
+# with its log and TensorBoard events, and the comparison as loss.png. The exit status is that of
+# the comparison; losses of fewer than 20 steps are compared but not judged.
+#
+# Routing amplifies any rounding. So deepseek_v3 trains its baseline a second time, in FP32, and FP8
+# is held to the larger of the tolerance and that run's gap.
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+usage="usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]"
+model=llama3
+steps=100
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        llama3 | deepseek_v3) model=$1 ;;
+        --steps=*) steps=${1#*=} ;;
+        --steps)
+            [[ $# -gt 1 ]] || die "--steps needs a number ($usage)"
+            steps=$2
+            shift
+            ;;
+        -h | --help)
+            echo "$usage"
+            exit 0
+            ;;
+        *) die "unknown argument '$1' ($usage)" ;;
+    esac
+    shift
+done
+[[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps' ($usage)"
+
+cd "$root"
+prepare_env
+config=configs/${model}_debug.toml
+runs=outputs/quickstart/$model
+seed=$runs/seed-$(cksum <"$config" | cut -d ' ' -f 1)
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+ranks=$((gpus == 1 ? 1 : 2))
+expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
+export HF_HUB_OFFLINE=1
+
+# launch FOLDER [flag ...]: trains into FOLDER, shows a line a step and keeps the whole log there.
+launch() {
+    local folder=$1
+    shift
+    rm -rf "$folder"
+    mkdir -p "$folder"
+    ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
+        awk -v run="$(basename "$folder")" '
+            { gsub(/\033\[[0-9;]*m/, ""); shown = "" }
+            match($0, /step: .*grad_norm: +[0-9.naif]+/) { shown = substr($0, RSTART, RLENGTH) }
+            /emulated/ { shown = $0; sub(/.* - (INFO|WARNING) - /, "", shown) }
+            shown { print run, shown; fflush() }' ||
+        { tail -n 40 "$folder/train.log" >&2 && die "this run failed: $folder/train.log"; }
+}
+
+# train NAME [flag ...]: from the seed checkpoint; without a bf16 flag, in the config's own FP8.
+train() {
+    local name=$1
+    shift
+    echo "== $model, $steps steps: $name"
+    NGPU=$ranks launch "$runs/$name" --training.steps "$steps" \
+        --parallelism.expert_parallel_degree "$expert_parallel" \
+        --checkpoint.enable --checkpoint.load_only \
+        --checkpoint.initial_load_path "$seed/checkpoint/step-0" "$@"
+}
+
+bf16=(--quantize.linear.titan_fp8.recipe bf16)
+if [[ ! -f $seed/checkpoint/step-0/.metadata ]]; then
+    echo "== $model: seed checkpoint"
+    NGPU=1 launch "$seed" "${bf16[@]}" --parallelism.expert_parallel_degree 1 \
+        --checkpoint.enable --checkpoint.create_seed_checkpoint
+fi
+
+compare=("$runs/bf16" "$runs/blockwise" --out "$runs/loss.png")
+train bf16 "${bf16[@]}"
+train blockwise
+if [[ $model == deepseek_v3 ]]; then
+    train fp32 "${bf16[@]}" --training.mixed_precision_param float32
+    compare+=(--noise "$runs/fp32")
+fi
+if [[ $steps -lt 20 ]]; then
+    echo "== $steps steps are too few to judge the loss by: the bar is 100 %"
+    compare+=(--tolerance 100)
+fi
+echo "== comparison"
+"$python" scripts/compare_loss.py "${compare[@]}"

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Train from a TOML with torchrun, on GPUs or, without one, on the CPU (gloo, emulated FP8):
+#
+#   ./scripts/train.sh CONFIG [--section.key value ...]
+#
+# All after CONFIG goes to torchtitan; relative paths in it and in CONFIG start at the repository's
+# root. As with torchtitan's run_train.sh, the environment says where to run:
+#
+#   NGPU         ranks on this machine (default: its GPUs; without one, 2)
+#   LOG_RANK     local ranks that print, comma-separated (default: 0)
+#   NNODES       machines (default: 1); more meet at MASTER_ADDR:MASTER_PORT (default port: 29500)
+#   NODE_RANK    this machine's number; without it machines are numbered as they come
+#   RDZV_ID      the name of the job then (default: titan_fp8)
+
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+usage="usage: ./scripts/train.sh CONFIG [--section.key value ...]"
+[[ $# -ge 1 ]] || die "$usage"
+[[ "$1" != -h && "$1" != --help ]] || { echo "$usage"; exit 0; }
+[[ -f "$1" ]] || die "no such config: $1 ($usage)"
+config=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+shift
+cd "$root"
+prepare_env
+
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [[ $gpus -gt 0 ]]; then
+    module=torchtitan.train
+    ranks=${NGPU:-$gpus}
+    export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+else
+    module=titan_fp8.cpu_host
+    ranks=${NGPU:-2}
+fi
+[[ $ranks =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a positive number, not '$ranks'"
+if [[ $gpus -eq 0 ]]; then
+    cores=$(nproc)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+fi
+
+nodes=${NNODES:-1}
+if [[ $nodes == 1 ]]; then
+    meeting=(--rdzv_backend c10d --rdzv_endpoint localhost:0)
+else
+    [[ -n "${MASTER_ADDR:-}" ]] || die "NNODES=$nodes needs MASTER_ADDR, where the machines meet"
+    port=${MASTER_PORT:-29500}
+    if [[ -n "${NODE_RANK:-}" ]]; then
+        meeting=(--node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$port")
+    else
+        meeting=(--rdzv_id "${RDZV_ID:-titan_fp8}" --rdzv_backend c10d)
+        meeting+=(--rdzv_endpoint "$MASTER_ADDR:$port")
+    fi
+fi
+
+# The debug configs read the offline corpus and its tokenizer.
+if grep -q '"\./data/corpus' "$config"; then
+    "$python" scripts/prepare_data.py data
+fi
+
+export LOG_RANK=${LOG_RANK:-0}
+exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc_per_node "$ranks" \
+    "${meeting[@]}" --local-ranks-filter "$LOG_RANK" --role rank --tee 3 \
+    -m "$module" --job.config_file "$config" "$@"
