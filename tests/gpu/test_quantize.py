@@ -1,0 +1,182 @@
+"""The quantiser kernels are the reference, bit for bit.
+
+Equal means the same bytes, strides and dtypes; NaN by position. Every tile of the input has its own
+magnitude, so that a scale from a neighbour shows; outputs are filled with NaN before each launch, so
+that an element nobody writes shows.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_fp8 import reference
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from titan_fp8.kernels import cast, quantize, rowwise
+
+DTYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]
+GROUPS = {
+    "one": [384],
+    "even": [128, 256, 384, 512],
+    "empty": [0, 0, 256, 256, 512, 512],
+    "tail": [128, 256],
+    "none": [0, 0],
+    "beyond": [128, 640, 1024],
+    "unaligned": [1, 130, 130, 401],
+    "ones": list(range(1, 41)),
+    "many": [2 * e for e in range(256)],
+}
+
+
+@contextlib.contextmanager
+def poisoned_outputs():
+    """Fresh tensors hold NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Normal values, every 128x128 tile of its own magnitude between 1e-4 and 1e4."""
+    tiles = [*shape[:-2], *(reference.cdiv(n, 128) for n in shape[-2:])]
+    scale = 10 ** (8 * torch.rand(tiles, device="cuda") - 4)
+    scale = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    x = torch.randn(shape, device="cuda") * scale[..., : shape[-2], : shape[-1]]
+    return x.to(dtype)
+
+
+def with_specials(x: Tensor) -> Tensor:
+    """Some NaN, Inf, zeros and a tile of zeros, each where x has room for it."""
+    flat = x.view(-1)
+    places = torch.randperm(flat.numel(), device=x.device)[:7]
+    values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 1e30]
+    flat[places] = torch.tensor(values, device=x.device, dtype=x.dtype)[: places.numel()]
+    x[..., 128:256, :128] = 0
+    return x
+
+
+def strides(x: Tensor) -> list[int]:
+    """The strides that say where an element is."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 < x.numel()]
+
+
+def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+    assert len(got) == len(want)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), i
+        assert strides(a) == strides(b), i
+        a, b = a.float(), b.float()
+        same = (a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())
+        where = (~same).nonzero()
+        assert not len(where), f"output {i}: {len(where)} of {a.numel()}, first at {where[0]}"
+
+
+def check(module, name: str, *args) -> None:
+    want = getattr(reference, name)(*args)
+    with poisoned_outputs():
+        got = getattr(module, name)(*args)
+    assert_same(got, want)
+
+
+TOKENS = [
+    (quantize, "quantize_128x1_t"),
+    (quantize, "quantize_1x128_128x1_t"),
+    (rowwise, "quantize_col_t"),
+    (rowwise, "quantize_row_col_t"),
+]
+ROWS = [(quantize, "quantize_1x128"), (rowwise, "quantize_row")]
+WEIGHTS = [
+    (quantize, "quantize_128x128"),
+    (quantize, "quantize_128x128_t"),
+    (rowwise, "quantize_weight_col_t"),
+]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def ops(*modules_and_names):
+    names = [name for _, name in modules_and_names]
+    return pytest.mark.parametrize("op", modules_and_names, ids=names)
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 256)], ids=str)
+@ops(*ROWS, *TOKENS)
+def test_dense(op, shape, dtype):
+    check(*op, inputs(shape, dtype))
+    check(*op, with_specials(inputs(shape, dtype)) if shape[0] else inputs(shape, dtype))
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(16, 16), (144, 704), (576, 2048), (3, 256, 400), (5, 400, 144)])
+@ops(*WEIGHTS, (rowwise, "quantize_row"))
+def test_weights(op, shape, dtype):
+    check(*op, inputs(shape, dtype))
+    check(*op, with_specials(inputs(shape, dtype)))
+
+
+@every_dtype
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("m", [512, 517, 0])
+@ops(*TOKENS)
+def test_groups(op, m, groups, dtype):
+    ends = GROUPS[groups]
+    offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
+    x = inputs((m, 576), dtype)
+    alignment = 128 if op[0] is quantize else 16
+    for aligned in {False, all(end % alignment == 0 for end in ends)}:
+        check(*op, x, offs, aligned)
+    last = min(ends[-1], m)
+    x[last:] = float("nan")
+    check(*op, x, offs, False)
+    if last:
+        check(*op, torch.cat([with_specials(x[:last]), x[last:]]), offs, False)
+
+
+@every_dtype
+@pytest.mark.parametrize("columns", [16384, 20480, 65552])
+@ops((rowwise, "quantize_row"), (rowwise, "quantize_row_col_t"))
+def test_long_rows(op, columns, dtype):
+    check(*op, with_specials(inputs((50, columns), dtype)))
+
+
+@ops((quantize, "quantize_1x128_128x1_t"), (rowwise, "quantize_row_col_t"))
+def test_beyond_int32(op):
+    """More than 2^31 elements; the last rows alone are compared."""
+    m, k = 131072 + 128, 16384
+    x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16).expand(m, k).contiguous()
+    x[-128:] = inputs((128, k), torch.bfloat16)
+    module, name = op
+    q, s, q_t, s_t = getattr(module, name)(x)
+    want = reference.quantize_1x128(x[-128:]) if module is quantize else reference.quantize_row(x[-128:])
+    assert_same((q[-128:], s[-128:].contiguous()), (want[0], want[1].contiguous()))
+    if module is quantize:
+        want = reference.quantize_128x1_t(x[-128:])
+        assert_same((q_t[:, -128:].contiguous(), s_t[:, -1:].contiguous()), (want[0], want[1].contiguous()))
+
+
+def test_scales_are_divisions():
+    """Every significand, at several exponents: s = amax / 448 and r = 1 / s as torch divides."""
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+
+    @gluon.jit
+    def kernel(amax, s, r):
+        i = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
+        scale, inverse = cast.scale_of(gl.load(amax + i))
+        gl.store(s + i, scale)
+        gl.store(r + i, inverse)
+
+    significands = torch.arange(1 << 23, device="cuda", dtype=torch.int32)
+    s, r = (torch.empty(1 << 23, device="cuda") for _ in "sr")
+    for exponent in (87, 100, 127, 135, 136, 200, 254):
+        bits = significands + (exponent << 23)
+        kernel[(1 << 13,)](bits, s, r)
+        amax = bits.view(torch.float32).clamp(min=reference.AMAX_MIN)
+        assert_same((s, r), (amax / torch.full_like(s, 448.0), torch.ones_like(s) / s))
