@@ -49,6 +49,7 @@ for run in "$@"; do
     echo "== $model, $steps steps: $run"
     ./scripts/train.sh "configs/$model.toml" "${flags[@]}" --job.dump_folder "$folder" \
         --quantize.linear.titan_fp8.recipe "${run%%:*}" --debug.seed "$seed" --training.steps "$steps" \
+        --lr_scheduler.warmup_steps $((steps / 5)) --parallelism.data_parallel_shard_degree -1 \
         --training.global_batch_size -1 --training.dataset c4_test --training.dataset_path ./data/corpus/train \
         --model.hf_assets_path ./data/tokenizer --compile.enable --metrics.log_freq 5 --metrics.enable_tensorboard \
         --checkpoint.no_enable --validation.no_enable >"$folder/train.log" 2>&1 ||
