@@ -53,7 +53,7 @@ GROUPS = {
 
 
 def patchwork(*shape: int, seed: int = 0, reach: int = 2) -> torch.Tensor:
-    """Gaussian FP32 with a magnitude of its own, 2^±reach, for each 128x128 tile, row and column."""
+    """Gaussian FP32, each 128x128 tile, row and column with its own magnitude, 2^±reach."""
     rng = np.random.default_rng(seed)
     *lead, r, c = shape
 
@@ -259,7 +259,7 @@ def test_oracle_rounds_to_the_nearest():
 
 
 def awkward(r: int, c: int, dtype: torch.dtype) -> torch.Tensor:
-    """Wide magnitudes, outliers of 1e4, blocks of zeros and negative zeros, tiny and huge values."""
+    """Wide magnitudes, outliers of 1e4, blocks of zeros of either sign, tiny and huge values."""
     x = patchwork(r, c, reach=12)
     if r and c >= 16:
         x[0, :] = 0
@@ -339,15 +339,15 @@ def check_every_value(recipe: str) -> None:
 def check_reciprocal(recipe: str) -> None:
     """Values on which x · (1/s), x / s and x · (448/amax) round to different codes."""
     rng = np.random.default_rng(1)
-    amax = rng.uniform(1, 2, (20000, 1)).astype(np.float32)
+    amax = rng.uniform(1, 2, (4000, 1)).astype(np.float32)
     s = oracle.scale(amax)
     midpoints = ((oracle.GRID[1:] + oracle.GRID[:-1]) / 2).astype(np.float32)
     x = np.concatenate([amax, midpoints * s], 1)
     code = oracle.encode(x * (np.float32(1) / s))
     others = oracle.encode(x / s), oracle.encode(x * (np.float32(448) / amax))
     tell = [np.any(code != other, 1) for other in others]
-    assert min(t.sum() for t in tell) > 100
-    check_rows(recipe, torch.from_numpy(x[tell[0] | tell[1]][:2000]))
+    assert min(t.sum() for t in tell) > 10
+    check_rows(recipe, torch.from_numpy(x[tell[0] | tell[1]]))
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:2])

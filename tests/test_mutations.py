@@ -1,0 +1,328 @@
+"""Every likely fault of the numerics, put into the reference: the named check has to notice it.
+
+A mutation takes a function of the reference and returns a faulty one in its place. The ops look the
+reference's functions up by name when they are called, and these look up each other, so replacing an
+attribute of the module is all it takes. `test_checks_pass_without_a_mutation` is the control.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import test_reference as checks
+import torch
+from test_reference import GEMMS, NAN, RECIPES
+
+from titan_fp8 import reference
+
+M, N, K = 200, 272, 400
+ENDS = [60, 60, 190]
+E4M3 = torch.float8_e4m3fn
+
+
+def _products(recipe: str, gemm: str) -> None:
+    checks.check_linear(recipe, *checks.dense_case(M, N, K), gemms=(gemm,))
+
+
+def _grouped(recipe: str, gemm: str) -> None:
+    checks.check_grouped(recipe, *checks.grouped_case(M, ENDS, N, K), ENDS, gemms=(gemm,))
+
+
+def _columns(recipe: str, _: str) -> None:
+    x = checks.awkward(M, 144, torch.float32)
+    x[150] = NAN
+    checks.check_columns(recipe, x)
+    checks.check_columns(recipe, x, ENDS)
+
+
+def _non_finite(recipe: str, gemm: str) -> None:
+    for spot in checks.SPOILT[recipe]:
+        for value in (NAN, checks.INF):
+            checks.check_non_finite(recipe, spot, value, gemms=(gemm,))
+
+
+CHECKS: dict[str, Callable[[str, str], None]] = {
+    "linear": _products,
+    "grouped": _grouped,
+    "non-finite": _non_finite,
+    "autocast": lambda recipe, _: checks.check_autocast(recipe, torch.float32, torch.float32),
+    "rows": lambda recipe, _: checks.check_rows(recipe, checks.awkward(9, 144, torch.float32)),
+    "columns": _columns,
+    "weight": lambda recipe, _: checks.check_weight(recipe, checks.patchwork(272, 400)),
+    "every value": lambda recipe, _: checks.check_every_value(recipe),
+    "reciprocal": lambda recipe, _: checks.check_reciprocal(recipe),
+}
+PRODUCTS = ("linear", "grouped")
+
+
+# Faults of one operand: of a quantiser, which returns q and s
+
+
+def doubled_scale(quantize):
+    def faulty(*args):
+        q, s = quantize(*args)
+        s[(0,) * s.dim()] *= 2
+        return q, s
+
+    return faulty
+
+
+def swapped_scale_axis(quantize):
+    """1x128 and 128x128 scales, read along the other dimension."""
+
+    def faulty(*args):
+        q, s = quantize(*args)
+        return q, s.mT.reshape(s.shape)
+
+    return faulty
+
+
+def scale_of_the_next_row(quantize):
+    def faulty(*args):
+        q, s = quantize(*args)
+        return q, s.roll(1, -1)
+
+    return faulty
+
+
+def dropped_tail(dim: int):
+    """What stands behind the last whole 128 of the contracted dimension counts as zeros."""
+
+    def mutate(f):
+        def faulty(x, *args):
+            x, whole = x.clone(), x.shape[dim] // 128 * 128
+            x.narrow(dim, whole, x.shape[dim] - whole).zero_()
+            return f(x, *args)
+
+        return faulty
+
+    return mutate
+
+
+def not_transposed(quantize_t):
+    def faulty(w):
+        q, s = quantize_t(w)
+        return q.mT.contiguous().view(q.shape), s
+
+    return faulty
+
+
+def blocks_across_groups(quantize_128x1_t):
+    """Blocks of 128 tokens counted from the first token, not from each group's first."""
+
+    def faulty(x, offs=None, aligned=False):
+        rounded = reference.dequantize_1x128(*quantize_128x1_t(x.float().nan_to_num()))
+        return quantize_128x1_t(rounded.t()[: len(x)], offs, aligned)
+
+    return faulty
+
+
+def one_scale_for_all_groups(quantize_col_t):
+    def faulty(x, offs=None, aligned=False):
+        if offs is None:
+            return quantize_col_t(x)
+        laid, _ = reference.lay_out(x.float(), offs, aligned, reference.ROW_ALIGNMENT)
+        q, s = reference.quantize_row(laid.t().contiguous())
+        return q, s.expand(len(offs), -1).contiguous()
+
+    return faulty
+
+
+# Faults of a GEMM
+
+
+def rounded_twice(gemm):
+    return lambda *args: gemm(*args[:-1], torch.bfloat16).to(args[-1])
+
+
+def argument_of_the_next_group(index: int, dim: int = 0):
+    def mutate(gemm):
+        def faulty(*args):
+            args = list(args)
+            # FP8 does not roll.
+            args[index] = args[index].float().roll(1, dim)
+            return gemm(*args)
+
+        return faulty
+
+    return mutate
+
+
+def bf16_dequantised(dequantize):
+    return lambda q, s: dequantize(q, s).bfloat16().float()
+
+
+def rows_past_the_end_written(gemm):
+    def faulty(a, sa, b, sb, offs, *args):
+        y = gemm(a, sa, b, sb, offs, *args)
+        y[offs[-1] :] = 1
+        return y
+
+    return faulty
+
+
+def last_group_to_the_end(group_bounds):
+    def faulty(offs, m):
+        starts, ends = group_bounds(offs, m)
+        return starts, torch.cat([ends[:-1], torch.full_like(ends[-1:], m)])
+
+    return faulty
+
+
+def ends_off_by_one(group_bounds):
+    return lambda offs, m: group_bounds(offs - (offs > 0).int(), m)
+
+
+# Faults of the arithmetic
+
+
+def always(value):
+    """Puts a fixed function in place of any."""
+    return lambda _: value
+
+
+def truncated(_):
+    def cast(x, s):
+        exact = x * (1 / s)
+        q = exact.to(E4M3)
+        return (q.view(torch.uint8) - (q.float().abs() > exact.abs()).byte()).view(E4M3)
+
+    return cast
+
+
+def nan_swallowed(f):
+    return lambda x, *args: f(x.nan_to_num(), *args)
+
+
+def power_of_two(scale_of):
+    return lambda amax: torch.exp2(torch.ceil(torch.log2(scale_of(amax))))
+
+
+NO_QUANTISATION = {
+    "scale_of": always(torch.ones_like),
+    "cast": always(lambda x, s: x * s),
+    "zero_unfilled": always(lambda q, *_: q),
+}
+
+
+class _ReciprocalOfAmax:
+    """r = 448 / amax, which is not 1 / s when s has been rounded."""
+
+    def scale_of(self, scale_of):
+        def faulty(amax):
+            self.amax = amax
+            return scale_of(amax)
+
+        return faulty
+
+    def cast(self, _):
+        return lambda x, s: (x * (448 / self.amax.view(s.shape))).to(E4M3)
+
+
+_reciprocal = _ReciprocalOfAmax()
+
+# The table
+
+
+OPERANDS = {
+    "blockwise": {
+        "fprop": {"quantize_1x128": -1, "quantize_128x128": -1},
+        "dgrad": {"quantize_1x128": -1, "quantize_128x128_t": -2},
+        "wgrad": {"quantize_128x1_t": 0},
+    },
+    "rowwise": {
+        "fprop": {"quantize_row": -1},
+        "dgrad": {"quantize_row": -1, "quantize_weight_col_t": -2},
+        "wgrad": {"quantize_col_t": 0},
+    },
+}
+"""The quantisers of each GEMM's operands, and the dimension of theirs that is contracted."""
+OPERANDS["rowwise_with_gw_hp"] = OPERANDS["rowwise"] | {"wgrad": {"bf16_wgrad": 0}}
+
+GEMM_FUNCTIONS = {
+    recipe: {"fprop": f"{kind}_mm", "dgrad": f"{kind}_mm", "wgrad": f"{kind}_wgrad"}
+    for recipe, kind in zip(RECIPES, ("blockwise", "rowwise", "rowwise"), strict=True)
+}
+GEMM_FUNCTIONS["rowwise_with_gw_hp"]["wgrad"] = "bf16_wgrad"
+
+
+def mutations() -> list:
+    """(name, faults by function of the reference, recipe, gemm, check)."""
+    table = []
+
+    def add(name, faults, recipe, gemm, *names):
+        for check in names:
+            label = f"{name}, {'/'.join(faults)}: {recipe} {gemm}, {check}"
+            table.append(pytest.param(faults, recipe, gemm, check, id=label))
+
+    for recipe in RECIPES:
+        blockwise = recipe == "blockwise"
+        for gemm in GEMMS:
+            run, quantised = GEMM_FUNCTIONS[recipe][gemm], (recipe, gemm) != (RECIPES[2], "wgrad")
+            for f, dim in OPERANDS[recipe][gemm].items():
+                add("dropped tail", {f: dropped_tail(dim)}, recipe, gemm, *PRODUCTS)
+                if quantised:
+                    swap = swapped_scale_axis if blockwise else scale_of_the_next_row
+                    add("doubled scale", {f: doubled_scale}, recipe, gemm, *PRODUCTS)
+                    add("swapped scales", {f: swap}, recipe, gemm, *PRODUCTS)
+            add("groups off by one", {"group_bounds": ends_off_by_one}, recipe, gemm, "grouped")
+            if gemm != "wgrad":
+                past = rows_past_the_end_written
+                add("rows past the end written", {run: past}, recipe, gemm, "grouped")
+                wrong = argument_of_the_next_group(2)
+                add("another group's weight", {run: wrong}, recipe, gemm, "grouped")
+                wrong = argument_of_the_next_group(3)
+                add("another group's scale", {run: wrong}, recipe, gemm, "grouped")
+            end = {"group_bounds": last_group_to_the_end}
+            add("rows past the end taken", end, recipe, gemm, "grouped")
+            add("rounded twice", {run: rounded_twice}, recipe, gemm, *PRODUCTS)
+            if not quantised:
+                continue
+            add("not quantised", NO_QUANTISATION, recipe, gemm, *PRODUCTS)
+            add("truncated", {"cast": truncated}, recipe, gemm, *PRODUCTS)
+            add("scale a power of two", {"scale_of": power_of_two}, recipe, gemm, *PRODUCTS)
+            swallowed = {"scale_of": nan_swallowed, "cast": nan_swallowed}
+            add("NaN swallowed", swallowed, recipe, gemm, "non-finite")
+            for f in (
+                ("dequantize_1x128", "dequantize_128x128") if blockwise else ("dequantize_row",)
+            ):
+                if (f, gemm) != ("dequantize_128x128", "wgrad"):
+                    add("dequantised to bf16", {f: bf16_dequantised}, recipe, gemm, *PRODUCTS)
+        add("rounded twice", {run: rounded_twice}, recipe, "wgrad", "autocast")
+
+    for recipe, weight_t, columns in (
+        ("blockwise", "quantize_128x128_t", blocks_across_groups),
+        ("rowwise", "quantize_weight_col_t", one_scale_for_all_groups),
+    ):
+        add("not transposed", {weight_t: not_transposed}, recipe, "weight", "weight")
+        column = next(iter(OPERANDS[recipe]["wgrad"]))
+        add("scales across groups", {column: columns}, recipe, "wgrad", "grouped")
+        wrong = argument_of_the_next_group(3, -1 if recipe == "blockwise" else 0)
+        run = GEMM_FUNCTIONS[recipe]["wgrad"]
+        add("another group's scale", {run: wrong}, recipe, "wgrad", "grouped")
+        unfilled = {"zero_unfilled": always(lambda q, *_: q)}
+        add("NaN where no token stands", unfilled, recipe, "columns", "columns")
+        divided = {"cast": always(lambda x, s: (x / s).to(E4M3))}
+        add("divided by s", divided, recipe, "rows", "reciprocal")
+        faults = {"scale_of": _reciprocal.scale_of, "cast": _reciprocal.cast}
+        add("448 / amax", faults, recipe, "rows", "reciprocal")
+        add("truncated", {"cast": truncated}, recipe, "rows", "every value")
+        product = always(lambda amax: amax.clamp(min=1e-12) * (1 / 448))
+        add("amax · (1 / 448)", {"scale_of": product}, recipe, "rows", "rows")
+        add("no floor", {"scale_of": always(lambda amax: amax / 448)}, recipe, "rows", "rows")
+    return table
+
+
+@pytest.mark.parametrize("faults, recipe, gemm, check", mutations())
+def test_mutation_is_noticed(monkeypatch, faults, recipe, gemm, check):
+    for name, mutate in faults.items():
+        monkeypatch.setattr(reference, name, mutate(getattr(reference, name)))
+    with pytest.raises(AssertionError, match=rf"^{gemm}\b"):
+        CHECKS[check](recipe, gemm)
+
+
+CONTROLS = sorted({param.values[1:] for param in mutations()})
+
+
+@pytest.mark.parametrize("recipe, gemm, check", CONTROLS)
+def test_checks_pass_without_a_mutation(recipe, gemm, check):
+    CHECKS[check](recipe, gemm)
