@@ -1,0 +1,366 @@
+"""The two converters on the host's models: what they convert, what they leave, what they say.
+
+Models are built on the meta device as torchtitan's trainer builds them. What a conversion changes
+besides the model (the host's token alignment, its op-level checkpointing list, what was said once)
+is put back after each test.
+"""
+
+import logging
+import sys
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from titan import BOTH, GROUPED_MM, LINEAR, build, convert, parse, toml
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.models.moe import utils as moe_utils
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
+
+import titan_fp8
+from titan_fp8.plugin import converters
+from titan_fp8.plugin.experts import FP8GroupedExperts
+
+GEMMS = {torch.ops.titan_fp8.blockwise_mm.default, torch.ops.titan_fp8.rowwise_mm.default}
+ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
+DENSE = [
+    ("llama3", "debugmodel"),
+    ("llama3_ft", "debugmodel"),
+    ("qwen3", "debugmodel"),
+    ("gpt_oss", "debugmodel"),
+    ("flux", "flux-debug"),
+]
+MOE = [
+    ("deepseek_v3", "debugmodel"),
+    ("deepseek_v3", "16B"),
+    ("qwen3", "debugmodel_moe"),
+    ("llama4", "debugmodel"),
+]
+
+# For its text encoders and its checkpoint files, of which nothing is used here.
+FLUX_IMPORTS = ("transformers", "safetensors", "safetensors.torch")
+
+
+def save_list(model: str) -> set:
+    """The ops whose outputs op-level activation checkpointing of a host model saves."""
+    module = sys.modules[get_train_spec(model).parallelize_fn.__module__]
+    return module._op_sac_save_list
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_host(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+    converters.announce_emulation.cache_clear()
+    converters.warn_async_tp.cache_clear()
+    lists = [save_list(m) for m in ("llama3", "deepseek_v3", "qwen3", "llama4", "gpt_oss")]
+    for ops in lists:
+        ops -= GEMMS
+    metrics = dict(MetricsProcessor.__dict__)
+    yield
+    for ops in lists:
+        ops -= GEMMS
+    for name in MetricsProcessor.__dict__.keys() - metrics.keys():
+        delattr(MetricsProcessor, name)
+
+
+def job(folder, model, *flags, converters=BOTH, flavor="debugmodel", body=""):
+    return parse(folder, toml(model, converters, flavor) + body, *flags)
+
+
+def converted(config) -> nn.Module:
+    return convert(config, build(config))
+
+
+def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def report(log: str) -> dict[str, tuple[str, str]]:
+    """The lines of the tables in a log: name to shape, and recipe or reason."""
+    rows = (line.split("  ") for line in log.splitlines() if line.startswith("  "))
+    rows = ([cell.strip() for cell in row if cell.strip()] for row in rows)
+    table = {row[0]: (row[1], " ".join(row[2:])) for row in rows if len(row) > 2}
+    table.pop("module", None)
+    return table
+
+
+def converts_by_default(name: str, linear: nn.Linear) -> bool:
+    multiples_of_16 = not linear.in_features % 16 and not linear.out_features % 16
+    return multiples_of_16 and "output" not in name and "router.gate" not in name
+
+
+@pytest.mark.parametrize("model, flavor", DENSE + MOE)
+def test_every_model_converts_and_keeps_its_parameters(
+    tmp_path, monkeypatch, caplog, model, flavor
+):
+    for package in FLUX_IMPORTS if model == "flux" else ():
+        monkeypatch.setitem(sys.modules, package, MagicMock())
+    is_moe = (model, flavor) in MOE
+    config = job(tmp_path, model, flavor=flavor, converters=BOTH if is_moe else (LINEAR,))
+    built = build(config)
+    parameters = dict(built.named_parameters())
+    state = {name: (t.shape, t.dtype) for name, t in built.state_dict().items()}
+    linears = of_type(built, nn.Linear)
+    expected = {name for name, linear in linears.items() if converts_by_default(name, linear)}
+    expected_experts = of_type(built, GroupedExperts).keys()
+
+    convert(config, built)
+
+    assert of_type(built, titan_fp8.FP8Linear).keys() == expected and expected
+    assert of_type(built, FP8GroupedExperts).keys() == (expected_experts if is_moe else set())
+    after = dict(built.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameters[name] for name in after)
+    assert {name: (t.shape, t.dtype) for name, t in built.state_dict().items()} == state
+
+    table = report(caplog.text)
+    for name, linear in linears.items():
+        shape, outcome = table[name]
+        assert shape == f"{linear.out_features} x {linear.in_features}"
+        assert (outcome == "blockwise") == (name in expected), f"{name}: {outcome}"
+    assert all(table[name][1] == "blockwise" for name in expected_experts)
+
+
+def test_llama3_converts_attention_and_feed_forward(tmp_path):
+    model = converted(job(tmp_path, "llama3", converters=(LINEAR,), flavor="tiny"))
+    attention = {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")}
+    feed_forward = {f"feed_forward.{name}" for name in ("w1", "w2", "w3")}
+    names = of_type(model, titan_fp8.FP8Linear).keys()
+    assert names == {f"layers.{i}.{name}" for i in (0, 1) for name in attention | feed_forward}
+
+
+def test_linears_with_a_bias_convert(tmp_path):
+    model = converted(job(tmp_path, "gpt_oss", converters=(LINEAR,)))
+    assert all(m.bias is not None for m in of_type(model, titan_fp8.FP8Linear).values())
+
+
+def test_the_table_says_why_a_linear_was_left(tmp_path, caplog):
+    config = job(tmp_path, "llama3", converters=(LINEAR,), body=f"[{LINEAR}]\nfilter_fqns=['wk']\n")
+    model = build(config)
+    model.odd_n, model.odd_k = nn.Linear(64, 40), nn.Linear(40, 64)
+    model.half = nn.Linear(64, 64, dtype=torch.float16)
+    convert(config, model)
+    table = report(caplog.text)
+    assert table["odd_n"] == ("40 x 64", "- N = 40 is not a multiple of 16")
+    assert table["odd_k"] == ("64 x 40", "- K = 40 is not a multiple of 16")
+    assert "float16" in table["half"][1]
+    assert table["layers.0.attention.wk"] == ("256 x 256", '- filtered by "wk"')
+    assert table["output"] == ("2048 x 256", "blockwise")
+    assert "converted 37 of 46 linears, blockwise" in caplog.text
+
+
+def test_an_empty_filter_converts_every_linear(tmp_path):
+    config = job(tmp_path, "qwen3", flavor="debugmodel_moe", body=f"[{LINEAR}]\nfilter_fqns = []\n")
+    model = converted(config)
+    assert of_type(model, titan_fp8.FP8Linear).keys() == of_type(model, nn.Linear).keys()
+
+
+@pytest.mark.parametrize("patterns", ["wq_typo", "output,wq_typo"])
+def test_a_filter_that_matches_nothing_is_an_error(tmp_path, patterns):
+    config = job(tmp_path, "llama3", f"--{LINEAR}.filter_fqns", patterns, converters=(LINEAR,))
+    with pytest.raises(ValueError) as caught:
+        converted(config)
+    assert f"[{LINEAR}] filter_fqns = {patterns.split(',')!r}" in str(caught.value)
+    assert "'wq_typo'" in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
+@pytest.mark.parametrize(
+    "model, patterns",
+    [
+        ("deepseek_v3", "expertz"),
+        ("deepseek_v3", "experts,layers.99"),
+        ("deepseek_v3", "shared_experts"),
+        ("llama3", "experts"),
+    ],
+)
+def test_fqns_that_convert_nothing_are_an_error(tmp_path, model, patterns, recipe):
+    flags = (f"--{GROUPED_MM}.fqns", patterns, f"--{GROUPED_MM}.recipe", recipe)
+    with pytest.raises(ValueError) as caught:
+        converted(job(tmp_path, model, *flags))
+    message = str(caught.value)
+    assert f"[{GROUPED_MM}] fqns = {patterns.split(',')!r}" in message
+    assert f"{patterns.split(',')[-1]!r} converts nothing" in message
+    assert ("layers.1.moe.experts" in message) == (model == "deepseek_v3")
+
+
+def test_biased_experts_are_refused_with_the_reason(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        converted(job(tmp_path, "gpt_oss"))
+    message = str(caught.value)
+    assert f"[{GROUPED_MM}] fqns = ['experts']" in message
+    assert "layers.0.moe.experts" in message and "GptOssGroupedExperts" in message
+    assert "bias" in message
+
+
+def test_fqns_choose_among_the_experts(tmp_path, caplog):
+    flags = (f"--{GROUPED_MM}.fqns", "layers.1.moe,layers.3.moe")
+    model = converted(job(tmp_path, "deepseek_v3", *flags))
+    chosen = {"layers.1.moe.experts", "layers.3.moe.experts"}
+    assert of_type(model, FP8GroupedExperts).keys() == chosen
+    assert report(caplog.text)["layers.2.moe.experts"][1] == "- no pattern of fqns matches"
+
+
+@pytest.mark.parametrize("recipe", ALIGNMENT)
+def test_experts_follow_the_linear_recipe_and_align_their_tokens(tmp_path, recipe):
+    model = converted(job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe))
+    assert {m.recipe for m in of_type(model, FP8GroupedExperts).values()} == {recipe}
+    assert {m.recipe for m in of_type(model, titan_fp8.FP8Linear).values()} == {recipe}
+    assert ALIGNMENT[recipe] == moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
+
+
+def test_experts_may_have_a_recipe_of_their_own(tmp_path):
+    flags = (f"--{LINEAR}.recipe", "bf16", f"--{GROUPED_MM}.recipe", "rowwise")
+    model = converted(job(tmp_path, "deepseek_v3", *flags))
+    assert {m.recipe for m in of_type(model, FP8GroupedExperts).values()} == {"rowwise"}
+    assert not of_type(model, titan_fp8.FP8Linear)
+
+
+def test_bf16_leaves_modules_alignment_checkpointing_and_compiler_alone(tmp_path, caplog):
+    compilers = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
+    flags = (f"--{LINEAR}.recipe", "bf16", "--compile.enable")
+    config = job(tmp_path, "deepseek_v3", *flags)
+    model = build(config)
+    modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    settings = [compiler.get_config_copy() for compiler in compilers]
+    saved = set(save_list("deepseek_v3"))
+
+    convert(config, model)
+
+    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
+    assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8
+    assert [compiler.get_config_copy() for compiler in compilers] == settings
+    assert save_list("deepseek_v3") == saved
+    assert "emulated" not in caplog.text
+    assert {outcome for _, outcome in report(caplog.text).values()} == {'- recipe = "bf16"'}
+
+
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3", "qwen3", "llama4", "gpt_oss"])
+def test_op_level_checkpointing_saves_the_fp8_gemms_of_this_model(tmp_path, model):
+    converted(job(tmp_path, model, converters=(LINEAR,)))
+    assert save_list(model) >= GEMMS
+    other = "llama3" if model != "llama3" else "deepseek_v3"
+    assert not save_list(other) & GEMMS
+
+
+def test_async_tensor_parallelism_is_warned_about_once(tmp_path, caplog):
+    flag = "--parallelism.enable_async_tensor_parallel"
+    converted(job(tmp_path, "deepseek_v3", flag))
+    warnings = [r for r in caplog.records if "async tensor parallel" in r.message]
+    assert [r.levelname for r in warnings] == ["WARNING"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: nothing is emulated")
+def test_emulation_is_announced_once_a_run(tmp_path, caplog):
+    converted(job(tmp_path, "deepseek_v3"))
+    assert caplog.text.count("emulated") == 1
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Makes torch say that this machine has a GPU of some compute capability."""
+
+    def pretend(capability: tuple[int, int]) -> None:
+        device = 10 * capability[0] + capability[1]  # asked for once a device and process
+        monkeypatch.setattr(utils, "device_type", "cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+
+    return pretend
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+@pytest.mark.parametrize("section", BOTH)
+def test_a_gpu_that_cannot_run_the_recipe_is_refused(tmp_path, a_gpu, capability, section):
+    config = job(tmp_path, "deepseek_v3", converters=(section,))
+    model = build(config)
+    a_gpu(capability)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        convert(config, model)
+    message = str(caught.value)
+    assert all(word in message for word in ("Some GPU", "Hopper", "emulate = true"))
+    assert "{}.{}".format(*capability) in message
+    assert not of_type(model, titan_fp8.FP8Linear) and not of_type(model, FP8GroupedExperts)
+
+
+def test_a_gpu_that_cannot_run_the_recipe_may_emulate_it(tmp_path, a_gpu, caplog):
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.emulate", f"--{GROUPED_MM}.emulate")
+    model = build(config)
+    a_gpu((8, 0))
+    convert(config, model)
+    fp8 = [*of_type(model, titan_fp8.FP8Linear).values()]
+    fp8 += of_type(model, FP8GroupedExperts).values()
+    assert all(module.emulate for module in fp8)
+    assert caplog.text.count("emulated") == 1
+
+
+def test_a_gpu_that_cannot_run_fp8_runs_the_bf16_baseline(tmp_path, a_gpu):
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", "bf16")
+    model = build(config)
+    a_gpu((8, 0))
+    convert(config, model)
+
+
+def test_hopper_does_not_emulate(tmp_path, a_gpu, caplog):
+    config = job(tmp_path, "deepseek_v3")
+    model = build(config)
+    a_gpu((9, 0))
+    convert(config, model)
+    assert of_type(model, FP8GroupedExperts) and "emulated" not in caplog.text
+
+
+class Aligned(TorchDispatchMode):
+    """Records the `aligned` of each FP8 op that is given groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = [argument.name for argument in func._schema.arguments]
+        if func.namespace == "titan_fp8" and "aligned" in names[: len(args)]:
+            self.seen.add(args[names.index("aligned")])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend, aligned", [("standard", True), ("deepep", False)])
+def test_only_the_hosts_permutation_is_trusted_to_align(
+    tmp_path, monkeypatch, one_process, backend, aligned
+):
+    # What DeepEP needs beyond its package is a GPU; its MoE class is the host's all the same.
+    stub = SimpleNamespace(sync_combine=lambda: None)
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", stub)
+    flag = ("--parallelism.expert_parallel_comm_backend", backend)
+    model = converted(job(tmp_path, "deepseek_v3", *flag, flavor="tiny"))
+    experts = model.layers["1"].moe.experts.to_empty(device="cpu")
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.1)
+    sizes = torch.tensor([128, 0, 256, 128]) if aligned else torch.tensor([5, 0, 130, 17])
+    x = torch.randn(int(sizes.sum()) + 8, 128, requires_grad=True)
+    plain = experts(x, sizes)
+
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    for name, weight in [*experts.named_parameters()]:
+        experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+    with Aligned() as mode:
+        y = experts(x, sizes)
+        y.sum().backward()
+    assert mode.seen == {aligned}
+    torch.testing.assert_close(y, plain, rtol=0, atol=0)
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
