@@ -139,11 +139,12 @@ def convert_experts(
         parent = model.get_submodule(name.rpartition(".")[0])
         module.host_aligns = type(parent).__name__ != "DeepEPMoE"
         report.converted.append((name, shape, recipe))
+    candidates = report.converted or report.left
     for pattern in fqns:
         if pattern not in matched:
             raise ValueError(
                 f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if report.left else ", which has no grouped experts")
+                + (f":\n{report}" if candidates else ", which has no grouped experts")
             )
     return report
 
