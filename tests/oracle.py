@@ -1,12 +1,12 @@
-"""The FP8 products once more, in NumPy, from DESIGN's sentences alone: nothing of titan_fp8 is used.
+"""The FP8 products once more, in NumPy, from the definition alone: nothing of titan_fp8 is used.
 
 Quantising follows the definition to the bit: e4m3 is a grid of 127 numbers and their negatives, a
 value goes to the nearest, of two equally near to the one with the even code; scales are single FP32
 operations. The products are FP64, of operands that FP64 holds exactly (4 bits of q times 24 of s),
-so what an implementation may differ by is its own rounding alone; `Product.tolerance` says how much.
+so an implementation may differ by its own rounding alone; `Product.tolerance` says how much.
 
-Blocks are described by the edges at which they begin along each dimension. Tokens keep their natural
-order here; `transposed` lays them out as the transposed copies of the real thing are.
+Blocks are described by the edges at which they begin along each dimension. Tokens keep their order
+here; `transposed` lays them out as the transposed copies of the real thing are.
 """
 
 from dataclasses import dataclass
