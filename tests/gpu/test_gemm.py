@@ -1,0 +1,236 @@
+"""The GEMM kernels on a Hopper GPU, against the FP64 product of their dequantised operands.
+
+Inputs are fresh in each test, rows and columns differ in size by orders of magnitude (a scale read
+from the wrong place shows), and the memory an output is made of is filled with NaN beforehand (an
+element that is not written shows). Tolerances: bf16 rounds to 2^-9, which is 1.1e-3 on average
+over a binade and 1.7e-3 at worst; the FP8 tensor cores add with some 14 bits, so a sum of 128
+carries about 2^-12, and one of `rowwise`, over thousands without promotion, up to a few times 2^-9.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_fp8 import reference
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from titan_fp8.kernels import gemm, rowwise_gemm
+
+TOLERANCE = {torch.bfloat16: 2.2e-3, torch.float32: 6e-4}
+ROWWISE_TOLERANCE = 1e-2
+# M, N, K and group ends; None: dense.
+SHAPES = [
+    (256, 256, 256, None),
+    (1, 16, 16, None),
+    (333, 144, 1040, None),
+    (1000, 1408, 400, None),
+    (130, 2000, 2064, None),
+    (4096, 1408, 2048, None),
+    (512, 384, 272, (128, 128, 384)),
+    (1000, 1408, 400, (0, 63, 63, 300, 999)),
+    (333, 144, 1040, (5, 100, 100000)),
+    (700, 528, 640, (1, 2, 3, 135, 264, 700)),
+    (2048, 2000, 2048, (640, 2048)),
+    (640, 272, 1408, (0, 0, 0)),
+    (3000, 320, 512, tuple(range(11, 11 * 257, 11))),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    torch.full((1 << 28,), torch.nan, device="cuda")
+
+
+def uneven(*shape: int) -> Tensor:
+    """Normal values whose rows and columns differ in size by up to 2^8."""
+    rows, columns = (torch.exp2(8 * torch.rand(n, device="cuda") - 4) for n in shape[-2:])
+    return torch.randn(shape, device="cuda") * rows[:, None] * columns
+
+
+def ends_of(ends: tuple[int, ...] | None) -> Tensor | None:
+    return None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
+
+
+def groups_of(ends: tuple[int, ...] | None, m: int, alignment: int) -> list[tuple[slice, slice]]:
+    """Of each group, its rows and its columns in an unaligned transposed copy."""
+    if ends is None:
+        return [(slice(0, m), slice(0, reference.round_up(m, alignment)))]
+    groups, row, column = [], 0, 0
+    for end in ends:
+        size = reference.round_up(min(end, m) - row, alignment)
+        groups.append((slice(row, min(end, m)), slice(column, column + size)))
+        row, column = min(end, m), column + size
+    return groups
+
+
+def dequantize_1x128(q: Tensor, s: Tensor) -> Tensor:
+    return q.double() * s.double().repeat_interleave(128, -1)[:, : q.shape[1]]
+
+
+def dequantize_128x128(q: Tensor, s: Tensor) -> Tensor:
+    s = s.double().repeat_interleave(128, -2)[..., : q.shape[-2], :]
+    return q.double() * s.repeat_interleave(128, -1)[..., : q.shape[-1]]
+
+
+def product_by_rows(a: Tensor, b: Tensor, groups: list) -> Tensor:
+    """(M, N) in FP64 of dequantised a (M, K) and b (E, N, K)."""
+    y = a.new_zeros(a.shape[0], b.shape[1])
+    for (rows, _), w in zip(groups, b, strict=True):
+        y[rows] = a[rows] @ w.T
+    return y
+
+
+def assert_close(got: Tensor, want: Tensor, tolerance: float):
+    """Each row and each column is within tolerance, not the whole alone."""
+    error = got.double() - want
+    for dim in (-1, -2):
+        bound = 4 * tolerance * want.norm(dim=dim)
+        assert (error.norm(dim=dim) <= bound).all()
+    assert error.norm() <= tolerance * want.norm()
+
+
+def blockwise_mm(m: int, n: int, k: int, ends, dtype: torch.dtype):
+    """An output and its operands."""
+    a, sa = reference.quantize_1x128(uneven(m, k))
+    b, sb = reference.quantize_128x128(uneven(*([] if ends is None else [len(ends)]), n, k))
+    c = gemm.blockwise_mm(a, sa, b, sb, ends_of(ends), out_dtype=dtype)
+    return c, (a, sa), (b.view(-1, n, k), sb.view(-1, *sb.shape[-2:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blockwise_mm(shape, dtype):
+    m, n, k, ends = shape
+    c, a, b = blockwise_mm(m, n, k, ends, dtype)
+    groups = groups_of(ends, m, 128)
+    want = product_by_rows(dequantize_1x128(*a), dequantize_128x128(*b), groups)
+    assert c.dtype == dtype
+    assert_close(c, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blockwise_wgrad(shape, dtype):
+    m, n, k, ends = shape
+    offs = ends_of(ends)
+    a, sa = reference.quantize_128x1_t(uneven(m, n), offs)
+    b, sb = reference.quantize_128x1_t(uneven(m, k), offs)
+    c = gemm.blockwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype).view(-1, n, k)
+    left, right = dequantize_1x128(a, sa), dequantize_1x128(b, sb)
+    for got, (_, columns) in zip(c, groups_of(ends, m, 128), strict=True):
+        assert_close(got, left[:, columns] @ right[:, columns].T, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rowwise_mm(shape):
+    m, n, k, ends = shape
+    a, sa = reference.quantize_row(uneven(m, k))
+    b, sb = reference.quantize_row(uneven(*([] if ends is None else [len(ends)]), n, k))
+    c = rowwise_gemm.rowwise_mm(a, sa, b, sb, ends_of(ends))
+    left, right = (q.double() * s.double().unsqueeze(-1) for q, s in ((a, sa), (b, sb)))
+    want = product_by_rows(left, right.view(-1, n, k), groups_of(ends, m, 16))
+    assert_close(c, want, ROWWISE_TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rowwise_wgrad(shape):
+    m, n, k, ends = shape
+    offs = ends_of(ends)
+    a, sa = reference.quantize_col_t(uneven(m, n), offs)
+    b, sb = reference.quantize_col_t(uneven(m, k), offs)
+    c = rowwise_gemm.rowwise_wgrad(a, sa, b, sb, offs).view(-1, n, k)
+    for e, (_, columns) in enumerate(groups_of(ends, m, 16)):
+        left, right = (
+            q[:, columns].double() * s.view(-1, q.shape[0])[e].double()[:, None]
+            for q, s in ((a, sa), (b, sb))
+        )
+        assert_close(c[e], left @ right.T, ROWWISE_TOLERANCE)
+
+
+@pytest.mark.parametrize("ends", [(128, 128, 512), (0, 256, 384), (128, 256, 100000)], ids=str)
+def test_aligned_groups(ends):
+    m, n, k, offs = 640, 272, 528, ends_of(ends)
+    x, g, w = uneven(m, k), uneven(m, n), uneven(len(ends), n, k)
+    ops = [
+        (gemm.blockwise_mm, reference.quantize_1x128, reference.quantize_128x128),
+        (rowwise_gemm.rowwise_mm, reference.quantize_row, reference.quantize_row),
+    ]
+    for mm, quantize_x, quantize_w in ops:
+        operands = *quantize_x(x), *quantize_w(w), offs
+        torch.testing.assert_close(mm(*operands, aligned=True), mm(*operands))
+    ops = [
+        (gemm.blockwise_wgrad, reference.quantize_128x1_t),
+        (rowwise_gemm.rowwise_wgrad, reference.quantize_col_t),
+    ]
+    for wgrad, quantize in ops:
+        aligned, unaligned = (
+            wgrad(*quantize(g, offs, a), *quantize(x, offs, a), offs, aligned=a)
+            for a in (True, False)
+        )
+        torch.testing.assert_close(aligned, unaligned)
+
+
+@pytest.mark.parametrize("ends", [None, (100, 300)], ids=str)
+def test_nan_stays_in_what_depends_on_it(ends):
+    m, n, k, offs = 333, 272, 400, ends_of(ends)
+    x, g, w = uneven(m, k), uneven(m, n), uneven(*([] if ends is None else [2]), n, k)
+    x[150, 390], g[150, 200] = torch.nan, torch.inf
+    y = gemm.blockwise_mm(*reference.quantize_1x128(x), *reference.quantize_128x128(w), offs)
+    depends = torch.zeros(m, n, dtype=torch.bool, device="cuda")
+    depends[150] = True
+    assert torch.equal(~y.isfinite(), depends)
+    dw = gemm.blockwise_wgrad(
+        *reference.quantize_128x1_t(g, offs), *reference.quantize_128x1_t(x, offs), offs
+    )
+    depends = torch.zeros(dw.shape, dtype=torch.bool, device="cuda")
+    last = depends if ends is None else depends[1]
+    last[200], last[:, 390] = True, True
+    assert torch.equal(~dw.isfinite(), depends)
+
+
+@pytest.mark.parametrize("ends", [None, (0, 0)], ids=str)
+def test_no_tokens(ends):
+    n, k, offs = 144, 272, ends_of(ends)
+    lead = [] if ends is None else [2]
+    x, g, w = (torch.randn(*shape, device="cuda") for shape in ((0, k), (0, n), (*lead, n, k)))
+    for mm, wgrad, row, column, weight in [
+        (gemm.blockwise_mm, gemm.blockwise_wgrad)
+        + (reference.quantize_1x128, reference.quantize_128x1_t, reference.quantize_128x128),
+        (rowwise_gemm.rowwise_mm, rowwise_gemm.rowwise_wgrad)
+        + (reference.quantize_row, reference.quantize_col_t, reference.quantize_row),
+    ]:
+        assert mm(*row(x), *weight(w), offs).shape == (0, n)
+        dw = wgrad(*column(g, offs), *column(x, offs), offs)
+        assert dw.shape == (*lead, n, k) and not dw.any()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_no_step_waits_for_the_device(aligned):
+    n, k, offs = 272, 528, ends_of((128, 384, 512) if aligned else (100, 300, 512))
+    x, g, w = uneven(512, k), uneven(512, n), uneven(3, n, k)
+    blockwise = *reference.quantize_1x128(x), *reference.quantize_128x128(w)
+    rowwise = *reference.quantize_row(x), *reference.quantize_row(w)
+    columns = [
+        (*quantize(g, offs, aligned), *quantize(x, offs, aligned))
+        for quantize in (reference.quantize_128x1_t, reference.quantize_col_t)
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gemm.blockwise_mm(*blockwise, offs, aligned)
+        rowwise_gemm.rowwise_mm(*rowwise, offs, aligned)
+        gemm.blockwise_wgrad(*columns[0], offs, aligned)
+        rowwise_gemm.rowwise_wgrad(*columns[1], offs, aligned)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_outputs_of_more_than_2_31_elements():
+    m, n, k = 2**20 + 100, 2064, 128
+    a, sa = reference.quantize_1x128(uneven(m, k))
+    b, sb = reference.quantize_128x128(uneven(1, n, k))
+    c = gemm.blockwise_mm(a, sa, b, sb, ends_of((m,)))
+    rows = torch.tensor([0, 1000, 2**20 - 1, 2**20 + 99], device="cuda")
+    want = dequantize_1x128(a[rows], sa[rows]) @ dequantize_128x128(b[0], sb[0]).T
+    assert_close(c[rows], want, TOLERANCE[torch.bfloat16])

@@ -1,0 +1,188 @@
+"""The blockwise GEMMs on Hopper.
+
+Three products train a linear layer, y = x W^T, dx = g W and dW = g^T x, and two kernels compute
+them, for one layer or for E experts whose tokens lie one group behind the other:
+
+    M-grouped  `blockwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          1x128 by 128x128
+    K-grouped  `blockwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    1x128 by 1x128
+
+where e is the group of token m, or all the tokens of group e. A dense layer is the case of one
+group. Every operand is K-major (the contraction last and contiguous), the one form that Hopper's
+FP8 tensor cores take; `reference.py` has the layouts.
+
+Why a kernel of our own. The tensor cores add FP8 products in an accumulator of some 14 bits, and
+each 128 of the contraction has its own scales. So no more than 128 may be summed there: then the
+sum is *promoted*, multiplied by its scales and added in FP32, by the ordinary cores. That costs as
+many instructions as the tensor cores leave time for. The design is about this overlap.
+
+    tile     128 x 256 (M-grouped) or 256 x 128 (K-grouped) results: an SM reads 3 bytes where
+             128 x 128 would read 4, and the way from the L2 cache is narrow
+    waves    a tile is computed as two waves of 128 x 128, one behind the other, so that a thread
+             needs 128 registers for sums and only 64 for what the tensor cores are at
+    parts    each wave is halved between two consumers of 4 warps and 64 rows. They take turns:
+             a consumer may issue its product once the other has issued its own, so that one
+             promotes while the tensor cores work for the other
+    ring     one more warp loads, by TMA, A, B and both scales of block after block into a ring of
+             3 or 4 places; it runs ahead over the ends of tiles, so that the ring is full when
+             the consumers return from storing
+    notes    the same warp works out which tile is next. It alone reads the group ends, on the
+             device: nothing here waits for the host
+    store    results go through shared memory and out by TMA, while the next tile is under way
+
+K-grouped promotion has a scale per column as well, 32 a thread. The consumers read them from
+shared memory, whose bandwidth the tensor cores all but use up; so there the two waves are two
+halves of the rows, and both use the same 32. M-grouped waves are two halves of the columns
+instead, for groups end at multiples of 128 rows.
+
+Edges. TMA fills with zeros what lies outside the tensors, so short last blocks add nothing. A tile
+at the end of a group reads rows, columns and scales of its neighbours, but no sum mixes rows or
+columns, and what is not the group's is not stored: full tiles leave by TMA, others through a mask.
+Rows of no group are tiles without blocks, hence zero, and so are the dW of empty groups.
+
+One configuration serves all shapes (`docs/log.md` has what else was measured). cuBLAS knows these
+recipes too, for dense layers; it was slower at each shape measured.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from titan_fp8.kernels.k_grouped import k_grouped_kernel
+from titan_fp8.kernels.m_grouped import m_grouped_kernel
+from titan_fp8.kernels.pipeline import VECTOR
+
+E4M3 = torch.float8_e4m3fn
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
+"""168 registers for each of 12 warps at the start; the consumers then take 240, the producer 24."""
+BAND = 8
+"""Rows of tiles that are in flight together."""
+
+Launch = tuple[object, tuple, dict]
+"""A kernel with the arguments and options of one launch."""
+
+
+def blockwise_mm(
+    a_MK: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
+
+    sa is 1x128 and sb 128x128. Returns (M, N); rows of no group are zero. Groups may start at any
+    row, so `aligned` is of no consequence here, except that unaligned groups have more tiles.
+    """
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if c.numel():
+        _run(mm_launch(a_MK, sa, b, sb, c, offs))
+    return c
+
+
+def blockwise_wgrad(
+    a_NM: Tensor,
+    sa: Tensor,
+    b_KM: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
+
+    Both scales are 1x128 along the tokens. Returns (N, K), or (E, N, K) with zeros for empty
+    groups. The columns at which groups start follow from `offs`, `aligned` or not.
+    """
+    lead = () if offs is None else (offs.shape[0],)
+    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
+    if a_NM.shape[1] == 0:
+        return c.zero_()
+    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    return c
+
+
+def mm_launch(
+    a_MK: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c_MN: Tensor, offs: Tensor | None
+) -> Launch:
+    """How to compute `blockwise_mm` into `c_MN`."""
+    (m, k), n = a_MK.shape, b.shape[-2]
+    groups = 1 if offs is None else offs.shape[0]
+    assert b.numel() == groups * n * k and a_MK.is_contiguous() and b.is_contiguous()
+    assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
+    args = (
+        _matrix(a_MK, (128, 128)),
+        _vector(sa, 128),
+        _matrix(b.view(groups * n, k), (128, 128)),
+        _matrix(_rows_of(sb), (2, 16)),
+        _matrix(c_MN, (64, 128)),
+        c_MN,
+        offs,
+        *(m, n, k, groups, sa.stride(1)),
+    )
+    # An FP32 buffer of results takes the room of a place in the ring.
+    return m_grouped_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
+
+
+def wgrad_launch(
+    a_NM: Tensor, sa: Tensor, b_KM: Tensor, sb: Tensor, c: Tensor, offs: Tensor | None
+) -> Launch:
+    """How to compute `blockwise_wgrad` into `c`, (N, K) or (E, N, K)."""
+    (n, width), k = a_NM.shape, b_KM.shape[0]
+    groups = 1 if offs is None else offs.shape[0]
+    assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
+    assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
+    args = (
+        _matrix(a_NM, (128, 128)),
+        _vector(sa, 256),
+        _matrix(b_KM, (128, 128)),
+        _vector(sb, 128),
+        _matrix(c.view(groups * n, k), (64, 128)),
+        c,
+        offs,
+        *(width, n, k, groups, sa.stride(1), sb.stride(1)),
+    )
+    buffers = 4 // c.itemsize
+    return k_grouped_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+
+
+def _run(launch: Launch) -> None:
+    kernel, args, options = launch
+    device = args[5].device
+    with torch.cuda.device(device):
+        kernel[(_multiprocessors(device),)](*args, **options)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """TMA's view of a matrix, in boxes; a row of a box is 128 bytes, swizzled, or 64, in order."""
+    bits = x.itemsize * 8
+    swizzle = 0 if box[1] * x.itemsize < 128 else 128
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+    return TensorDescriptor.from_tensor(x, list(box), layout)
+
+
+def _vector(s: Tensor, box: int) -> TensorDescriptor:
+    """TMA's view of a 1x128 scale (rows, blocks), as the one vector it is in memory."""
+    rows, blocks = s.shape
+    stride = s.stride(1)
+    assert s.dtype == torch.float32 and (s.stride(0) == 1 or rows == 1)
+    assert stride % 4 == 0 or blocks == 1
+    size = (blocks - 1) * stride + rows
+    return TensorDescriptor(s.as_strided((size,), (1,)), [size], [1], [box], VECTOR.value)
+
+
+def _rows_of(s: Tensor) -> Tensor:
+    """A 128x128 scale (..., row blocks, column blocks) as a matrix of all its rows."""
+    stride = s.stride(-2)
+    assert s.dtype == torch.float32 and s.stride(-1) == 1 and stride % 4 == 0
+    assert s.dim() == 2 or s.shape[0] == 1 or s.stride(0) == s.shape[1] * stride
+    return s.as_strided((s.numel() // s.shape[-1], s.shape[-1]), (stride, 1))

@@ -1,0 +1,135 @@
+"""The rowwise GEMMs: PyTorch's own, CUTLASS underneath, and what they leave to their caller.
+
+`torch._scaled_mm` takes any dense product. `torch._scaled_grouped_mm` wants group ends within the
+tensor and, along the tokens, at multiples of 16 bytes; what no group owns it does not write, and
+nothing says what it writes for an empty one. So unaligned rows are gathered into the layout of the
+transposed copies and their results back again, and rows of no group and the dW of empty groups are
+zeroed by a kernel that writes those alone. No step waits for the device.
+
+All three products accumulate in the tensor cores alone (`use_fast_accum`), in some 14 bits, which
+is what makes rowwise fast; scales that span a whole row leave nothing to promote on the way.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_fp8.reference import (
+    ROW_ALIGNMENT,
+    column_starts,
+    group_bounds,
+    round_up,
+    transposed_width,
+)
+
+
+def rowwise_mm(
+    a_MK: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
+
+    A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero.
+    """
+    m, n = a_MK.shape[0], b.shape[-2]
+    if m == 0:
+        return a_MK.new_empty(m, n, dtype=out_dtype)
+    if offs is None:
+        return _scaled_mm(a_MK, sa, b, sb, out_dtype)
+    starts, ends = group_bounds(offs, m)
+    if aligned:
+        y = _scaled_grouped_mm(a_MK, sa, b, sb, ends)
+        _zero_behind[(triton.cdiv(m * n, 4096),)](y, ends, m * n, n, len(ends), BLOCK=4096)
+        return y.to(out_dtype)
+    firsts, ends_laid = _laid_out(starts, ends)
+    row = torch.arange(m, device=offs.device)
+    group = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
+    place = firsts[group] + row - starts[group]
+    width = transposed_width(m, offs, False, ROW_ALIGNMENT)
+    place = place.clamp(max=width - 1)
+    owned = row < ends[-1]
+    # What no group owns goes to a row of its own, behind all groups.
+    place = torch.where(owned, place, width)
+    laid = a_MK.new_zeros(width + 1, a_MK.shape[1]).view(torch.uint8)
+    laid[place] = a_MK.view(torch.uint8)
+    sa_laid = sa.new_zeros(width + 1)
+    sa_laid[place] = sa
+    laid = laid.view(a_MK.dtype)[:width]
+    y = _scaled_grouped_mm(laid, sa_laid[:width], b, sb, ends_laid)
+    return torch.where(owned[:, None], y[place.clamp(max=width - 1)], 0).to(out_dtype)
+
+
+def rowwise_wgrad(
+    a_NM: Tensor,
+    sa: Tensor,
+    b_KM: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
+
+    A scale a row, or a row and group: sa (N,) or (E, N), sb (K,) or (E, K). Returns (N, K), or
+    (E, N, K) with zeros for empty groups.
+    """
+    (n, width), k = a_NM.shape, b_KM.shape[0]
+    if width == 0:
+        lead = () if offs is None else (offs.shape[0],)
+        return a_NM.new_zeros(*lead, n, k, dtype=out_dtype)
+    if offs is None:
+        return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype)
+    starts, ends = group_bounds(offs, width)
+    _, ends_laid = _laid_out(starts, ends)
+    ends_laid = ends_laid.clamp(max=width)
+    dw = _scaled_grouped_mm(a_NM, sa.reshape(-1), b_KM, sb.reshape(-1), ends_laid)
+    grid = (triton.cdiv(n * k, 4096), len(ends))
+    _zero_empty[grid](dw, ends_laid, n * k, BLOCK=4096)
+    return dw.to(out_dtype)
+
+
+def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype) -> Tensor:
+    scales = {"scale_a": sa[:, None], "scale_b": sb[None, :]}
+    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return y.to(out_dtype)
+
+
+def _scaled_grouped_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, ends: Tensor) -> Tensor:
+    return torch._scaled_grouped_mm(
+        a, b.mT, sa, sb, offs=ends.int(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _laid_out(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """First place and end (E,) of each group where all start at multiples of 16."""
+    firsts = column_starts(starts, ends, False, ROW_ALIGNMENT)
+    return firsts, firsts + round_up(ends - starts, ROW_ALIGNMENT)
+
+
+@triton.jit
+def _zero_behind(y_ptr, ends_ptr, size, N, E, BLOCK: tl.constexpr):
+    """Zeroes the rows of y (M, N) behind the last group's end."""
+    begin = tl.load(ends_ptr + E - 1) * N
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if first + BLOCK > begin:
+        at = first + tl.arange(0, BLOCK)
+        tl.store(
+            y_ptr + at, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=(at >= begin) & (at < size)
+        )
+
+
+@triton.jit
+def _zero_empty(dw_ptr, ends_ptr, size, BLOCK: tl.constexpr):
+    """Zeroes the dW of groups without tokens."""
+    group = tl.program_id(1)
+    begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    if tl.load(ends_ptr + group) == begin:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        base = dw_ptr + group.to(tl.int64) * size
+        tl.store(base + at, tl.zeros([BLOCK], dw_ptr.dtype.element_ty), mask=at < size)
