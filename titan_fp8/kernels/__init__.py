@@ -1,1 +1,35 @@
 """The Hopper kernels, a function for each op of `reference.py`; the only room to import triton."""
+
+from titan_fp8.kernels.bf16_gemm import bf16_wgrad
+from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
+from titan_fp8.kernels.quantize import (
+    quantize_1x128,
+    quantize_1x128_128x1_t,
+    quantize_128x1_t,
+    quantize_128x128,
+    quantize_128x128_t,
+)
+from titan_fp8.kernels.rowwise import (
+    quantize_col_t,
+    quantize_row,
+    quantize_row_col_t,
+    quantize_weight_col_t,
+)
+from titan_fp8.kernels.rowwise_gemm import rowwise_mm, rowwise_wgrad
+
+__all__ = [
+    "bf16_wgrad",
+    "blockwise_mm",
+    "blockwise_wgrad",
+    "quantize_128x1_t",
+    "quantize_128x128",
+    "quantize_128x128_t",
+    "quantize_1x128",
+    "quantize_1x128_128x1_t",
+    "quantize_col_t",
+    "quantize_row",
+    "quantize_row_col_t",
+    "quantize_weight_col_t",
+    "rowwise_mm",
+    "rowwise_wgrad",
+]
