@@ -5,7 +5,7 @@
     <out>/tokenizer/tokenizer.json       byte-level BPE of 512 tokens
     <out>/tokenizer/tokenizer_config.json
 
-A source file is cut into pieces of about two thousand characters, and the pieces are put in the
+A source file is cut into pieces of about four hundred characters, and the pieces are put in the
 order of their digest. That is random as far as training goes and the same everywhere: a batch holds
 text from many files, and data-parallel ranks, each of which reads one stretch of the corpus, see
 the same kind of text. The debug models have room for 2048 tokens; with 512 each is seen more often
@@ -26,9 +26,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 VOCAB_SIZE = 512
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 VALIDATION_EVERY = 20
-PIECE = 2000  # characters
-# Not the library's own, not everywhere installed, or (encodings) tables.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
+PIECE = 400  # characters
+# Not the library's own, or not installed everywhere.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and manuals, not code
 
 
 def digest(text: str) -> bytes:
