@@ -5,6 +5,7 @@ partitioner that Inductor uses, which merges equal calls and decides what is sav
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import weakref
@@ -15,7 +16,11 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
 
@@ -415,3 +420,59 @@ def test_shared_copies_do_not_cross_grad_mode_autocast_or_recipe():
 
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
+
+
+class LikeAttention(torch.autograd.Function):
+    """Gives (B, H, S, D) with S before H in memory, as attention on a GPU does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        b, h, s, d = x.shape
+        return torch.empty_strided(x.shape, (s * h * d, d, h * d, 1)).copy_(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_attention_output_is_kept_as_attention_keeps_it(recipe):
+    """Attention saves its output anyway: no FP8 copy is saved besides, and the numbers stay."""
+    linear = nn.Linear(144, 32)
+    convert_linears(linear, recipe=recipe)
+    heads = torch.randn(2, 4, 20, 36, requires_grad=True)
+    x = LikeAttention.apply(heads).transpose(1, 2).view(2, 20, 144)
+    leaves = heads, *linear.parameters()
+    with saved_tensors() as saved:
+        y = linear(x)
+    assert not [t.shape for t in saved if t.dtype == E4M3]
+    copied = linear(x.clone())
+    assert torch.equal(y, copied)
+    g = torch.randn_like(y)
+    got, want = (torch.autograd.grad(t, leaves, g, retain_graph=True) for t in (y, copied))
+    assert all(map(torch.equal, got, want))
+
+
+def test_op_level_checkpointing_saves_what_its_list_says():
+    """Every GEMM saved, every quantiser recomputed, with an input that two layers share."""
+    linears = nn.ModuleList([nn.Linear(144, n) for n in SIZES])
+    convert_linears(linears)
+    products = []
+
+    def policy(_, op, *args, **kwargs):
+        save = op is ops.blockwise_mm.default
+        products.append(save)
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(x):
+        x = torch.tanh(x)
+        return torch.cat([linear(x) for linear in linears], -1)
+
+    x = torch.randn(40, 144, requires_grad=True)
+    leaves = x, *linears.parameters()
+    g = torch.randn(40, sum(SIZES))
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+    got = torch.autograd.grad(y, leaves, g)
+    assert sum(products) >= len(linears)
+    assert all(map(torch.equal, got, torch.autograd.grad(run(x), leaves, g)))
