@@ -38,15 +38,17 @@ find_python() {
 }
 
 make_venv() {
-    local venv=$root/.venv torch=2.13.0 stamp host_python
+    local venv=$root/.venv torch=2.13.0 stamp host_python package
     nvidia-smi -L 2>/dev/null | grep -q GPU && torch=2.11.0
     stamp="$torch $(cat "$root/pyproject.toml" "$root/scripts/env.sh" | cksum)"
     if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
         echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
         host_python=$(find_python) || exit 2
         "$host_python" -m venv "$venv" || die "could not create $venv"
-        "$venv/bin/python" -m pip install -q "torch==$torch" || die "could not install torch $torch"
-        "$venv/bin/python" -m pip install -q -e "$root[dev]" || die "could not install titan_fp8"
+        for package in "torch==$torch" "-e$root[dev]"; do
+            "$venv/bin/python" -m pip install "$package" >"$venv/install.log" 2>&1 ||
+                { tail -n 20 "$venv/install.log" >&2 && die "could not install $package"; }
+        done
         echo "$stamp" >"$venv/stamp"
     fi
 }
