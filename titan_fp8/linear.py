@@ -73,7 +73,9 @@ class FP8Linear(nn.Linear):
             raise TypeError(f"{self.fqn}: weight is a DTensor ({w.placements}), the input is not")
         ways = [_sharded_gemm(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*ways)
-        x = x.redistribute(placements=x_in)
+        if x.placements != x_in:
+            # Not where they are equal: its backward would reduce each partial gradient by itself.
+            x = x.redistribute(placements=x_in)
         bias = None if self.bias is None else self._local_bias(y_out)
         y = self._local_product(
             x.to_local(grad_placements=dx), w.to_local(grad_placements=dw), bias
@@ -85,15 +87,15 @@ class FP8Linear(nn.Linear):
     def _local_bias(self, y_out: Sequence[Placement]) -> Tensor:
         """The bias to add on this rank. Of the ranks whose outputs are summed, one adds it."""
         bias, mesh = self.bias, self.bias.device_mesh
-        grad = [Shard(0) if p.is_shard(0) else Replicate() for p in bias.placements]
-        adds = True
-        for dim, placement in enumerate(y_out):
-            if grad[dim].is_replicate() and not placement.is_replicate():
-                grad[dim] = Partial()
-            if placement.is_partial():
-                adds = adds and mesh.get_local_rank(dim) == 0
+        # Where y is partial its gradient is whole on every rank; where tokens are sharded it is not.
+        grad = [
+            Partial() if p.is_replicate() and y.is_shard() else p
+            for p, y in zip(bias.placements, y_out)
+        ]
         local = bias.to_local(grad_placements=grad)
-        return local if adds else local * 0
+        adds = all(mesh.get_local_rank(d) == 0 for d, y in enumerate(y_out) if y.is_partial())
+        # Zero, but the gradient passes.
+        return local if adds else local - local.detach()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's; refuses a weight that the host has sharded too finely for FP8."""
