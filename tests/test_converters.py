@@ -1,8 +1,6 @@
 """The two converters on the host's models: what they convert, what they leave, what they say.
 
-Models are built on the meta device as torchtitan's trainer builds them. What a conversion changes
-besides the model (the host's token alignment, its op-level checkpointing list, what was said once)
-is put back after each test.
+Models are built on the meta device as torchtitan's trainer builds them.
 """
 
 import logging
@@ -13,18 +11,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
-from titan import BOTH, GROUPED_MM, LINEAR, build, convert, parse, toml
+from titan import BOTH, GROUPED_MM, LINEAR, build, convert, one_process, parse, save_list, toml
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 import titan_fp8
-from titan_fp8.plugin import converters
 from titan_fp8.plugin.experts import FP8GroupedExperts
 
 GEMMS = {torch.ops.titan_fp8.blockwise_mm.default, torch.ops.titan_fp8.rowwise_mm.default}
@@ -47,27 +42,9 @@ MOE = [
 FLUX_IMPORTS = ("transformers", "safetensors", "safetensors.torch")
 
 
-def save_list(model: str) -> set:
-    """The ops whose outputs op-level activation checkpointing of a host model saves."""
-    module = sys.modules[get_train_spec(model).parallelize_fn.__module__]
-    return module._op_sac_save_list
-
-
 @pytest.fixture(autouse=True)
-def a_fresh_host(monkeypatch, caplog):
+def log(caplog, fresh_host):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-    converters.announce_emulation.cache_clear()
-    converters.warn_async_tp.cache_clear()
-    lists = [save_list(m) for m in ("llama3", "deepseek_v3", "qwen3", "llama4", "gpt_oss")]
-    for ops in lists:
-        ops -= GEMMS
-    metrics = dict(MetricsProcessor.__dict__)
-    yield
-    for ops in lists:
-        ops -= GEMMS
-    for name in MetricsProcessor.__dict__.keys() - metrics.keys():
-        delattr(MetricsProcessor, name)
 
 
 def job(folder, model, *flags, converters=BOTH, flavor="debugmodel", body=""):
@@ -333,9 +310,7 @@ class Aligned(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend, aligned", [("standard", True), ("deepep", False)])
-def test_only_the_hosts_permutation_is_trusted_to_align(
-    tmp_path, monkeypatch, one_process, backend, aligned
-):
+def test_only_the_hosts_permutation_is_trusted_to_align(tmp_path, monkeypatch, backend, aligned):
     # What DeepEP needs beyond its package is a GPU; its MoE class is the host's all the same.
     stub = SimpleNamespace(sync_combine=lambda: None)
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", stub)
@@ -348,19 +323,14 @@ def test_only_the_hosts_permutation_is_trusted_to_align(
     x = torch.randn(int(sizes.sum()) + 8, 128, requires_grad=True)
     plain = experts(x, sizes)
 
-    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-    for name, weight in [*experts.named_parameters()]:
-        experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-    with Aligned() as mode:
-        y = experts(x, sizes)
-        y.sum().backward()
-    assert mode.seen == {aligned}
-    torch.testing.assert_close(y, plain, rtol=0, atol=0)
-
-
-@pytest.fixture
-def one_process():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_process():
+        mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        for name, weight in [*experts.named_parameters()]:
+            experts.register_parameter(
+                name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+            )
+        with Aligned() as mode:
+            y = experts(x, sizes)
+            y.sum().backward()
+        assert mode.seen == {aligned}
+        torch.testing.assert_close(y, plain, rtol=0, atol=0)

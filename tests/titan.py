@@ -3,20 +3,28 @@
 A subprocess that names this module in `--experimental.custom_import` has the tiny models too.
 """
 
+import contextlib
 import dataclasses
+import inspect
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 LINEAR = "quantize.linear.titan_fp8"
@@ -76,6 +84,93 @@ def convert(config: JobConfig, model: nn.Module) -> nn.Module:
     )
     build_model_converters(config, one_process).convert(model)
     return model
+
+
+def save_list(model: str) -> set:
+    """The ops whose outputs op-level activation checkpointing of a host model saves."""
+    return sys.modules[get_train_spec(model).parallelize_fn.__module__]._op_sac_save_list
+
+
+def write_text(folder: Path) -> Path:
+    """A tokenizer of single bytes and a corpus of a few of Python's modules, offline."""
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((begin, end, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([begin, end])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": begin, "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "corpus").mkdir()
+    texts = [inspect.getsource(module) for module in (inspect, json, os, subprocess, contextlib)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "corpus" / "text.jsonl").write_text("".join(lines))
+    return folder
+
+
+def training(text: Path, folder: Path) -> list[object]:
+    """Flags of a small training on `text`, in FP8 and eager, which writes to `folder`."""
+    return [
+        *("--job.dump_folder", folder, "--model.hf_assets_path", text),
+        *("--training.dataset", "c4_test", "--training.dataset_path", text / "corpus"),
+        *("--training.seq_len", 96, "--training.local_batch_size", 2, "--training.steps", 8),
+        *("--optimizer.implementation", "foreach", "--lr_scheduler.warmup_steps", 2),
+        *("--metrics.log_freq", 1, "--activation_checkpoint.mode", "none", "--debug.seed", 42),
+    ]
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, as under torchrun with one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def trainer(config: JobConfig) -> Iterator[Trainer]:
+    """torchtitan's trainer of a job, in the process group there is."""
+    trainer = Trainer(config)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def batch(trainer: Trainer, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Random tokens and labels of the size that the job trains on."""
+    config, generator = trainer.job_config.training, torch.Generator().manual_seed(seed)
+    shape = (config.local_batch_size, config.seq_len + 1)
+    tokens = torch.randint(trainer.model_args.vocab_size, shape, generator=generator)
+    return {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+
+def loss_and_gradients(
+    trainer: Trainer, seed: int = 0, tokens: int | None = None
+) -> dict[str, Tensor]:
+    """The loss on a random batch as "loss", and the gradient of every parameter by its name.
+
+    The loss is a mean over `tokens`, the batch's own if not given.
+    """
+    inputs, labels = batch(trainer, seed)
+    tokens = labels.numel() if tokens is None else tokens
+    trainer.optimizers.zero_grad()
+    loss = trainer.forward_backward_step(
+        input_dict=inputs, labels=labels, global_valid_tokens=torch.tensor(float(tokens))
+    )
+    wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
+    result = {"loss": loss.detach().clone()}
+    for name, parameter in trainer.model_parts[0].named_parameters():
+        for wrapper in wrappers:
+            name = name.replace(wrapper, "")
+        grad = parameter.grad
+        result[name] = (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
+    return result
 
 
 def run_module(module: str, *args: object, timeout: float = 120, **env: str):

@@ -1,0 +1,270 @@
+"""FP8 models under what torchtitan's trainer does to any model, in this process and on two ranks.
+
+Activation checkpointing, torch.compile, gradient accumulation, autocast, validation, checkpoints:
+each compares the host's own trainer with and without.
+"""
+
+import copy
+import logging
+import math
+import re
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+from titan import (
+    BOTH,
+    LINEAR,
+    batch,
+    loss_and_gradients,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.models.moe.moe import GroupedExperts
+
+import titan_fp8
+
+pytestmark = pytest.mark.usefixtures("fresh_host")
+
+CONVERTERS = {"llama3": (LINEAR,), "deepseek_v3": BOTH}
+AC = "--activation_checkpoint"
+CHECKPOINTING = {
+    "full": (f"{AC}.mode", "full"),
+    "layer 1": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "1"),
+    "layer 2": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "2"),
+    "op": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "op"),
+    "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
+}
+# Traces, decomposes and partitions as inductor does, and leaves out the C++ compiler.
+COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
+
+CLOSE = 0.75
+"""Of the distance between bf16 and FP8, for what should be FP8: without FP8 it would be 1."""
+
+
+def bf16(*flags: object) -> tuple[object, ...]:
+    return (f"--{LINEAR}.recipe", "bf16", *flags)
+
+
+@pytest.fixture
+def job(text, tmp_path):
+    """Makes the config of a tiny training; its flags come after ours."""
+    with one_process():
+        yield lambda model, *flags: parse(
+            tmp_path, toml(model, CONVERTERS[model]), *training(text, tmp_path), *flags
+        )
+
+
+def run(config) -> dict[str, torch.Tensor]:
+    with trainer(config) as t:
+        return loss_and_gradients(t)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a layer's gradient, relative to b's, which FP8 makes everywhere."""
+    names = [name for name in b if name.startswith("layers") and b[name].norm()]
+    return max((torch.norm(a[name] - b[name]) / b[name].norm()).item() for name in names)
+
+
+@pytest.mark.parametrize("model", CONVERTERS)
+def test_checkpointing_is_bitwise_in_eager(job, model):
+    expected = run(job(model, "--debug.deterministic"))
+    for flags in CHECKPOINTING.values():
+        same(run(job(model, "--debug.deterministic", *flags)), expected)
+    assert distance(run(job(model, *bf16())), expected) > 0
+
+
+class CountGemms(TorchDispatchMode):
+    """Counts FP8 GEMMs for outputs and gradients of inputs as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.titan_fp8.blockwise_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_op_level_checkpointing_recomputes_no_fp8_gemm(job):
+    def gemms(*flags) -> int:
+        with trainer(job("llama3", *flags)) as t, CountGemms() as mode:
+            loss_and_gradients(t)
+        return mode.count
+
+    linears = 2 * 7
+    assert gemms() == 2 * linears
+    assert gemms(*CHECKPOINTING["op"]) == 2 * linears
+    assert gemms(*CHECKPOINTING["full"]) == 3 * linears
+
+
+COMPILED_CHECKPOINTING = ((), CHECKPOINTING["op"], (f"{AC}.mode", "memory_budget"))
+
+
+@pytest.mark.parametrize("model", CONVERTERS)
+def test_compiled_is_close_to_eager_and_compiles_once(job, model):
+    eager = run(job(model))
+    fp8_error = distance(run(job(model, *bf16())), eager)
+    for flags in COMPILED_CHECKPOINTING:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with trainer(job(model, *COMPILE, *flags)) as t:
+            compiled = loss_and_gradients(t)
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                loss_and_gradients(t, seed=1)
+                loss_and_gradients(t, seed=2)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        assert not torch._dynamo.utils.counters["graph_break"]
+        assert distance(compiled, eager) < CLOSE * fp8_error
+        if model == "llama3":
+            assert graphs == 2  # a block, which all layers share, and the loss
+
+
+def test_inductor_is_close_to_eager(job):
+    eager = run(job("llama3"))
+    fp8_error = distance(run(job("llama3", *bf16())), eager)
+    compiled = run(job("llama3", "--compile.enable", "--compile.components", "model"))
+    assert distance(compiled, eager) < CLOSE * fp8_error
+
+
+def test_compiled_experts_take_any_routing_without_compiling_again():
+    model = nn.Sequential(GroupedExperts(64, 96, 4, use_grouped_mm=True))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    titan_fp8.convert_experts(model, fqns=("0",), compile_backend="aot_eager")
+    experts, eager = model[0], copy.deepcopy(model[0])
+    eager.compile_backend = None
+    torch._dynamo.utils.counters.clear()
+    for i, sizes in enumerate([(8, 8, 8, 8), (5, 0, 130, 17), (0, 0, 0, 300), (1, 2, 0, 0)]):
+        x = torch.randn(sum(sizes) + i, 64, requires_grad=True)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            y = experts(x, torch.tensor(sizes))
+            y.sum().backward()
+        torch.testing.assert_close(y, eager(x, torch.tensor(sizes)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_gradients_accumulate_over_micro_batches(job):
+    with trainer(job("llama3", "--training.global_batch_size", 4)) as t:
+        micro_batches = [batch(t, seed) for seed in (0, 1)]
+        tokens = sum(labels.numel() for _, labels in micro_batches)
+        expected = [loss_and_gradients(t, seed, tokens) for seed in (0, 1)]
+        t.metrics_processor.data_loading_times.append(0.0)
+        t.job_config.training.max_norm = math.inf
+        t.train_step(iter(micro_batches))
+        for name, parameter in t.model_parts[0].named_parameters():
+            assert torch.equal(parameter.grad, expected[0][name] + expected[1][name]), name
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_single_process_autocast_gives_the_dtypes_of_bf16(job, precision):
+    precision = ("--training.mixed_precision_param", precision)
+
+    def dtypes(*flags):
+        seen = {}
+
+        def note(module, inputs, y):
+            seen[names[module]] = (inputs[0].dtype, y.dtype)
+
+        with trainer(job("deepseek_v3", *precision, *flags)) as t:
+            names = {m: name for name, m in t.model_parts[0].named_modules()}
+            for module in names:
+                if isinstance(module, nn.Linear):
+                    module.register_forward_hook(note)
+            gradients = loss_and_gradients(t)
+        return seen, {name: gradient.dtype for name, gradient in gradients.items()}
+
+    assert dtypes() == dtypes(*bf16())
+
+
+def test_validation_runs_in_fp8_and_leaves_training_alone(job, text, caplog):
+    caplog.set_level(logging.INFO)
+    validation = [
+        *("--validation.enable", "--validation.freq", 1, "--validation.steps", 1),
+        *("--validation.dataset", "c4_test", "--validation.dataset_path", text / "corpus"),
+        *("--validation.local_batch_size", 2, "--validation.seq_len", 96, "--training.steps", 2),
+    ]
+    weights = []
+    for flags in ((), validation):
+        with trainer(job("llama3", "--training.steps", 2, *flags)) as t:
+            t.train()
+        weights.append(dict(t.model_parts[0].named_parameters()))
+    same(*weights)
+    losses = re.findall(
+        r"validate step: *\d+ *loss: *([\d.]+)", re.sub("\x1b.*?m", "", caplog.text)
+    )
+    assert len(losses) == 2 and all(0 < float(loss) < 10 for loss in losses)
+    assert "tps: 0" in caplog.text
+
+
+@pytest.mark.parametrize("model", CONVERTERS)
+def test_state_and_initial_weights_are_those_of_the_bf16_model(job, model):
+    states = []
+    for flags in ((), bf16()):
+        with trainer(job(model, *flags)) as t:
+            states.append(t.checkpointer.states)
+            same_type = {type(p) for p in t.model_parts[0].parameters()}
+            assert same_type == {nn.Parameter}
+    fp8, high = ({**s["model"].state_dict()} for s in states)
+    assert {n: (p.shape, p.dtype) for n, p in fp8.items()} == {
+        n: (p.shape, p.dtype) for n, p in high.items()
+    }
+    same(fp8, high)
+
+
+@pytest.mark.parametrize("model", CONVERTERS)
+def test_a_bf16_checkpoint_loads_into_an_fp8_model_and_back(job, model):
+    checkpoint = ("--checkpoint.enable", "--checkpoint.interval", 1)
+    weights = {}
+    for step, flags in enumerate((bf16(), (), bf16())):
+        with trainer(job(model, *checkpoint, *flags)) as t:
+            loaded = t.checkpointer.load()
+            assert loaded == (step > 0) and t.step == step
+            if loaded:
+                same(dict(t.model_parts[0].named_parameters()), weights)
+            t.step += 1
+            t.train_step(t.batch_generator(t.dataloader))
+            t.checkpointer.save(t.step)
+            weights = dict(t.model_parts[0].named_parameters())
+
+
+def compare_checkpointing(rank: int, folder: Path, text: Path, model: str, ways: list[str]) -> None:
+    """On one of two ranks: FSDP2, and expert parallelism in MoE layers."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    common = [*training(text, folder), "--debug.deterministic"]
+    if model == "deepseek_v3":
+        common += ["--parallelism.expert_parallel_degree", 2]
+
+    def gradients(*flags):
+        return run(parse(folder, toml(model, CONVERTERS[model]), *common, *flags))
+
+    expected = gradients()
+    for way in ways:
+        same(gradients(*CHECKPOINTING[way]), expected)
+    compiled = gradients(*COMPILE, *CHECKPOINTING["full"])
+    assert distance(compiled, expected) < CLOSE * distance(gradients(*bf16()), expected)
+
+
+# torch 2.13's op-level checkpointing takes no FSDP hooks inside a block, which experts have: with
+# or without FP8, the host's own model fails likewise.
+@pytest.mark.parametrize(
+    "model, ways",
+    [("llama3", [*CHECKPOINTING]), ("deepseek_v3", ["full", "layer 1", "layer 2", "early stop"])],
+)
+def test_checkpointing_is_bitwise_on_two_ranks(tmp_path, text, model, ways):
+    gloo.spawn(compare_checkpointing, 2, tmp_path, text, model, ways)
