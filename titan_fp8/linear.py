@@ -87,7 +87,7 @@ class FP8Linear(nn.Linear):
     def _local_bias(self, y_out: Sequence[Placement]) -> Tensor:
         """The bias to add on this rank. Of the ranks whose outputs are summed, one adds it."""
         bias, mesh = self.bias, self.bias.device_mesh
-        # Where y is partial its gradient is whole on every rank; where tokens are sharded it is not.
+        # Where y is partial, its gradient is whole on every rank; where tokens are sharded, not.
         grad = [
             Partial() if p.is_replicate() and y.is_shard() else p
             for p, y in zip(bias.placements, y_out)
