@@ -14,6 +14,7 @@ file alone; <out>/stamp names both and is written last, and where it is there no
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import shutil
@@ -89,10 +90,8 @@ def write_tokenizer(texts: list[str], folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepare the offline corpus and tokenizer.")
-    parser.add_argument("out", type=Path, nargs="?", default=Path("data"), help="folder to fill")
-    out = parser.parse_args().out
+def prepare(out: Path) -> None:
+    """Fill the folder, unless it is filled already."""
     stamp = out / "stamp"
     if stamp.exists() and stamp.read_text() == recipe():
         print(f"data: {out} is prepared")
@@ -108,6 +107,16 @@ def main() -> None:
     stamp.write_text(recipe())
     megabytes = sum(len(text) for text in files) / 1e6
     print(f"data: {len(files)} files of the standard library, {megabytes:.1f} MB, in {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepare the offline corpus and tokenizer.")
+    parser.add_argument("out", type=Path, nargs="?", default=Path("data"), help="folder to fill")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may come at once
+        prepare(out)
 
 
 if __name__ == "__main__":
