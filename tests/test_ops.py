@@ -412,6 +412,8 @@ def test_shared_copies_do_not_cross_grad_mode_autocast_or_recipe():
             for context in (torch.no_grad, contextlib.nullcontext, autocast, torch.inference_mode):
                 with context():
                     y, want = linear(x), fp8_linear(x, linear.weight, recipe=recipe)
+                    # Made in here, under inference_mode, it counts no versions.
+                    assert linear(x + 1).shape == y.shape
                 assert torch.equal(y, want), (recipe, context)
                 if y.requires_grad:
                     got, want = (torch.autograd.grad(t.sum(), linear.weight)[0] for t in (y, want))
