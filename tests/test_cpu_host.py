@@ -1,0 +1,94 @@
+"""Each gap that cpu_host closes, by what the host then does. Whole runs are in the other tests."""
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchtitan.train
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.metrics import build_device_memory_monitor
+from torchtitan.models.moe.kernels import generate_permute_indices
+
+from titan_fp8 import cpu_host
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_import_changes_nothing() -> None:
+    code = """
+import sys, torch
+known, histc = set(dir(torch.cpu)), torch.histc
+import titan_fp8.cpu_host
+assert "torchtitan" not in sys.modules
+assert torch._utils._get_available_device_type() is None
+assert set(dir(torch.cpu)) == known and torch.histc is histc
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_prepare_refuses_to_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = SimpleNamespace(device_type="cuda")
+    monkeypatch.setitem(sys.modules, "torchtitan.tools.utils", host)
+    with pytest.raises(RuntimeError, match="already imported and has chosen 'cuda'"):
+        cpu_host.prepare()
+
+
+def test_prepare_twice_patches_once() -> None:
+    histc = torch.histc
+    cpu_host.prepare()
+    assert torch.histc is histc
+
+
+def test_monitor_reads_the_machine() -> None:
+    monitor = build_device_memory_monitor()
+    assert monitor.device_name == "CPU"
+    assert monitor.device_capacity > 2**28
+    assert monitor.get_peak_stats().max_reserved_gib < 0  # unknown, and shown as -0.00
+
+
+def test_histc_counts_integers_as_floats() -> None:
+    experts = torch.tensor([0, 5, 2, 2, 7, 5, 5])
+    counts = torch.histc(experts, bins=8, min=0, max=8)
+    assert counts.dtype == torch.int64
+    assert counts.equal(torch.bincount(experts, minlength=8))
+    assert torch.histc(experts.float(), bins=8, min=0, max=8).equal(counts.float())
+
+
+def test_permutation_runs_without_triton() -> None:
+    tokens = torch.tensor([3, 0, 2, 1])  # for 2 experts from 2 ranks
+    indices, sizes, offsets = generate_permute_indices(tokens, 2, 2, max_len=24, alignment=8)
+    assert sizes.tolist() == [8, 8]
+    assert offsets.tolist() == [8, 16]
+    assert indices.tolist() == [0, 1, 2, 3, 4, -1, -1, -1, 5] + [-1] * 15
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_unseeded_sharded_start_is_warned_of(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    manager = object.__new__(CheckpointManager)
+    manager.enable = manager.enable_ft_dataloader_checkpoints = False
+    with caplog.at_level(logging.WARNING):
+        assert not manager.load()
+    assert ("starts without a checkpoint" in caplog.text) == (ranks > 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (["--training.steps", "1"], ["--optimizer.implementation", "foreach"]),
+        (["--optimizer.implementation=for-loop"], []),
+    ],
+)
+def test_main_prefers_foreach(
+    given: list[str], used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(torchtitan.train, "main", lambda trainer: calls.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["cpu_host", *given])
+    cpu_host.main()
+    assert calls == [given + used]
