@@ -50,16 +50,15 @@ export HF_HUB_OFFLINE=1
 
 # launch FOLDER [flag ...]: trains into FOLDER, shows a line a step and keeps the whole log there.
 launch() {
-    local folder=$1
+    local folder=$1 name
+    name=$(basename "$folder")
     shift
     rm -rf "$folder"
     mkdir -p "$folder"
     ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
-        awk -v run="$(basename "$folder")" '
-            { gsub(/\033\[[0-9;]*m/, ""); shown = "" }
-            match($0, /step: .*grad_norm: +[0-9.naif]+/) { shown = substr($0, RSTART, RLENGTH) }
-            /emulated/ { shown = $0; sub(/.* - (INFO|WARNING) - /, "", shown) }
-            shown { print run, shown; fflush() }' ||
+        sed -u -n -E -e 's/\x1b\[[0-9;]*m//g; s/^.* - (INFO|WARNING) - //' \
+            -e "/^(validate )?step: /{s/ +(grad_norm|memory):.*//; s/^/$name  /p}" \
+            -e "/emulated/s/^/$name  /p" ||
         { tail -n 40 "$folder/train.log" >&2 && die "this run failed: $folder/train.log"; }
 }
 
@@ -81,6 +80,7 @@ if [[ ! -f $seed/checkpoint/step-0/.metadata ]]; then
         --checkpoint.enable --checkpoint.create_seed_checkpoint
 fi
 
+rm -f "$runs/loss.png"
 compare=("$runs/bf16" "$runs/blockwise" --out "$runs/loss.png")
 train bf16 "${bf16[@]}"
 train blockwise
