@@ -226,7 +226,8 @@ def _compute_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
         if dtype not in _DTYPES:
             raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # torch.amp.is_autocast_available would know that meta has none, but breaks graphs.
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         if dtype not in _DTYPES:
             raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
