@@ -37,6 +37,7 @@ if [[ "${1:-}" == --steps ]]; then
 fi
 [[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps'"
 [[ $# -gt 0 ]] || set -- bf16 blockwise rowwise
+prepare_env
 
 "$python" scripts/prepare_data.py data
 folders=()

@@ -4,5 +4,6 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
+prepare_env
 "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || die "no GPU found"
 exec "$python" -m pytest tests/gpu -q "$@"
