@@ -1,0 +1,73 @@
+"""Runs a function on gloo ranks, one process each, for the tests of parallel plans.
+
+The ranks are forked from a server that has imported torchtitan once, which takes longer than most
+plans. A rank that raises ends the others and shows its traceback in the test; ranks that have not
+finished in time, as in a deadlock, are killed and fail it.
+"""
+
+import datetime
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def spawn(worker: Callable, ranks: int, *args, timeout: float = 120) -> None:
+    """Runs `worker(rank, *args)`, a function of some module, in one process group of `ranks`.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback.
+        TimeoutError: some rank had not finished after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store").as_uri()
+        _start_server()
+        context = mp.start_processes(
+            _run_rank,
+            (worker, ranks, store, timeout, args),
+            nprocs=ranks,
+            join=False,
+            start_method="forkserver",
+        )
+        try:
+            while not context.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{worker.__name__}: ranks still run after {timeout} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+
+
+def _start_server() -> None:
+    """Starts the process that ranks are forked from, with torchtitan imported, unless it runs."""
+    forkserver.set_forkserver_preload(["plan_ranks"])
+    # The server looks for what it preloads in its environment's path alone.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+
+
+def _run_rank(
+    rank: int, worker: Callable, ranks: int, store: str, timeout: float, args: tuple
+) -> None:
+    # torchtitan and DTensor ask the environment, as under torchrun.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    worker(rank, *args)
+    dist.destroy_process_group()

@@ -1,0 +1,209 @@
+"""What each rank does in the tests of parallel plans: torchtitan's own way from a configuration
+to a parallel model, then one forward and backward on the rank's share of the tests' batch.
+
+The models are the host's debug flavours with two layers, and with dimensions whose halves are
+multiples of 16 but not of 128, so that a rank's blocks are not those of the whole tensor. Their
+routing is fixed: a token near a tie would go to another expert for the least change in its
+rounding. It is uneven and leaves two experts without tokens.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from plan_oracle import as_on_ranks
+from plans import RECIPES, Plan
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fp8 import cpu_host
+
+cpu_host.prepare()
+
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import maybe_enable_amp
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+
+BATCH, SEQ_LEN, VOCAB = 2, 160, 2048
+TOKENS = BATCH * SEQ_LEN
+FLAVOR = "two_layers"
+SHAPES = {
+    "llama3": {"n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "multiple_of": 32},
+    "deepseek_v3": {
+        "n_layers": 2,
+        "dim": 208,
+        "n_heads": 4,
+        "inter_dim": 352,
+        "moe_inter_dim": 224,
+        "kv_lora_rank": 144,
+        "qk_nope_head_dim": 48,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 48,
+    },
+}
+CHOICES = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 1, 4], [0, 4, 5]])
+"""The experts of five tokens in a row, and so on; every sequence begins anew."""
+
+
+class Result(NamedTuple):
+    """Logits (of this rank's sequences; None before the last pipeline stage) and gradients."""
+
+    output: Tensor | None
+    grads: dict[str, Tensor]
+
+
+def run_unsharded(rank: int, folder: Path) -> None:
+    """Writes a model's seed checkpoint and what the unsharded model computes; a model a rank."""
+    plan = Plan(list(SHAPES)[rank])
+    torch.manual_seed(0)
+    model = build(plan, configure(plan, "bf16"))
+    materialize(model)
+    dcp.save(ModelWrapper(model).state_dict(), checkpoint_id=folder / plan.model, no_dist=True)
+    for learned_scores in (True, False):
+        fix_routing(learned_scores)
+        results = {recipe: run(plan, recipe, folder) for recipe in ("bf16", *RECIPES)}
+        results["host bf16"] = run(plan, "bf16", folder, precision="bfloat16")
+        torch.save(results, folder / f"{plan.model}-{learned_scores}.pt")
+
+
+def run_plan(rank: int, plan: Plan, folder: Path) -> None:
+    """Writes what this rank of `plan` computes; the first two also what the oracle does."""
+    fix_routing(has_whole_router_gradient(plan))
+    results = {recipe: run(plan, recipe, folder) for recipe in RECIPES}
+    results["host bf16"] = run(plan, "bf16", folder, precision="bfloat16")
+    torch.save(results, folder / f"{plan.name}-{rank}.pt")
+    if rank < len(RECIPES):
+        torch.save(
+            run_oracle(plan, RECIPES[rank], folder), folder / f"{plan.name}-{RECIPES[rank]}.pt"
+        )
+
+
+def has_whole_router_gradient(plan: Plan) -> bool:
+    """Whether the host gives the router its whole gradient.
+
+    Under tensor parallelism each rank keeps the part that its own slice of the experts makes, and
+    the router's gradient is 0.7 of its norm off, FP8 or not. There the scores are constants.
+    """
+    return plan.tp == 1
+
+
+def fix_routing(learned_scores: bool) -> None:
+    """Puts CHOICES where the host's forced load balance has its round-robin."""
+
+    def route(self: TokenChoiceTopKRouter, scores: Tensor) -> tuple[Tensor, Tensor]:
+        experts = CHOICES.repeat(scores.shape[0] // len(CHOICES), 1)
+        chosen = scores.gather(1, experts)
+        return experts, chosen if learned_scores else chosen.detach()
+
+    TokenChoiceTopKRouter._debug_force_load_balance_routing = route
+
+
+def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
+    flavors = get_train_spec(plan.model).model_args
+    flavors[FLAVOR] = dataclasses.replace(flavors["debugmodel"], **SHAPES[plan.model])
+    flags = plan.flags(recipe)
+    flags += ["--model.flavor", FLAVOR, "--training.mixed_precision_param", precision]
+    flags += ["--training.local_batch_size", str(BATCH // plan.fsdp)]
+    flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
+    # Loss parallel sums the softmax in another order, enough for a rounding to fall the other way.
+    flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
+    return ConfigManager().parse_args(flags)
+
+
+def dims_of(plan: Plan) -> ParallelDims:
+    degrees = dataclasses.asdict(plan)
+    del degrees["model"]
+    fsdp = degrees.pop("fsdp")
+    return ParallelDims(dp_replicate=1, dp_shard=fsdp, cp=1, world_size=plan.ranks, **degrees)
+
+
+def build(plan: Plan, config: JobConfig) -> nn.Module:
+    """The converted model on the meta device."""
+    spec = get_train_spec(plan.model)
+    args = spec.model_args[FLAVOR]
+    args.update_from_config(config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    build_model_converters(config, dims_of(plan)).convert(model)
+    return model
+
+
+def materialize(*parts: nn.Module) -> None:
+    for part in parts:
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights()
+
+
+def load(parts: list[nn.Module], checkpoint: Path, alone: bool) -> None:
+    materialize(*parts)
+    wrapper = ModelWrapper(parts)
+    state = wrapper.state_dict()
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=alone)
+    wrapper.load_state_dict(state)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels (BATCH, SEQ_LEN)."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def run(plan: Plan, recipe: str, folder: Path, precision: str = "float32") -> Result:
+    """One forward and backward of `plan` on this rank's share of the batch."""
+    config, dims = configure(plan, recipe, precision), dims_of(plan)
+    spec, model = get_train_spec(plan.model), build(plan, config)
+    tokens, labels = batch()
+    if plan.fsdp > 1:
+        share = dims.get_mesh("batch").get_local_rank()
+        tokens, labels = (t.chunk(plan.fsdp)[share] for t in (tokens, labels))
+    if plan.pp > 1:
+        schedule, parts, first, last = spec.pipelining_fn(
+            model, dims, config, torch.device("cpu"), model.model_args, spec.parallelize_fn,
+            cross_entropy_loss,
+        )  # fmt: skip
+    else:
+        parts = [spec.parallelize_fn(model, dims, config)]
+    load(parts, folder / plan.model, alone=plan.ranks == 1)
+    # As the host's trainer does: it divides the loss by the tokens, but not that of a pipeline.
+    if plan.pp > 1:
+        target = {"target": labels, "losses": []} if last else {}
+        output = schedule.step(*([tokens] if first else []), **target)
+    else:
+        with maybe_enable_amp(dims, precision, "cpu"):
+            output = parts[0](tokens)
+            loss = cross_entropy_loss(output, labels) / TOKENS
+        loss.backward()
+    named = (item for part in parts for item in part.named_parameters())
+    return result(output, named, TOKENS if plan.pp > 1 else 1)
+
+
+def run_oracle(plan: Plan, recipe: str, folder: Path) -> Result:
+    """The same on the whole batch, by the oracle."""
+    alone = Plan(plan.model)
+    model = build(alone, configure(alone, "bf16"))
+    load([model], folder / plan.model, alone=True)
+    named = list(model.named_parameters())
+    microbatches = BATCH if plan.pp > 1 else 1
+    as_on_ranks(model, plan, microbatches, recipe)
+    tokens, labels = batch()
+    output = model(tokens)
+    scale = TOKENS if plan.pp > 1 else 1
+    (cross_entropy_loss(output, labels) / (TOKENS // scale)).backward()
+    return result(output, named, scale)
+
+
+def result(output: Tensor | None, named, scale: int) -> Result:
+    def whole(t: Tensor) -> Tensor:
+        return (t.full_tensor() if isinstance(t, DTensor) else t).detach().float()
+
+    grads = {name: whole(p.grad) / scale for name, p in named if p.grad is not None}
+    return Result(None if output is None else whole(output), grads)

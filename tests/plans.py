@@ -1,0 +1,63 @@
+"""The parallel plans under test, one table for all tests of them."""
+
+from dataclasses import dataclass
+
+RECIPES = ("blockwise", "rowwise")
+LINEAR = "quantize.linear.titan_fp8"
+GROUPED_MM = "quantize.grouped_mm.titan_fp8"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees of parallelism, as in torchtitan's [parallelism]; `fsdp` is data_parallel_shard's."""
+
+    model: str
+    fsdp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pp: int = 1
+
+    @property
+    def name(self) -> str:
+        degrees = {"fsdp": self.fsdp, "tp": self.tp, "ep": self.ep, "etp": self.etp, "pp": self.pp}
+        return "-".join([self.model, *(f"{k}{v}" for k, v in degrees.items() if v > 1)])
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.tp * self.pp
+
+    @property
+    def converters(self) -> tuple[str, ...]:
+        """The converters that have something to convert in the plan's model."""
+        return (LINEAR,) if self.model == "llama3" else (LINEAR, GROUPED_MM)
+
+    def flags(self, recipe: str) -> list[str]:
+        """The model, the plan and the recipe on torchtitan's command line."""
+        degrees = {
+            "data_parallel_shard": self.fsdp,
+            "tensor_parallel": self.tp,
+            "expert_parallel": self.ep,
+            "expert_tensor_parallel": self.etp,
+            "pipeline_parallel": self.pp,
+        }
+        flags = ["--job.custom_config_module", "titan_fp8.plugin", "--model.name", self.model]
+        flags += ["--model.converters", ",".join(self.converters)]
+        flags += [f"--{LINEAR}.recipe", recipe]
+        for name, degree in degrees.items():
+            flags += [f"--parallelism.{name}_degree", str(degree)]
+        return flags
+
+
+PLANS = (
+    Plan("llama3", fsdp=2),
+    Plan("llama3", tp=2),
+    Plan("llama3", fsdp=2, tp=2),
+    Plan("llama3", pp=2),
+    Plan("deepseek_v3", fsdp=2),
+    Plan("deepseek_v3", tp=2),
+    Plan("deepseek_v3", fsdp=2, ep=2),
+    Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=1),
+    Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=2),
+    Plan("deepseek_v3", pp=2),
+)
