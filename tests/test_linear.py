@@ -152,6 +152,13 @@ def test_a_shared_module_is_converted_once():
     assert model["a"] is model["b"] is shared and type(shared) is FP8Linear
 
 
+def test_an_empty_linear_is_left():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(48, 16), nn.Linear(16, 0))
+    report = convert_linears(model)
+    assert [name for name, *_ in report.left] == ["1"]
+
+
 def test_a_model_that_is_a_linear():
     linear = nn.Linear(32, 16)
     convert_linears(linear)
