@@ -43,7 +43,8 @@ CHECKPOINTING = {
 }
 # Traces, decomposes and partitions as inductor does, and leaves out the C++ compiler.
 COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
-
+# A token that goes to another expert for a rounding error changes more than the error.
+SAME_ROUTING = ("--debug.moe_force_load_balance",)
 CLOSE = 0.75
 """Of the distance between bf16 and FP8, for what should be FP8: without FP8 it would be 1."""
 
@@ -78,6 +79,26 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((torch.norm(a[name] - b[name]) / b[name].norm()).item() for name in names)
 
 
+@pytest.mark.parametrize(
+    "model, flavor, converters",
+    [
+        ("llama3", "tiny", (LINEAR,)),
+        ("deepseek_v3", "tiny", BOTH),
+        ("qwen3", "tiny", (LINEAR,)),
+        ("qwen3", "tiny_moe", BOTH),
+        ("llama4", "tiny", BOTH),
+    ],
+)
+def test_gradients_are_near_those_of_bf16(text, tmp_path, model, flavor, converters):
+    head = toml(model, converters, flavor)
+    with one_process():
+        common = (*training(text, tmp_path), *SAME_ROUTING)
+        fp8, high = (run(parse(tmp_path, head, *common, *flags)) for flags in ((), bf16()))
+    # Two operands rounded to e4m3, four bits, put a product off by 5 %, some in a row by more.
+    assert 0.02 < distance(fp8, high) < 0.2
+    assert abs(fp8["loss"] - high["loss"]) < 1e-3
+
+
 @pytest.mark.parametrize("model", CONVERTERS)
 def test_checkpointing_is_bitwise_in_eager(job, model):
     expected = run(job(model, "--debug.deterministic"))
@@ -110,17 +131,20 @@ def test_op_level_checkpointing_recomputes_no_fp8_gemm(job):
     assert gemms(*CHECKPOINTING["full"]) == 3 * linears
 
 
-COMPILED_CHECKPOINTING = ((), CHECKPOINTING["op"], (f"{AC}.mode", "memory_budget"))
+COMPILED_CHECKPOINTING = {
+    "llama3": [(), CHECKPOINTING["op"], (f"{AC}.mode", "memory_budget")],
+    "deepseek_v3": [CHECKPOINTING["op"], (f"{AC}.mode", "memory_budget")],
+}
 
 
 @pytest.mark.parametrize("model", CONVERTERS)
 def test_compiled_is_close_to_eager_and_compiles_once(job, model):
-    eager = run(job(model))
-    fp8_error = distance(run(job(model, *bf16())), eager)
-    for flags in COMPILED_CHECKPOINTING:
+    eager = run(job(model, *SAME_ROUTING))
+    fp8_error = distance(run(job(model, *bf16(*SAME_ROUTING))), eager)
+    for flags in COMPILED_CHECKPOINTING[model]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        with trainer(job(model, *COMPILE, *flags)) as t:
+        with trainer(job(model, *COMPILE, *flags, *SAME_ROUTING)) as t:
             compiled = loss_and_gradients(t)
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             with torch._dynamo.config.patch(error_on_recompile=True):
@@ -204,11 +228,10 @@ def test_validation_runs_in_fp8_and_leaves_training_alone(job, text, caplog):
             t.train()
         weights.append(dict(t.model_parts[0].named_parameters()))
     same(*weights)
-    losses = re.findall(
-        r"validate step: *\d+ *loss: *([\d.]+)", re.sub("\x1b.*?m", "", caplog.text)
-    )
+    log = re.sub("\x1b.*?m", "", caplog.text)
+    losses = re.findall(r"validate step: *\d+ *loss: *([\d.]+)", log)
     assert len(losses) == 2 and all(0 < float(loss) < 10 for loss in losses)
-    assert "tps: 0" in caplog.text
+    assert set(re.findall(r"tps: *([\d,]+)", log)) == {"0"}  # emulated: no speed
 
 
 @pytest.mark.parametrize("model", CONVERTERS)

@@ -22,6 +22,8 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.llama3 import llama3_args
+from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
@@ -31,20 +33,28 @@ LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 BOTH = (LINEAR, GROUPED_MM)
 
-llama3_args["tiny"] = dataclasses.replace(llama3_args["debugmodel"], dim=128, n_layers=2, n_heads=4)
-_moe = deepseekv3_args["debugmodel"]
-deepseekv3_args["tiny"] = dataclasses.replace(
-    _moe,
-    dim=128,
-    inter_dim=256,
-    moe_inter_dim=128,
-    n_layers=3,
-    n_heads=2,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    moe_args=dataclasses.replace(_moe.moe_args, num_experts=4, num_shared_experts=1, top_k=2),
+
+def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:
+    """A flavour like another of a host model, with two layers and few experts."""
+    args = flavors[like]
+    if moe_args := getattr(args, "moe_args", None):
+        changes["moe_args"] = dataclasses.replace(moe_args, num_experts=4, top_k=2)
+    flavors[name] = dataclasses.replace(args, **{"n_layers": 2, **changes})
+
+
+_add_tiny(llama3_args, dim=128, n_heads=4)
+_add_tiny(llama4_args, dim=128, n_heads=4)
+_add_tiny(qwen3_args, dim=128, n_heads=2, n_kv_heads=1, head_dim=64, hidden_dim=256)
+_add_tiny(
+    qwen3_args,
+    like="debugmodel_moe",
+    name="tiny_moe",
+    **{"dim": 128, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "moe_inter_dim": 128},
+)
+_add_tiny(
+    deepseekv3_args,
+    **{"dim": 128, "inter_dim": 256, "moe_inter_dim": 128, "n_heads": 2, "kv_lora_rank": 64},
+    **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 )
 
 
