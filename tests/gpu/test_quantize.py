@@ -1,8 +1,8 @@
 """The quantiser kernels are the reference, bit for bit.
 
-Equal means the same bytes, strides and dtypes; NaN by position. Every tile of the input has its own
-magnitude, so that a scale from a neighbour shows; outputs are filled with NaN before each launch, so
-that an element nobody writes shows.
+Equal means the same bytes, strides and dtypes; NaN by position. Every tile of the input has its
+own magnitude, so that a scale from a neighbour shows; outputs are filled with NaN before each
+launch, so that an element nobody writes shows.
 """
 
 import contextlib
@@ -16,7 +16,12 @@ from titan_fp8 import reference
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from titan_fp8.kernels import cast, quantize, rowwise
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from titan_fp8 import kernels
+from titan_fp8.kernels.cast import scale_of
+from titan_fp8.kernels.rowwise import quantize_col_t_pair
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]
@@ -64,7 +69,9 @@ def with_specials(x: Tensor) -> Tensor:
 
 def strides(x: Tensor) -> list[int]:
     """The strides that say where an element is."""
-    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 < x.numel()]
+    return [
+        stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 < x.numel()
+    ]
 
 
 def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -78,105 +85,100 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         assert not len(where), f"output {i}: {len(where)} of {a.numel()}, first at {where[0]}"
 
 
-def check(module, name: str, *args) -> None:
+def check(name: str, *args) -> None:
     want = getattr(reference, name)(*args)
     with poisoned_outputs():
-        got = getattr(module, name)(*args)
+        got = getattr(kernels, name)(*args)
     assert_same(got, want)
 
 
-TOKENS = [
-    (quantize, "quantize_128x1_t"),
-    (quantize, "quantize_1x128_128x1_t"),
-    (rowwise, "quantize_col_t"),
-    (rowwise, "quantize_row_col_t"),
-]
-ROWS = [(quantize, "quantize_1x128"), (rowwise, "quantize_row")]
-WEIGHTS = [
-    (quantize, "quantize_128x128"),
-    (quantize, "quantize_128x128_t"),
-    (rowwise, "quantize_weight_col_t"),
-]
+ROWS = ("quantize_1x128", "quantize_row")
+BLOCKWISE = ("quantize_128x1_t", "quantize_1x128_128x1_t")
+ROWWISE = ("quantize_col_t", "quantize_row_col_t")
+WEIGHTS = ("quantize_128x128", "quantize_128x128_t", "quantize_row", "quantize_weight_col_t")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def ops(*modules_and_names):
-    names = [name for _, name in modules_and_names]
-    return pytest.mark.parametrize("op", modules_and_names, ids=names)
 
 
 @every_dtype
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 256)], ids=str)
-@ops(*ROWS, *TOKENS)
+@pytest.mark.parametrize("op", ROWS + BLOCKWISE + ROWWISE)
 def test_dense(op, shape, dtype):
-    check(*op, inputs(shape, dtype))
-    check(*op, with_specials(inputs(shape, dtype)) if shape[0] else inputs(shape, dtype))
+    check(op, inputs(shape, dtype))
+    check(op, with_specials(inputs(shape, dtype)) if shape[0] else inputs(shape, dtype))
 
 
 @every_dtype
 @pytest.mark.parametrize("shape", [(16, 16), (144, 704), (576, 2048), (3, 256, 400), (5, 400, 144)])
-@ops(*WEIGHTS, (rowwise, "quantize_row"))
+@pytest.mark.parametrize("op", WEIGHTS)
 def test_weights(op, shape, dtype):
-    check(*op, inputs(shape, dtype))
-    check(*op, with_specials(inputs(shape, dtype)))
+    check(op, inputs(shape, dtype))
+    check(op, with_specials(inputs(shape, dtype)))
 
 
 @every_dtype
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("m", [512, 517, 0])
-@ops(*TOKENS)
+@pytest.mark.parametrize("op", BLOCKWISE + ROWWISE)
 def test_groups(op, m, groups, dtype):
     ends = GROUPS[groups]
     offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
     x = inputs((m, 576), dtype)
-    alignment = 128 if op[0] is quantize else 16
+    alignment = 128 if op in BLOCKWISE else 16
     for aligned in {False, all(end % alignment == 0 for end in ends)}:
-        check(*op, x, offs, aligned)
+        check(op, x, offs, aligned)
     last = min(ends[-1], m)
     x[last:] = float("nan")
-    check(*op, x, offs, False)
+    check(op, x, offs, False)
     if last:
-        check(*op, torch.cat([with_specials(x[:last]), x[last:]]), offs, False)
+        check(op, torch.cat([with_specials(x[:last]), x[last:]]), offs, False)
 
 
 @every_dtype
 @pytest.mark.parametrize("columns", [16384, 20480, 65552])
-@ops((rowwise, "quantize_row"), (rowwise, "quantize_row_col_t"))
+@pytest.mark.parametrize("op", ["quantize_row", "quantize_row_col_t"])
 def test_long_rows(op, columns, dtype):
-    check(*op, with_specials(inputs((50, columns), dtype)))
+    check(op, with_specials(inputs((50, columns), dtype)))
 
 
-@ops((quantize, "quantize_1x128_128x1_t"), (rowwise, "quantize_row_col_t"))
-def test_beyond_int32(op):
-    """More than 2^31 elements; the last rows alone are compared."""
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pair_is_two_singles(groups, dtype):
+    offs = torch.tensor(GROUPS[groups], device="cuda", dtype=torch.int32)
+    g, x = inputs((517, 704), dtype), with_specials(inputs((517, 2064), dtype))
+    with poisoned_outputs():
+        got = quantize_col_t_pair(g, x, offs)
+    assert_same(got, (*kernels.quantize_col_t(g, offs), *kernels.quantize_col_t(x, offs)))
+
+
+def test_beyond_int32():
+    """More than 2^31 elements; of the last rows, which lie behind them, all is compared."""
     m, k = 131072 + 128, 16384
     x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16).expand(m, k).contiguous()
-    x[-128:] = inputs((128, k), torch.bfloat16)
-    module, name = op
-    q, s, q_t, s_t = getattr(module, name)(x)
-    want = reference.quantize_1x128(x[-128:]) if module is quantize else reference.quantize_row(x[-128:])
-    assert_same((q[-128:], s[-128:].contiguous()), (want[0], want[1].contiguous()))
-    if module is quantize:
-        want = reference.quantize_128x1_t(x[-128:])
-        assert_same((q_t[:, -128:].contiguous(), s_t[:, -1:].contiguous()), (want[0], want[1].contiguous()))
+    x[-128:] = last = inputs((128, k), torch.bfloat16)
+    q, s, q_t, s_t = kernels.quantize_1x128_128x1_t(x)
+    got = q[-128:], s[-128:], q_t[:, -128:], s_t[:, -1:]
+    want = reference.quantize_1x128_128x1_t(last)
+    assert_same([t.contiguous() for t in got], [t.contiguous() for t in want])
+    q, s = kernels.quantize_row(x)
+    assert_same((q[-128:], s[-128:]), reference.quantize_row(last))
+    q_t, s_t = kernels.quantize_col_t(x)
+    want = reference.cast(last.float(), s_t).t().contiguous()
+    assert_same((q_t[:, -128:].contiguous(),), (want,))
 
 
-def test_scales_are_divisions():
-    """Every significand, at several exponents: s = amax / 448 and r = 1 / s as torch divides."""
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
+@gluon.jit
+def scales_kernel(amax, s, r):
+    i = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
+    scale, inverse = scale_of(gl.load(amax + i))
+    gl.store(s + i, scale)
+    gl.store(r + i, inverse)
 
-    @gluon.jit
-    def kernel(amax, s, r):
-        i = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
-        scale, inverse = cast.scale_of(gl.load(amax + i))
-        gl.store(s + i, scale)
-        gl.store(r + i, inverse)
 
-    significands = torch.arange(1 << 23, device="cuda", dtype=torch.int32)
-    s, r = (torch.empty(1 << 23, device="cuda") for _ in "sr")
-    for exponent in (87, 100, 127, 135, 136, 200, 254):
-        bits = significands + (exponent << 23)
-        kernel[(1 << 13,)](bits, s, r)
-        amax = bits.view(torch.float32).clamp(min=reference.AMAX_MIN)
-        assert_same((s, r), (amax / torch.full_like(s, 448.0), torch.ones_like(s) / s))
+@pytest.mark.parametrize("exponent", [87, 100, 127, 135, 136, 200, 254, 255])
+def test_scales_are_divisions(exponent):
+    """Every significand: s = amax / 448 and r = 1 / s, each rounded once; Inf and NaN stay."""
+    bits = torch.arange(1 << 23, device="cuda", dtype=torch.int32) + (exponent << 23)
+    s, r = (torch.empty(bits.shape, device="cuda") for _ in "sr")
+    scales_kernel[(1 << 13,)](bits, s, r)
+    want = reference.scale_of(bits.view(torch.float32))
+    assert_same((s, r), (want, torch.ones_like(s) / want))

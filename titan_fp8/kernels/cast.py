@@ -15,6 +15,8 @@ correction each, as `div.rn` does, less its slow path for arguments that amax >=
 Inf and NaN skip the correction. Tests hold every significand against the true division.
 """
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -42,7 +44,7 @@ def _each(op: str, operand: str = "") -> str:
 _SCALES = "$5 $6 $7 $8"
 _KEEP = "and.b32 $0, $0, $9;"
 ROWS_FP32 = _cast(_each("mov.b32"), _SCALES)
-# By prmt, lest ptxas keep the values for the columns, which unpack the same words by shift and mask.
+# By prmt, lest ptxas keep the values for the columns, which shift and mask the same words.
 ROWS_BF16 = _cast(
     "".join(f"prmt.b32 x{i}, ${i // 2 + 1}, 0, {(0x1044, 0x3244)[i % 2]};" for i in range(4)),
     "$3 $3 $4 $4",
@@ -145,3 +147,9 @@ def cast_columns(words, r, keep, i: gl.constexpr, PACK: gl.constexpr):
     return gl.inline_asm_elementwise(
         asm, "=r,r,r,r,r,f,f,f,f,r", [words, r, keep], dtype=gl.int8, is_pure=True, pack=4
     )
+
+
+def words_of(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, int]:
+    """x as 32-bit words; q, FP8 in the layout of x, as the bytes of each; the channels of each."""
+    pack = 4 // x.element_size()
+    return x.view(torch.int32), q.view((torch.int8, torch.int16)[pack - 1]), pack

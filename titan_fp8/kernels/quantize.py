@@ -1,4 +1,27 @@
-"""Blockwise quantisers."""
+"""Blockwise quantisers: 1x128, 128x1, both out of one read, 128x128 in either layout.
+
+A program takes one tile of 128 tokens by 128 channels: each scale's block lies within it, so that x
+is read once whatever is written. How a tile is held and transposed is told in `tile.py`, how it is
+scaled and cast in `cast.py`.
+
+Both layouts at once. The transposed copy goes first, while the row maxima have yet to cross warps.
+Registers decide: at 168 three programs share a multiprocessor (128 for FP32: two); more registers,
+or more programs that spill, measured 10 to 60 % slower.
+
+Order. Programs that write the transposed copy alone follow each other along the tokens, that is
+along its rows in memory (3 %); with both layouts along the channels (3 %).
+
+Measured on an H200 (2026-11-20, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
+the copy bandwidth, 4197 to 4246 GB/s. A range is what several runs gave: bf16 times come in two
+levels a tenth apart, of this card's making (docs/log.md, which also tells what else was tried).
+
+    op                        bf16 us       %    FP32 us      %
+    1x128                    168..171  97..99        271    102
+    128x1_t                  175..194  86..95        278    100
+    1x128 and 128x1_t        250..271  82..89        345     97
+    128x128                  166..184  90..100       270    103
+    128x128_t                171..191  87..97        278    100
+"""
 
 import torch
 import triton
@@ -13,103 +36,131 @@ from titan_fp8.kernels.cast import (
     largest,
     largest_bits,
     scale_of,
+    words_of,
 )
-from titan_fp8.kernels.tile import layouts, load_words, locate, store_columns, store_rows
+from titan_fp8.kernels.tile import (
+    layout,
+    load_words,
+    locate,
+    store_columns,
+    store_rows,
+    tiles_of,
+    transposing,
+)
 from titan_fp8.reference import BLOCK, E4M3, cdiv, round_up, transposed_width
 
-# A kernel and the words of 128 channels (64: bf16, 128: FP32) -> thread, lanes, warps, each
-# (tokens, words).
-LAYOUTS = {
-    ("rows", 64): ((8, 4), (2, 16), (4, 1)),
-    ("rows", 128): ((8, 4), (1, 32), (4, 1)),
-    ("columns", 64): ((16, 4), (8, 4), (1, 4)),
-    ("columns", 128): ((16, 4), (8, 4), (1, 8)),
-    ("both", 64): ((16, 4), (8, 4), (1, 4)),
-    ("both", 128): ((16, 4), (8, 4), (1, 8)),
-    ("square", 64): ((16, 4), (2, 16), (4, 1)),
-    ("square", 128): ((16, 4), (1, 32), (8, 1)),
-    ("square_t", 64): ((16, 4), (8, 4), (1, 4)),
-    ("square_t", 128): ((16, 4), (8, 4), (1, 8)),
+# Channels of a word (2: bf16, 1: FP32) -> layout of a tile, its warps.
+ROWS = {
+    2: (layout((4, 4), (2, 16), (4, 1)), 4),
+    1: (layout((8, 4), (1, 32), (4, 1)), 4),
 }
+SQUARE = {
+    2: (layout((4, 4), (2, 16), (16, 1)), 16),
+    1: (layout((16, 4), (1, 32), (8, 1)), 8),
+}
+# Layout of the rows on their way out of a kernel that transposes: whole lines a warp.
+ROWS_OUT = {
+    2: layout((1, 8), (4, 8), (4, 1), (8, 1)),
+    1: layout((1, 16), (4, 8), (8, 1), (4, 1)),
+}
+REGISTERS = {("columns", 2): 128, ("columns", 1): 128, ("both", 2): 168, ("both", 1): 128}
+
+
+@gluon.jit
+def _quantize_rows(
+    words, q, s, row, first, rows, block, KW, S, PACK: gl.constexpr, OUT: gl.constexpr
+):
+    """Scales and casts the rows of a tile of 128 channels, number `block` of them."""
+    WORDS: gl.constexpr = words.type.layout
+    # A scale is the business of one thread, not of all that hold a part of its row.
+    lined: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    scale, r = scale_of(gl.convert_layout(largest_bits(words, PACK), lined))
+    i = gl.arange(0, WORDS.shape[0], lined)
+    gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < rows)
+    r = gl.convert_layout(r, gl.SliceLayout(1, WORDS))
+    values = cast_rows(words, r[:, None], PACK)
+    store_rows(q, values, row, first, rows, block * WORDS.shape[1], KW, OUT)
 
 
 @gluon.jit(do_not_specialize=["M", "S", "blocks"])
 def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.constexpr):
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
-    words = load_words(x, row, M - row, block * WORDS.shape[1], KW, WORDS)
-    scale, r = scale_of(largest_bits(words, PACK))
-    store_rows(
-        q, cast_rows(words, r[:, None], PACK), row, M - row, block * WORDS.shape[1], KW, WORDS
-    )
-    i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
-    gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < M - row)
+    words = load_words(x, row, 0, M - row, block * WORDS.shape[1], KW, WORDS)
+    _quantize_rows(words, q, s, row, 0, M - row, block, KW, S, PACK, WORDS)
 
 
-@gluon.jit(do_not_specialize=["M", "S", "E", "blocks"])
+@gluon.jit(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
 def _tokens_kernel(
-    x, q, s, q_t, s_t, offs, M, K, KW, MT, S, E, blocks,
+    x, q, s, q_t, s_t, offs, M, K, KW, MT, S, E, tiles, blocks,
     PACK: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
-    WORDS: gl.constexpr, FLIPPED: gl.constexpr,
+    WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    block = gl.program_id(0) % blocks
-    word = block * WORDS.shape[1]
-    row, rows, column, columns, group = locate(
-        gl.program_id(0) // blocks, 128, offs, M, MT, E, 128, GROUPS, ALIGNED
+    if ROWS:
+        tile = gl.program_id(0) // blocks
+        block = gl.program_id(0) % blocks
+    else:
+        tile = gl.program_id(0) % tiles
+        block = gl.program_id(0) // tiles
+    row, column, first, rows, columns, group = locate(
+        tile, offs, M, MT, E, 128, 128, GROUPS, ALIGNED
     )
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
-    words = load_words(x, row, rows if ROWS else tokens, word, KW, WORDS)
-    if ROWS:
-        scale, r = scale_of(largest_bits(words, PACK))
-        i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
-        gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < rows)
-        store_rows(q, cast_rows(words, r[:, None], PACK), row, rows, word, KW, WORDS)
+    word = block * WORDS.shape[1]
+    words = load_words(x, row, first, rows if ROWS else tokens, word, KW, WORDS)
     channels: gl.constexpr = gl.SliceLayout(1, FLIPPED)
     amax = gl.convert_layout(largest(words, 0, PACK), channels, assert_trivial=True)
     if ROWS and GROUPS > 0:
         amax = gl.where(group < E, amax, 0)
     flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
-    j = gl.arange(0, FLIPPED.shape[0], channels)
     keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
-    s_t += (column // 128).to(gl.int64) * K + word * PACK
+    # A scale is the business of one thread; with ROWS there are no registers for that.
+    one: gl.constexpr = channels if ROWS else gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    j = gl.arange(0, FLIPPED.shape[0], one)
+    scales = s_t + (column // 128).to(gl.int64) * K + word * PACK
     for i in gl.static_range(PACK):
-        scale, r = scale_of(channel_bits(amax, i, PACK))
-        gl.store(s_t + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
+        scale, r = scale_of(gl.convert_layout(channel_bits(amax, i, PACK), one))
+        gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
+        r = gl.convert_layout(r, channels)
         values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, FLIPPED)
+        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, LINES)
+    if ROWS:
+        _quantize_rows(words, q, s, row, first, rows, block, KW, S, PACK, OUT)
 
 
-@gluon.jit(do_not_specialize=["S", "blocks", "row_blocks"])
-def _square_kernel(
-    w, q, s, N, K, KW, S, blocks, row_blocks,
-    PACK: gl.constexpr, TRANSPOSED: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr,
-):  # fmt: skip
-    block = gl.program_id(0) % blocks
-    row_block = gl.program_id(0) // blocks
-    row = row_block * 128
+@gluon.jit(do_not_specialize=["S"])
+def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
+    block = gl.program_id(0)
+    row = gl.program_id(1) * 128
+    expert = gl.program_id(2).to(gl.int64)
     word = block * WORDS.shape[1]
-    expert = gl.program_id(1).to(gl.int64)
-    words = load_words(w + expert * N * KW, row, N - row, word, KW, WORDS)
+    words = load_words(w + expert * N * KW, row, 0, N - row, word, KW, WORDS)
     scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
-    if TRANSPOSED:
-        gl.store(s + (expert * blocks + block) * S + row_block, scale)
-        q += expert * K * N
-        r = gl.full([1, 1], 0.0, gl.float32, FLIPPED) + r
-        keep = gl.full([1, 1], -1, gl.int8, FLIPPED)
-        flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
-        for i in gl.static_range(PACK):
-            values = cast_columns(flipped, r, keep, i, PACK)
-            store_columns(q, values, row, N - row, word * PACK + i, PACK, K, N, FLIPPED)
-    else:
-        gl.store(s + (expert * row_blocks + row_block) * S + block, scale)
-        r = gl.full([1, 1], 0.0, gl.float32, WORDS) + r
-        store_rows(q + expert * N * KW, cast_rows(words, r, PACK), row, N - row, word, KW, WORDS)
+    gl.store(s + (expert * gl.num_programs(1) + gl.program_id(1)) * S + block, scale)
+    values = cast_rows(words, gl.full([1, 1], 0.0, gl.float32, WORDS) + r, PACK)
+    store_rows(q + expert * N * KW, values, row, 0, N - row, word, KW, WORDS)
 
 
-def _words(x: Tensor) -> tuple[Tensor, int]:
-    """x as 32-bit words, and the channels in each."""
-    return x.view(torch.int32), 4 // x.element_size()
+@gluon.jit(do_not_specialize=["S"])
+def _square_t_kernel(
+    w, q_t, s_t, N, K, KW, S,
+    PACK: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    row = gl.program_id(0) * 128
+    block = gl.program_id(1)
+    expert = gl.program_id(2).to(gl.int64)
+    word = block * WORDS.shape[1]
+    words = load_words(w + expert * N * KW, row, 0, N - row, word, KW, WORDS)
+    scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
+    gl.store(s_t + (expert * gl.num_programs(1) + block) * S + gl.program_id(0), scale)
+    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
+    r = gl.full([1, 1], 0.0, gl.float32, FLIPPED) + r
+    keep = gl.full([1, 1], -1, gl.int8, FLIPPED)
+    q_t += expert * K * N
+    for i in gl.static_range(PACK):
+        values = cast_columns(flipped, r, keep, i, PACK)
+        store_columns(q_t, values, row, 0, N - row, word * PACK + i, PACK, K, N, LINES)
 
 
 def _scales(x: Tensor, *shape: int) -> Tensor:
@@ -118,45 +169,43 @@ def _scales(x: Tensor, *shape: int) -> Tensor:
     return new(*shape[:-1], round_up(shape[-1], 4), dtype=torch.float32)
 
 
-def _layouts(kernel: str, pack: int) -> dict:
-    thread, lanes, warps = LAYOUTS[kernel, BLOCK // pack]
-    words, flipped = layouts(thread, lanes, warps)
-    return {"WORDS": words, "FLIPPED": flipped, "num_warps": warps[0] * warps[1]}
-
-
 def quantize_1x128(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises x (M, K) in blocks of 1x128: q (M, K), s (M, ⌈K/128⌉). The last may be short."""
     m, k = x.shape
     q = torch.empty_like(x, dtype=E4M3)
-    s = _scales(x, cdiv(k, BLOCK), m)
-    words, pack = _words(x)
-    config = _layouts("rows", pack)
-    del config["FLIPPED"]
-    tiles = cdiv(m, config["WORDS"].shape[0]) * s.shape[0]
-    if tiles:
-        out = q.view((torch.int8, torch.int16)[pack - 1])
-        _rows_kernel[(tiles,)](words, out, s, m, k // pack, s.shape[1], s.shape[0], pack, **config)
+    blocks = cdiv(k, BLOCK)
+    s = _scales(x, blocks, m)
+    words, out, pack = words_of(x, q)
+    tile, warps = ROWS[pack]
+    if m:
+        _rows_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
+            words, out, s, m, k // pack, s.shape[1], blocks, pack, tile, num_warps=warps
+        )
     return q, s[:, :m].t()
 
 
-def _launch_tokens(x: Tensor, rows: bool, offs: Tensor | None, aligned: bool) -> tuple[Tensor, ...]:
+def _quantize_tokens(
+    x: Tensor, rows: bool, offs: Tensor | None, aligned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The transposed copy and its scales, before them those of the rows, empty unless asked for."""
     m, k = x.shape
     width = transposed_width(m, offs, aligned, BLOCK)
+    blocks = cdiv(k, BLOCK)
     q = x.new_empty((m, k) if rows else 0, dtype=E4M3)
-    s = _scales(x, cdiv(k, BLOCK), m if rows else 0)
+    s = _scales(x, blocks, m if rows else 0)
     q_t = x.new_empty(k, width, dtype=E4M3)
     s_t = x.new_empty(width // BLOCK, k, dtype=torch.float32)
-    words, pack = _words(x)
+    words, out, pack = words_of(x, q)
     groups = 0 if offs is None else offs.shape[0]
-    # Rows behind the last group may need a tile more than the columns do.
-    tiles = width // BLOCK + (groups > 0 and rows and not aligned)
-    config = _layouts("both" if rows else "columns", pack)
-    blocks = cdiv(k // pack, config["WORDS"].shape[1])
+    # With rows the tokens of no group need their tiles, too: one more than columns are left for.
+    tiles = tiles_of(width, groups if rows and not aligned else 0, BLOCK, BLOCK)
     if tiles:
         _tokens_kernel[(tiles * blocks,)](
-            words, q.view((torch.int8, torch.int16)[pack - 1]), s, q_t.view(torch.int8), s_t, offs,
-            m, k, k // pack, width, s.shape[1], groups, blocks,
-            pack, rows, groups and max(32, triton.next_power_of_2(groups + 1)), aligned, **config,
+            words, out, s, q_t.view(torch.int8), s_t, offs,
+            m, k, k // pack, width, s.shape[1], groups, tiles, blocks,
+            pack, rows, groups and max(32, triton.next_power_of_2(groups)), aligned,
+            OUT=ROWS_OUT[pack], maxnreg=REGISTERS["both" if rows else "columns", pack],
+            **transposing(pack),
         )  # fmt: skip
     return q, s[:, :m].t(), q_t, s_t.t()
 
@@ -165,36 +214,41 @@ def quantize_128x1_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantises x (M, K) in blocks of 128x1, written transposed: q (K, Mt), s (K, Mt/128)."""
-    return _launch_tokens(x, False, offs, aligned)[2:]
+    return _quantize_tokens(x, False, offs, aligned)[2:]
 
 
 def quantize_1x128_128x1_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both of the above out of one read: q (M, K), s (M, ⌈K/128⌉), q (K, Mt), s (K, Mt/128)."""
-    return _launch_tokens(x, True, offs, aligned)
-
-
-def _launch_square(w: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    *lead, n, k = w.shape
-    rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
-    experts = lead[0] if lead else 1
-    q = w.new_empty(*lead, *((k, n) if transposed else (n, k)), dtype=E4M3)
-    s = _scales(w, *lead, *((blocks, rows) if transposed else (rows, blocks)))
-    words, pack = _words(w)
-    config = _layouts("square_t" if transposed else "square", pack)
-    out = q.view(torch.int8 if transposed or pack == 1 else torch.int16)
-    _square_kernel[(rows * blocks, experts)](
-        words, out, s, n, k, k // pack, s.shape[-1], blocks, rows, pack, transposed, **config
-    )
-    return q, s[..., : rows if transposed else blocks]
+    if x.dtype == torch.float32 and offs is not None and not aligned:
+        return (*quantize_1x128(x), *quantize_128x1_t(x, offs))  # one kernel would spill
+    return _quantize_tokens(x, True, offs, aligned)
 
 
 def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises w (..., N, K) in tiles of 128x128: q (..., N, K), s (..., ⌈N/128⌉, ⌈K/128⌉)."""
-    return _launch_square(w, False)
+    *lead, n, k = w.shape
+    rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
+    q = torch.empty_like(w, dtype=E4M3)
+    s = _scales(w, *lead, rows, blocks)
+    words, out, pack = words_of(w, q)
+    tile, warps = SQUARE[pack]
+    _square_kernel[(blocks, rows, *(lead or [1]))](
+        words, out, s, n, k // pack, s.shape[-1], pack, tile, num_warps=warps
+    )
+    return q, s[..., :blocks]
 
 
 def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     """The same tiles, written transposed: q (..., K, N), s (..., ⌈K/128⌉, ⌈N/128⌉)."""
-    return _launch_square(w, True)
+    *lead, n, k = w.shape
+    rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
+    q_t = w.new_empty(*lead, k, n, dtype=E4M3)
+    s_t = _scales(w, *lead, blocks, rows)
+    words, _, pack = words_of(w, q_t)
+    _square_t_kernel[(rows, blocks, *(lead or [1]))](
+        words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
+        maxnreg=REGISTERS["columns", pack], **transposing(pack),
+    )  # fmt: skip
+    return q_t, s_t[..., :rows]

@@ -1,4 +1,28 @@
-"""Rowwise quantisers."""
+"""Rowwise quantisers: rows, columns written transposed, both, and columns of two tensors at once.
+
+Rows. A program holds some whole rows, four 16-byte loads a thread: one read, one pass. Rows of more
+than 32768 words (128 KiB) do not fit and are read twice.
+
+Columns. A scale stands for all tokens of a group, which no program can hold, so x is read twice. A
+first kernel takes the maxima of some tokens in registers and then adds them to those of the group
+by `atomic_max` on the bits of the magnitudes, whose result does not depend on the order. A second
+casts and transposes (`tile.py`), last tiles first, for they are still in the L2 cache; it also
+writes the scales. Lanes publish neighbouring channels: a 32-byte sector takes eight maxima at once,
+which made that step eight times as fast.
+
+Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
+
+Two tensors of the same tokens, the gradient and the activation of wgrad, share the launches of both
+kernels: the programs of the second tensor follow those of the first.
+
+Measured on an H200 (2026-11-20, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
+the copy bandwidth, 4197 to 4246 GB/s, two reads counted for columns; see docs/log.md.
+
+    op                        bf16 us       %    FP32 us      %
+    rows                     166..183  91..100       269    103
+    columns                  283..291  95..99        492    101
+    rows and columns         363..369  90..92        584     95
+"""
 
 import torch
 import triton
@@ -15,30 +39,39 @@ from titan_fp8.kernels.cast import (
     largest_bits,
     magnitudes,
     scale_of,
+    words_of,
 )
-from titan_fp8.kernels.tile import layouts, load_words, locate, store_columns, store_rows
+from titan_fp8.kernels.tile import (
+    layout,
+    load_words,
+    locate,
+    store_columns,
+    store_rows,
+    tiles_of,
+    transposing,
+)
 from titan_fp8.reference import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
 
-ROW_WORDS = 16384
-"""Words of a row that one block of threads can hold."""
+ROW_WORDS = 32768
+"""The longest row that a program holds."""
 ROW_COLUMN_WORDS = 8192
-"""The same beside the next row and the maxima of the columns."""
-ROW_TOKENS = 32
-"""Tokens a program of the pass over rows and columns reads, before it publishes column maxima."""
-COLUMN_TOKENS = 128
-"""The same for the pass over columns alone; also the tokens of a tile that is cast."""
-MAXIMA = ((1, 4), (1, 32), (4, 1), (8, 1))
-CAST = {1: ((16, 4), (8, 4), (1, 8)), 2: ((16, 4), (8, 4), (1, 4))}
+"""The longest beside the next row and the maxima of its columns."""
+ROW_COLUMN_TOKENS = 32
+"""Tokens of which a program quantises the rows and takes the maxima of the columns."""
+MAXIMA_TOKENS = 256
+"""Tokens of which a program takes the maxima of some columns alone."""
+MAXIMA = layout((1, 4), (1, 32), (4, 1), (8, 1))
+"""How it holds 32 of them."""
 
 
 @gluon.jit(do_not_specialize=["R"])
 def _row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(0) * WORDS.shape[0]
-    words = load_words(x, row, R - row, 0, KW, WORDS)
+    words = load_words(x, row, 0, R - row, 0, KW, WORDS)
     scale, r = scale_of(largest_bits(words, PACK))
-    store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, 0, KW, WORDS)
     i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
     gl.store(s + row + i, scale, mask=i < R - row)
+    store_rows(q, cast_rows(words, r[:, None], PACK), row, 0, R - row, 0, KW, WORDS)
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -46,25 +79,31 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(0) * WORDS.shape[0]
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
     for word in range(0, KW, WORDS.shape[1]):
-        words = load_words(x, row, R - row, word, KW, WORDS)
+        words = load_words(x, row, 0, R - row, word, KW, WORDS)
         most = larger(most, magnitudes(words, PACK), PACK)
     scale, r = scale_of(largest_bits(most, PACK))
-    for word in range(0, KW, WORDS.shape[1]):
-        words = load_words(x, row, R - row, word, KW, WORDS)
-        store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, word, KW, WORDS)
     i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
     gl.store(s + row + i, scale, mask=i < R - row)
+    for word in range(0, KW, WORDS.shape[1]):
+        words = load_words(x, row, 0, R - row, word, KW, WORDS)
+        store_rows(q, cast_rows(words, r[:, None], PACK), row, 0, R - row, word, KW, WORDS)
 
 
-@gluon.jit(do_not_specialize=["M", "E", "blocks"])
+@gluon.jit(do_not_specialize=["M", "E", "tiles", "blocks"])
 def _maxima_kernel(
-    x, q, s, amax, offs, M, K, KW, MT, E, blocks,
-    PACK: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
-    WORDS: gl.constexpr,
+    x, amax, K, KW, x2, amax2, K2, KW2, q, s, offs, M, MT, E, tiles, blocks,
+    PACK: gl.constexpr, ROWS: gl.constexpr, PAIR: gl.constexpr, TOKENS: gl.constexpr,
+    GROUPS: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    word = gl.program_id(0) % blocks * WORDS.shape[1]
-    row, rows, column, columns, group = locate(
-        gl.program_id(0) // blocks, TOKENS, offs, M, MT, E, 16, GROUPS, False
+    """Column maxima of TOKENS tokens; with ROWS, q and s of their rows, too (blocks is 1 then)."""
+    pid = gl.program_id(0)
+    if PAIR:
+        if pid >= tiles * blocks:
+            pid -= tiles * blocks
+            x, amax, K, KW = x2, amax2, K2, KW2
+    word = pid // tiles * WORDS.shape[1]
+    row, column, first, rows, columns, group = locate(
+        pid % tiles, offs, M, MT, E, TOKENS, 16, GROUPS, False
     )
     if not ROWS:
         rows = gl.where(group < E, rows, 0)
@@ -72,34 +111,43 @@ def _maxima_kernel(
     x += gl.program_id(1).to(gl.int64) * M * KW
     amax += (gl.program_id(1) + group).to(gl.int64) * K
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
-    ahead = load_words(x, row, rows, word, KW, WORDS)
-    for i in range(0, rows, WORDS.shape[0]):
+    ahead = load_words(x, row + first, 0, rows - first, word, KW, WORDS)
+    for i in range(first, rows, WORDS.shape[0]):
         words = ahead
-        next_i = i + WORDS.shape[0]
-        ahead = load_words(x, row + next_i, rows - next_i, word, KW, WORDS)
+        after = i + WORDS.shape[0]
+        ahead = load_words(x, row + after, 0, rows - after, word, KW, WORDS)
         if ROWS:
             scale, r = scale_of(largest_bits(words, PACK))
-            store_rows(q, cast_rows(words, r[:, None], PACK), row + i, rows - i, word, KW, WORDS)
+            values = cast_rows(words, r[:, None], PACK)
+            store_rows(q, values, row + i, 0, rows - i, word, KW, WORDS)
             k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
             gl.store(s + (row + i) + k, scale, mask=k < rows - i)
         most = larger(most, magnitudes(words, PACK), PACK)
     most = largest(most, 0, PACK)
-    j = gl.arange(0, WORDS.shape[1], gl.SliceLayout(0, WORDS))
-    inside = (j < KW - word) & (group < E) & (rows > 0)
-    for i in gl.static_range(PACK):
-        gl.atomic_max(
-            amax + ((word + j) * PACK + i), channel_bits(most, i, PACK), mask=inside, sem="relaxed"
-        )
+    if PACK == 2:
+        most = gl.join(channel_bits(most, 0, PACK), channel_bits(most, 1, PACK))
+        most = gl.reshape(most, [PACK * WORDS.shape[1]])
+    lined: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    j = gl.arange(0, PACK * WORDS.shape[1], lined)
+    inside = (j < K - word * PACK) & (group < E) & (rows > first)
+    most = gl.convert_layout(most, lined)
+    gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=["M", "E", "blocks"])
-def _cast_columns_kernel(
-    x, amax, q_t, s_t, offs, M, K, KW, MT, E, blocks,
-    PACK: gl.constexpr, GROUPS: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr,
+@gluon.jit(do_not_specialize=["M", "E", "tiles", "blocks"])
+def _cast_kernel(
+    x, amax, q_t, s_t, K, KW, x2, amax2, q_t2, s_t2, K2, KW2, offs, M, MT, E, tiles, blocks,
+    PACK: gl.constexpr, PAIR: gl.constexpr, GROUPS: gl.constexpr,
+    WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    word = gl.program_id(0) % blocks * WORDS.shape[1]
-    # Backwards: the end of x, read last, is still in the L2 cache.
-    tile = gl.num_programs(0) // blocks - 1 - gl.program_id(0) // blocks
+    """Casts a tile by the column maxima of its group; tile e also writes the scales of group e."""
+    pid = gl.num_programs(0) - 1 - gl.program_id(0)
+    if PAIR:
+        if pid >= tiles * blocks:
+            pid -= tiles * blocks
+            x, amax, q_t, s_t, K, KW = x2, amax2, q_t2, s_t2, K2, KW2
+    tile = pid % tiles
+    word = pid // tiles * WORDS.shape[1]
     expert = gl.program_id(1).to(gl.int64)
     x += expert * M * KW
     q_t += expert * K * MT
@@ -114,89 +162,99 @@ def _cast_columns_kernel(
             at = tile.to(gl.int64) * K + (channel + i)
             scale, r = scale_of(gl.load(amax + at, mask=inside, other=0))
             gl.store(s_t + at, scale, mask=inside)
-    row, rows, column, columns, group = locate(
-        tile, FLIPPED.shape[1], offs, M, MT, E, 16, GROUPS, False
+    row, column, first, rows, columns, group = locate(
+        tile, offs, M, MT, E, FLIPPED.shape[1], 16, GROUPS, False
     )
     tokens = gl.where(group < E, rows, 0)
-    words = load_words(x, row, tokens, word, KW, WORDS)
+    words = load_words(x, row, first, tokens, word, KW, WORDS)
     flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
-    keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
+    keep = gl.where((t >= first) & (t < tokens), -1, 0).to(gl.int8)[None, :]
     for i in gl.static_range(PACK):
         at = group.to(gl.int64) * K + (channel + i)
         scale, r = scale_of(gl.load(amax + at, mask=inside & (group < E), other=0))
         values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, FLIPPED)
+        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, LINES)
 
 
 def _row_layout(words: int) -> tuple[gl.DistributedLinearLayout, int]:
-    """Layout of some whole rows of that many words, four 16-byte loads a thread; its warps."""
+    """Layout of some rows of that many words, at least four 16-byte loads a thread; its warps."""
     words = max(128, triton.next_power_of_2(words))
-    across = min(16, max(1, words // 512))
+    across = min(32, max(1, words // 512))
     down = max(1, 4 // across)
     chunks = words // (128 * across)
-    layout, _ = layouts((1, 4), (1, 32), (down, across), (max(1, 4 // chunks), chunks))
-    return layout, down * across
-
-
-def _words(x: Tensor) -> tuple[Tensor, int]:
-    """x as 32-bit words, and the channels in each."""
-    return x.view(torch.int32), 4 // x.element_size()
+    repeat = (max(1, 4 // chunks), chunks)
+    return layout((1, 4), (1, 32), (down, across), repeat), down * across
 
 
 def quantize_row(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises x (..., R, C) with one scale a row: q (..., R, C), s (..., R)."""
     q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    words, pack = _words(x)
-    rows, columns = s.numel(), x.shape[-1] // pack
-    kernel = _row_kernel if columns <= ROW_WORDS else _long_row_kernel
-    layout, warps = _row_layout(min(columns, 2048) if columns > ROW_WORDS else columns)
-    out = q.view((torch.int8, torch.int16)[pack - 1])
+    words, out, pack = words_of(x, q)
+    rows, row_words = s.numel(), x.shape[-1] // pack
+    fits = row_words <= ROW_WORDS
+    tile, warps = _row_layout(row_words if fits else 2048)
     if rows:
-        kernel[(cdiv(rows, layout.shape[0]),)](
-            words, out, s, rows, columns, pack, layout, num_warps=warps
+        (_row_kernel if fits else _long_row_kernel)[(cdiv(rows, tile.shape[0]),)](
+            words, out, s, rows, row_words, pack, tile, num_warps=warps
         )
     return q, s
 
 
-def _columns(
-    x: Tensor, rows: bool, offs: Tensor | None, aligned: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *lead, m, k = x.shape
-    experts = lead[0] if lead else 1
+class _Columns:
+    """One tensor x (..., M, K) on its way through the two column kernels."""
+
+    def __init__(self, x: Tensor, width: int, groups: tuple[int, ...]):
+        *lead, m, k = x.shape
+        self.x, self.k, self.pack = x.view(torch.int32), k, 4 // x.element_size()
+        self.q_t = x.new_empty(*lead, k, width, dtype=E4M3)
+        self.s_t = x.new_empty(*lead, *groups, k, dtype=torch.float32)
+        self.amax = torch.zeros_like(self.s_t, dtype=torch.int32)
+
+    def maxima_args(self) -> tuple:
+        return self.x, self.amax, self.k, self.k // self.pack
+
+    def cast_args(self) -> tuple:
+        return self.x, self.amax, self.q_t.view(torch.int8), self.s_t, self.k, self.k // self.pack
+
+
+def _quantize_columns(
+    tensors: tuple[Tensor, ...], offs: Tensor | None, aligned: bool, q: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """q_t and s_t of one or two tensors; with `q` given, q and s of the only one before them."""
+    *lead, m, _ = tensors[0].shape
     width = transposed_width(m, offs, aligned, ROW_ALIGNMENT)
-    q = x.new_empty((m, k) if rows else 0, dtype=E4M3)
-    s = x.new_empty(m if rows else 0, dtype=torch.float32)
-    q_t = x.new_empty(*lead, k, width, dtype=E4M3)
-    s_t = x.new_empty(*lead, *(() if offs is None else offs.shape), k, dtype=torch.float32)
-    amax = torch.zeros_like(s_t, dtype=torch.int32)
-    words, pack = _words(x)
-    e = 1 if offs is None else offs.shape[0]
-    groups = 0 if offs is None else max(32, triton.next_power_of_2(e + 1))
+    groups = () if offs is None else tuple(offs.shape)
+    columns = [_Columns(x, width, groups) for x in tensors]
+    a, b = columns[0], columns[-1]
+    pack, pair = a.pack, len(columns) == 2
+    e = groups[0] if groups else 1
+    size = max(32, triton.next_power_of_2(e)) if groups else 0
+    s = a.s_t if q is None else q.new_empty(m, dtype=torch.float32)
+    out = a.x if q is None else q.view((torch.int8, torch.int16)[pack - 1])
 
-    def tiles(tokens: int) -> int:
-        return cdiv(width, tokens) if offs is None else (width + (tokens - 1) * (e + 1)) // tokens
+    def grid(tiles: int, words: int) -> tuple[int, ...]:
+        return tiles * sum(cdiv(c.k // pack, words) for c in columns), *(lead or [1])
 
-    if rows:
-        layout, warps = _row_layout(k // pack)
-        tokens, blocks = ROW_TOKENS, 1
-    else:
-        layout, warps = layouts(*MAXIMA)[0], 4
-        tokens, blocks = COLUMN_TOKENS, cdiv(k // pack, layout.shape[1])
-    shape = (m, k, k // pack, width, e, blocks)
+    tile, warps, tokens = MAXIMA, 4, MAXIMA_TOKENS
+    if q is not None:
+        (tile, warps), tokens = _row_layout(a.k // pack), ROW_COLUMN_TOKENS
+    tiles = tiles_of(width, len(groups) and e, tokens, ROW_ALIGNMENT)
     if m:
-        out = q.view((torch.int8, torch.int16)[pack - 1])
-        _maxima_kernel[(tiles(tokens) * blocks, experts)](
-            words, out, s, amax, offs, *shape, pack, rows, tokens, groups, layout, num_warps=warps
-        )
-    thread, lanes, warps = CAST[pack]
-    layout, flipped = layouts(thread, lanes, warps)
-    blocks = cdiv(k // pack, layout.shape[1])
-    _cast_columns_kernel[(max(e, tiles(128)) * blocks, experts)](
-        words, amax, q_t.view(torch.int8), s_t, offs, *shape[:-1], blocks,
-        pack, groups, layout, flipped, num_warps=warps[0] * warps[1],
+        _maxima_kernel[grid(tiles, tile.shape[1])](
+            *a.maxima_args(), *b.maxima_args(), out, s, offs, m, width, e, tiles,
+            cdiv(a.k // pack, tile.shape[1]), pack, q is not None, pair, tokens, size, tile,
+            num_warps=warps,
+        )  # fmt: skip
+    config = transposing(pack)
+    tiles = max(e, tiles_of(width, len(groups) and e, 128, ROW_ALIGNMENT))
+    words = config["WORDS"].shape[1]
+    _cast_kernel[grid(tiles, words)](
+        *a.cast_args(), *b.cast_args(), offs, m, width, e, tiles, cdiv(a.k // pack, words),
+        pack, pair, size, **config,
     )  # fmt: skip
-    return q, s, q_t, s_t
+    rows = () if q is None else (q, s)
+    return (*rows, *(t for c in columns for t in (c.q_t, c.s_t)))
 
 
 def quantize_col_t(
@@ -206,18 +264,25 @@ def quantize_col_t(
 
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zeros.
     """
-    return _columns(x, False, offs, aligned)[2:]
+    return _quantize_columns((x,), offs, aligned)
+
+
+def quantize_col_t_pair(
+    g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_col_t` of g (M, N) and of x (M, K), of one dtype, in the launches of one."""
+    return _quantize_columns((g, x), offs, aligned)
 
 
 def quantize_row_col_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both of the above for x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
+    """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
     if x.shape[1] * x.element_size() > 4 * ROW_COLUMN_WORDS:
         return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
-    return _columns(x, True, offs, aligned)
+    return _quantize_columns((x,), offs, aligned, torch.empty_like(x, dtype=E4M3))
 
 
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises w (..., N, K) with one scale a column, transposed: q (..., K, N), s (..., K)."""
-    return _columns(w, False, None, True)[2:]
+    return _quantize_columns((w,), None, True)

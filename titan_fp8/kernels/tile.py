@@ -1,14 +1,18 @@
 """Where a tile lies, who holds what of it, and how it comes and goes.
 
 The transposed copy is what costs: transposed through shared memory, FP8 moves a byte at a time.
-Here nothing moves. A thread loads 16 bytes of each of 16 consecutive tokens, so it owns, for each
-of its channels, 16 consecutive bytes of the transposed copy: the transpose is a choice of which
-registers the conversion to FP8 pairs. Of a warp's lanes, those along the tokens store whole lines
-of the copy together, those along the channels load whole sectors.
+Here the transpose itself moves nothing. A thread loads 16 bytes of each of 16 consecutive tokens,
+so it owns, for each of its channels, 16 consecutive bytes of the transposed copy: transposing is a
+choice of which registers the conversion to FP8 pairs. Eight lanes lie along the channels, so that a
+warp loads whole 128-byte lines of rows, and four along the tokens, half a line of the copy. Shared
+memory only brings the halves together, 16 bytes at a time, before they leave: with requests for
+half lines the L2 cache is what the kernel waits for.
 
-Groups. Tiles are numbered group by group, each group's last one short, so that no tile holds tokens
-of two groups; what no group owns, the rows behind the last and the columns that no token fills, is
-one group more. Each program finds its tile by summing over the groups before it, on the device.
+Groups. Tiles are blocks of columns of the transposed copy, numbered group by group; where a group
+does not end with a block, the next begins in the same block but another tile, so that no tile holds
+tokens of two groups and every store begins at the same place of a line. What no group owns, the
+rows behind the last one and the columns that no token fills, is one group more. Each program finds
+its tile by sums over the groups, on the device; the host knows only how many tiles there can be.
 """
 
 import functools
@@ -16,18 +20,23 @@ import functools
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from titan_fp8.reference import cdiv
+
+Pair = tuple[int, int]
+
+TRANSPOSED = {2: ((16, 4), (4, 8), (2, 2)), 1: ((16, 4), (4, 8), (2, 4))}
+"""How a tile of 128 tokens by 128 channels is held for transposing, for bf16 (2) and FP32 (1)."""
+
 
 @functools.cache
-def layouts(
-    thread: tuple[int, int],
-    lanes: tuple[int, int],
-    warps: tuple[int, int],
-    repeat: tuple[int, int] = (1, 1),
-) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """Who holds what of a tile of (tokens, words), and of its transpose, tokens fastest.
+def layout(
+    thread: Pair, lanes: Pair, warps: Pair, repeat: Pair = (1, 1), flipped: bool = False
+) -> gl.DistributedLinearLayout:
+    """Who holds what of a tile of (tokens, words): each thread neighbours along the words.
 
-    A thread holds `thread` neighbours, a warp is `lanes` of those, a block `warps` of those, and
-    the tile `repeat` of those. A thread holds the same words in both, only in another order.
+    A thread holds a block of `thread` words, a warp is `lanes` of those, a program `warps` of those
+    and the tile `repeat` of those. `flipped` is the layout of the transposed tile in which each
+    thread holds the same words, but neighbours along the tokens.
     """
     bits, size = [], [1, 1]
     for counts in (thread, lanes, warps, repeat):
@@ -36,43 +45,54 @@ def layouts(
         bits.append((words, tokens))
         size = [size[0] * counts[0], size[1] * counts[1]]
     (words, tokens), lane, warp, more = bits
-    rest = [sum(lane, []), sum(warp, []), []]
-    straight = [words + tokens + sum(more, []), *rest]
-    flipped = [tokens + words + sum(more, []), *rest]
-    return (
-        gl.DistributedLinearLayout(*straight, size),
-        gl.DistributedLinearLayout(*([b[::-1] for b in f] for f in flipped), size[::-1]),
-    )
+    own = tokens + words if flipped else words + tokens
+    bases = [own + sum(more, []), sum(lane, []), sum(warp, []), []]
+    if flipped:
+        bases, size = [[basis[::-1] for basis in level] for level in bases], size[::-1]
+    return gl.DistributedLinearLayout(*bases, size)
+
+
+def transposing(pack: int) -> dict[str, object]:
+    """Launch arguments of a kernel that transposes tiles of `pack` channels a word."""
+    thread, lanes, warps = TRANSPOSED[pack]
+    return {
+        "WORDS": layout(thread, lanes, warps),
+        "FLIPPED": layout(thread, lanes, warps, flipped=True),
+        "LINES": layout((1, 16), (4, 8), (8 // pack, 1), (4, 1)),
+        "num_warps": warps[0] * warps[1],
+    }
 
 
 @gluon.jit
-def load_words(x, row, rows, word, KW, layout: gl.constexpr):
-    """The tile of x (M, KW words) at (row, word); zeros behind `rows` rows."""
-    i = gl.arange(0, layout.shape[0], gl.SliceLayout(1, layout))
-    j = gl.arange(0, layout.shape[1], gl.SliceLayout(0, layout))
-    inside = (i < rows)[:, None] & (j < KW - word)[None, :]
+def load_words(x, row, first, rows, word, KW, WORDS: gl.constexpr):
+    """The tile of x (M, KW words) at (row, word), zeros outside its rows `first` to `rows`."""
+    i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
+    j = gl.arange(0, WORDS.shape[1], gl.SliceLayout(0, WORDS))
+    inside = ((i >= first) & (i < rows))[:, None] & (j < KW - word)[None, :]
     tile = x + (row.to(gl.int64) * KW + word)
     return gl.load(tile + (i[:, None] * KW + j[None, :]), mask=inside, other=0)
 
 
 @gluon.jit
-def store_rows(q, values, row, rows, word, KW, layout: gl.constexpr):
+def store_rows(q, values, row, first, rows, word, KW, OUT: gl.constexpr):
     """Writes what `cast_rows` made of the tile at (row, word)."""
-    i = gl.arange(0, layout.shape[0], gl.SliceLayout(1, layout))
-    j = gl.arange(0, layout.shape[1], gl.SliceLayout(0, layout))
-    inside = (i < rows)[:, None] & (j < KW - word)[None, :]
+    values = gl.convert_layout(values, OUT)
+    i = gl.arange(0, OUT.shape[0], gl.SliceLayout(1, OUT))
+    j = gl.arange(0, OUT.shape[1], gl.SliceLayout(0, OUT))
+    inside = ((i >= first) & (i < rows))[:, None] & (j < KW - word)[None, :]
     tile = q + (row.to(gl.int64) * KW + word)
     gl.store(tile + (i[:, None] * KW + j[None, :]), values, mask=inside)
 
 
 @gluon.jit
 def store_columns(
-    q_t, values, column, columns, channel, step: gl.constexpr, K, MT, layout: gl.constexpr
+    q_t, values, column, first, columns, channel, STEP: gl.constexpr, K, MT, OUT: gl.constexpr
 ):
-    """Writes what `cast_columns` made of every `step`-th channel, from `channel` on, at `column`."""
-    j = gl.arange(0, layout.shape[0], gl.SliceLayout(1, layout)) * step
-    t = gl.arange(0, layout.shape[1], gl.SliceLayout(0, layout))
-    inside = (j < K - channel)[:, None] & (t < columns)[None, :]
+    """Writes what `cast_columns` made of every STEP-th channel, from `channel` on, at `column`."""
+    values = gl.convert_layout(values, OUT)
+    j = gl.arange(0, OUT.shape[0], gl.SliceLayout(1, OUT)) * STEP
+    t = gl.arange(0, OUT.shape[1], gl.SliceLayout(0, OUT))
+    inside = (j < K - channel)[:, None] & ((t >= first) & (t < columns))[None, :]
     tile = q_t + (channel.to(gl.int64) * MT + column)
     gl.store(tile + (j[:, None] * MT + t[None, :]), values, mask=inside)
 
@@ -84,42 +104,53 @@ def _sum(a, b):
 
 @gluon.jit
 def locate(
-    tile,
-    TOKENS: gl.constexpr,
-    offs,
-    M,
-    MT,
-    E,
-    ALIGN: gl.constexpr,
-    GROUPS: gl.constexpr,
-    ALIGNED: gl.constexpr,
-):
-    """Where a tile lies: its first row, its rows, its first column, its columns, its group.
+    tile, offs, M, MT, E,
+    TOKENS: gl.constexpr, ALIGN: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
+):  # fmt: skip
+    """Where tile number `tile`, of TOKENS columns, lies, and what of it is its group's.
 
-    Rows and columns may exceed TOKENS; the group is E where no group owns the tile. GROUPS is a
-    power of two above E, 0 where there are no groups.
+    Returns the row and the column of its first token; the first of its tokens that is the group's;
+    how many rows and how many columns there are from the tile's first token to the group's end,
+    which may be more than TOKENS; the group, E for what no group owns. Groups begin at multiples of
+    ALIGN; ALIGNED says that their rows do, too. GROUPS is a power of two, at least E, and 0 where
+    there are no groups.
     """
     row = tile * TOKENS
     if GROUPS == 0:
-        return row, M - row, row, MT - row, tile * 0
+        return row, row, 0, M - row, MT - row, tile * 0
     elif ALIGNED and ALIGN % TOKENS == 0:
         group = gl.where(row < gl.load(offs + E - 1), 0, E)
-        return row, M - row, row, MT - row, group
+        return row, row, 0, M - row, MT - row, group
     else:
         g = gl.arange(0, GROUPS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        end = gl.load(offs + g, mask=g < E, other=M)
-        begin = gl.load(offs + g - 1, mask=(g > 0) & (g <= E), other=0)
+        end = gl.load(offs + g, mask=g < E, other=0)
+        begin = gl.load(offs + g - 1, mask=(g > 0) & (g < E), other=0)
         end = gl.minimum(gl.maximum(end, 0), M)
         begin = gl.minimum(gl.maximum(begin, 0), M)
-        size = gl.where(g <= E, gl.maximum(end - begin, 0), 0)
-        tiles = (size + TOKENS - 1) // TOKENS
-        width = (size + ALIGN - 1) // ALIGN
-        before = (g < E) & (gl.associative_scan(tiles, 0, _sum) <= tile)
+        size = gl.maximum(end - begin, 0)
+        width = (size + ALIGN - 1) // ALIGN * ALIGN
+        end = gl.associative_scan(width, 0, _sum)
+        tiles = (end + TOKENS - 1) // TOKENS - (end - width) // TOKENS
+        tiles = gl.where(size > 0, tiles, 0)
+        after = gl.associative_scan(tiles, 0, _sum)
+        before = (g < E) & (after <= tile)
+        here = (g < E) & (after > tile) & (after - tiles <= tile)
         group = gl.sum(before.to(gl.int32), 0)
-        within = (tile - gl.sum(gl.where(before, tiles, 0), 0)) * TOKENS
         begin = gl.sum(gl.where(before, size, 0), 0)
-        end = gl.sum(gl.where(g == group, end, 0), 0)
-        column = gl.sum(gl.where(before, width, 0), 0) * ALIGN
-        columns = (end - begin + ALIGN - 1) // ALIGN * ALIGN
-        columns = gl.where(group < E, gl.minimum(columns, MT - column), MT - column)
-        return begin + within, end - begin - within, column + within, columns - within, group
+        start = gl.sum(gl.where(before, width // ALIGN, 0), 0) * ALIGN
+        size = gl.where(group < E, gl.sum(gl.where(here, size, 0), 0), M - begin)
+        column = (start // TOKENS + tile - gl.sum(gl.where(before, tiles, 0), 0)) * TOKENS
+        row = begin + column - start
+        rows = gl.minimum(begin + size, M) - row
+        if ALIGN % TOKENS == 0:
+            return row, column, 0, rows, MT - column, group
+        else:
+            stop = start + (size + ALIGN - 1) // ALIGN * ALIGN
+            stop = gl.minimum(gl.where(group < E, stop, MT), MT)
+            return row, column, gl.maximum(start - column, 0), rows, stop - column, group
+
+
+def tiles_of(width: int, groups: int, tokens: int, alignment: int) -> int:
+    """How many tiles `locate` may number, those of what no group owns included."""
+    shared = 0 if alignment % tokens == 0 else groups
+    return cdiv(width + (alignment if groups else 0), tokens) + shared

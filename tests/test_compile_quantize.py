@@ -1,0 +1,90 @@
+"""Every quantiser kernel, in each configuration in use, compiles for Hopper without a spill.
+
+The ops are called on CPU tensors with the launches replaced by compilations, so that what is
+compiled is what runs. Registers are printed (`pytest -s`).
+"""
+
+import pytest
+import torch
+from compile_utils import compile_launch, needs_cuobjdump
+
+from titan_fp8.kernels import quantize, rowwise
+
+DTYPES = [torch.bfloat16, torch.float32]
+OFFS = torch.tensor([128, 256], dtype=torch.int32)
+GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
+ROW_COLUMNS = [2048, 7168, 14336, 18432, 65536, 131072]
+
+
+class Compiler:
+    """Stands for a kernel: compiles what would be launched."""
+
+    def __init__(self, kernel, compiled: list):
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.compiled.append(
+            compile_launch(self.kernel, args, **kwargs)
+        )
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What the ops of a test compile."""
+    results = []
+    for module in (quantize, rowwise):
+        for name, kernel in vars(module).copy().items():
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Compiler(kernel, results))
+    return results
+
+
+def assert_unspilled(compiled: list, launches: int) -> None:
+    print(*compiled, sep="\n")
+    assert len(compiled) == launches
+    for kernel in compiled:
+        assert kernel.spills == 0, str(kernel)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_tokens(compiled, groups, dtype):
+    x = torch.empty(256, 2048, dtype=dtype)
+    quantize.quantize_128x1_t(x, *GROUPS[groups])
+    quantize.quantize_1x128_128x1_t(x, *GROUPS[groups])
+    rowwise.quantize_col_t(x, *GROUPS[groups])
+    rowwise.quantize_col_t_pair(x, x[:, :512].contiguous(), *GROUPS[groups])
+    rowwise.quantize_row_col_t(x, *GROUPS[groups])
+    two_kernels_for_both = dtype == torch.float32 and groups == "unaligned"
+    assert_unspilled(compiled, 9 if two_kernels_for_both else 8)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_and_rows(compiled, dtype):
+    w = torch.empty(2, 256, 512, dtype=dtype)
+    quantize.quantize_128x128(w)
+    quantize.quantize_128x128_t(w)
+    rowwise.quantize_weight_col_t(w)
+    quantize.quantize_1x128(w[0])
+    assert_unspilled(compiled, 5)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_lengths(compiled, dtype):
+    for columns in ROW_COLUMNS:
+        rowwise.quantize_row(torch.empty(16, columns, dtype=dtype))
+    rowwise.quantize_row_col_t(torch.empty(16, 32768 // dtype.itemsize, dtype=dtype))
+    assert_unspilled(compiled, len(ROW_COLUMNS) + 2)
+
+
+@needs_cuobjdump
+def test_wide_accesses(compiled):
+    """Loads and the transposed stores are 16 bytes wide, rows leave in 16 bytes, too."""
+    quantize.quantize_1x128_128x1_t(torch.empty(256, 2048, dtype=torch.bfloat16))
+    sass = compiled[0].sass
+    assert sass.count("LDG.E.128") == 16
+    assert sass.count("STG.E.128") == 16
+    assert "STG.E.U8" not in sass
