@@ -1,0 +1,227 @@
+"""The FP8 GEMMs alone, operands quantised beforehand, on one Hopper GPU.
+
+    python scripts/bench_gemm.py [--json FILE] [--only dense|grouped]
+
+Each layer's fprop, dgrad and wgrad stand beside bf16 and the libraries' FP8: cuBLAS with the same
+scales for dense layers (nothing in PyTorch has them grouped), rowwise scales, and DeepGEMM where it
+is installed. `of roof` is the share of the fastest tensorwise FP8 product of this run, which no
+scaled one can reach. Group ends are uneven multiples of 128 (of 16 for rowwise), in one more row
+arbitrary ones. The inputs of a call are not in the L2 cache.
+
+No speed is printed for an op whose result is wrong.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from bench_common import median_us, parser, report, sets_beyond_l2
+from bench_shapes import DENSE, GROUPED, SEED, uneven_ends
+from torch import Tensor
+
+from titan_fp8 import kernels, reference
+
+try:
+    import deep_gemm
+except ImportError:
+    deep_gemm = None
+
+ERROR = 2.5e-3
+"""Of a result in bf16 against the FP32 product of the dequantised operands: rounding, mostly."""
+ROWS = 128
+"""Rows of each result that are checked."""
+
+Product = Callable[[], Tensor]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def sets(make: Callable[[], Product], bytes_of_one: int) -> list[Product]:
+    return [make() for _ in range(sets_beyond_l2(bytes_of_one))]
+
+
+def tflops(products: list[Product], flop: int) -> tuple[float, float]:
+    us = median_us(products)
+    return us, flop / us / 1e6
+
+
+def attempt(make: Callable[[], Product], size: int, flop: int) -> float | None:
+    """TFLOPS of a library's product, None where it is not offered."""
+    try:
+        return tflops(sets(make, size), flop)[1]
+    except (AttributeError, RuntimeError, ValueError, NotImplementedError):
+        return None
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+def check_mm(y: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: Tensor | None) -> bool:
+    """Rows drawn at random against their FP32 products."""
+    rows = torch.randint(a.shape[0], (ROWS,), device="cuda")
+    groups = torch.zeros_like(rows)
+    if offs is not None:
+        groups = torch.searchsorted(offs.long(), rows, right=True)
+    left = reference.dequantize_1x128(a[rows], sa[rows])
+    b, sb = b.view(-1, *b.shape[-2:]), sb.reshape(-1, *sb.shape[-2:])
+    want = left.new_empty(ROWS, b.shape[1])
+    for e in groups.unique().tolist():
+        want[groups == e] = left[groups == e] @ reference.dequantize_128x128(b[e], sb[e]).T
+    return relative(y[rows], want) < ERROR and not y.isnan().any()
+
+
+def check_wgrad(dw: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: Tensor) -> bool:
+    """Rows drawn at random, of all groups, against their FP32 products."""
+    rows = torch.randint(a.shape[0], (ROWS,), device="cuda")
+    left = reference.dequantize_1x128(a[rows], sa[rows])
+    errors = []
+    for e, columns in enumerate(reference.column_slices(a, offs, False, reference.BLOCK)):
+        first, last = columns.start // 128, columns.stop // 128
+        right = reference.dequantize_1x128(b[:, columns], sb[:, first:last])
+        errors.append(relative(dw[e, rows], left[:, columns] @ right.T))
+    return max(errors) < ERROR and not dw.isnan().any()
+
+
+def roof() -> float:
+    """TFLOPS of tensorwise FP8, the faster of two sizes."""
+    one = torch.ones((), device="cuda")
+    best = 0.0
+    for size in (4096, 8192):
+        a, b = (randn(size, size).to(reference.E4M3) for _ in range(2))
+        product = lambda a=a, b=b: torch._scaled_mm(  # noqa: E731
+            a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        best = max(best, tflops([product], 2 * size**3)[1])
+    return best
+
+
+def row(name: str, dims: tuple, ours: tuple, bf16: float, roof: float, others: dict) -> dict:
+    us, rate = ours
+    return {
+        "op": name,
+        "E": dims[0],
+        "M": dims[1],
+        "N": dims[2],
+        "K": dims[3],
+        "us": us,
+        "TFLOPS": rate,
+        "of roof %": 100 * rate / roof,
+        "x bf16": rate / bf16,
+        **{f"x {key}": rate / other if other else None for key, other in others.items()},
+    }
+
+
+def mm_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top: float) -> dict:
+    """fprop or dgrad; dims are those of the product, contraction last."""
+    e, m, n, k = dims
+    flop, size = 2 * m * n * k, m * k + e * n * k
+    weight = (n, k) if offs is None else (e, n, k)
+
+    def make() -> Product:
+        operands = *kernels.quantize_1x128(randn(m, k)), *kernels.quantize_128x128(randn(*weight))
+        return lambda: kernels.blockwise_mm(*operands, offs)
+
+    def cublas() -> Product:
+        a, sa = kernels.quantize_1x128(randn(m, k))
+        b, sb = kernels.quantize_128x128(randn(n, k))
+        sb = sb.as_strided((sb.stride(0), sb.shape[0]), (1, sb.stride(0)))
+        scaling = F.ScalingType
+        recipes = (scaling.BlockWise1x128, sb, scaling.BlockWise128x128)
+        return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
+
+    def rowwise() -> Product:
+        operands = *kernels.quantize_row(randn(m, k)), *kernels.quantize_row(randn(*weight))
+        return lambda: kernels.rowwise_mm(*operands, offs, True)
+
+    def deepgemm() -> Product:
+        a, b = kernels.quantize_1x128(randn(m, k)), kernels.quantize_128x128(randn(*weight))
+        y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        if offs is None:
+            return lambda: deep_gemm.fp8_gemm_nt(a, b, y)
+        group = torch.searchsorted(offs, torch.arange(m, device="cuda"), right=True).int()
+        return lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, y, group)
+
+    def bf16() -> Product:
+        x, w = randn(m, k), randn(*weight)
+        if offs is None:
+            return lambda: x @ w.T
+        return lambda: torch._grouped_mm(x, w.mT, offs=offs)
+
+    # Checked after it is timed: what runs before a product decides at which clock it starts.
+    ours = tflops(sets(make, size), flop)
+    operands = *kernels.quantize_1x128(randn(m, k)), *kernels.quantize_128x128(randn(*weight))
+    right = check_mm(kernels.blockwise_mm(*operands, offs), *operands, offs)
+    assert right, f"{name} {dims}: wrong result"
+    others = {
+        "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
+        "rowwise": attempt(rowwise, size, flop),
+        "DeepGEMM": attempt(deepgemm, size, flop),
+    }
+    return row(name, dims, ours, tflops(sets(bf16, 2 * size), flop)[1], top, others)
+
+
+def wgrad_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top: float) -> dict:
+    """wgrad: dims are the layer's (E, M, N, K); M is contracted."""
+    e, m, n, k = dims
+    flop, size = 2 * m * n * k, m * (n + k)
+    ends = offs if offs is not None else torch.tensor([m], dtype=torch.int32, device="cuda")
+
+    def make() -> Product:
+        g, x = (kernels.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
+        return lambda: kernels.blockwise_wgrad(*g, *x, offs)
+
+    def cublas() -> Product:
+        (a, sa), (b, sb) = (kernels.quantize_128x1_t(randn(m, width)) for width in (n, k))
+        scaling = F.ScalingType.BlockWise1x128
+        recipes = (scaling, sb, scaling)
+        return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
+
+    def rowwise() -> Product:
+        g, x = (kernels.quantize_col_t(randn(m, width), offs, True) for width in (n, k))
+        return lambda: kernels.rowwise_wgrad(*g, *x, offs, True)
+
+    def bf16() -> Product:
+        g, x = randn(m, n), randn(m, k)
+        if offs is None:
+            return lambda: g.T @ x
+        return lambda: torch._grouped_mm(g.T, x, offs=offs)
+
+    ours = tflops(sets(make, size), flop)
+    g, x = (kernels.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
+    dw = kernels.blockwise_wgrad(*g, *x, offs).view(-1, n, k)
+    assert check_wgrad(dw, *g, *x, ends), f"{name} {dims}: wrong result"
+    others = {
+        "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
+        "rowwise": attempt(rowwise, size, flop),
+        "DeepGEMM": None,
+    }
+    return row(name, dims, ours, tflops(sets(bf16, 2 * size), flop)[1], top, others)
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--only", choices=["dense", "grouped"])
+    args = arguments.parse_args()
+    top = roof()
+    print(f"tensorwise FP8: {top:.0f} TFLOPS; seed of the group ends: {SEED}")
+    rows = []
+    if args.only != "grouped":
+        for m, n, k in DENSE:
+            rows.append(mm_row("fprop", (1, m, n, k), None, top))
+            rows.append(mm_row("dgrad", (1, m, k, n), None, top))
+            rows.append(wgrad_row("wgrad", (1, m, n, k), None, top))
+    if args.only != "dense":
+        for (e, m, n, k), alignment in itertools.product(GROUPED, (128, 1)):
+            offs = uneven_ends(e, m, alignment).cuda()
+            kind = "" if alignment == 128 else " any ends"
+            rows.append(mm_row("M-grouped" + kind, (e, m, n, k), offs, top))
+            rows.append(wgrad_row("K-grouped" + kind, (e, m, n, k), offs, top))
+    report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
