@@ -2,9 +2,9 @@
 
 Inputs are fresh in each test, rows and columns differ in size by orders of magnitude (a scale read
 from the wrong place shows), and the memory an output is made of is filled with NaN beforehand (an
-element that is not written shows). Tolerances: bf16 rounds to 2^-9, which is 1.1e-3 on average
-over a binade and 1.7e-3 at worst; the FP8 tensor cores add with some 14 bits, so a sum of 128
-carries about 2^-12, and one of `rowwise`, over thousands without promotion, up to a few times 2^-9.
+element that is not written shows). Tolerances: rounding to bf16 is off by 2^-8 of a value at worst;
+the FP8 tensor cores add with some 14 bits, so a sum of 128 carries about 2^-12, and one of
+`rowwise`, over thousands without promotion, up to a few times 2^-9.
 """
 
 import pytest
@@ -18,7 +18,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from titan_fp8.kernels import gemm, rowwise_gemm
 
-TOLERANCE = {torch.bfloat16: 2.2e-3, torch.float32: 6e-4}
+TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 6e-4}
 ROWWISE_TOLERANCE = 1e-2
 # M, N, K and group ends; None: dense.
 SHAPES = [
@@ -83,11 +83,11 @@ def product_by_rows(a: Tensor, b: Tensor, groups: list) -> Tensor:
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float):
-    """Each row and each column is within tolerance, not the whole alone."""
+    """The whole is within tolerance, and long rows and columns each are nearly so."""
     error = got.double() - want
     for dim in (-1, -2):
-        bound = 4 * tolerance * want.norm(dim=dim)
-        assert (error.norm(dim=dim) <= bound).all()
+        if want.shape[dim] >= 128:
+            assert (error.norm(dim=dim) <= 2 * tolerance * want.norm(dim=dim)).all()
     assert error.norm() <= tolerance * want.norm()
 
 

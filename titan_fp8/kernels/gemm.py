@@ -144,6 +144,7 @@ def wgrad_launch(
         _matrix(c.view(groups * n, k), (64, 128)),
         c,
         offs,
+        torch.zeros(1, dtype=torch.int32, device=c.device),
         *(width, n, k, groups, sa.stride(1), sb.stride(1)),
     )
     buffers = 4 // c.itemsize

@@ -2,19 +2,25 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 
 from titan_fp8.kernels.pipeline import (
     ROWS,
     SCALAR_2D,
     WAVE,
     advance,
+    as_boxes,
     in_bands,
     leave_note,
     make_barriers,
     make_notes,
-    multiply,
     read_note,
+    start_product,
     store_wave,
     tma_load,
 )
@@ -33,7 +39,7 @@ def group_of(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles):
         group += 1
         row_begin = row_end
         row_end = M
-        if offs_ptr is not None:  # noqa: SIM102, decided while compiling
+        if offs_ptr is not None:
             if group < E:
                 row_end = gl.maximum(row_begin, gl.minimum(gl.load(offs_ptr + group), M))
         tiles = gl.cdiv(row_end - row_begin // 4 * 4, 128) * n_tiles
@@ -42,20 +48,17 @@ def group_of(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles):
 
 
 @gluon.jit
-def produce(
-    a_desc, sa_desc, b_desc, sb_desc, offs_ptr, M, N, K, E, lda, ring, notes, BAND: gl.constexpr
-):
+def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
     """Works out the tiles, and loads their blocks as places in the ring become free."""
+    a_desc, sa_desc, b_desc, sb_desc = operands
+    M, N, K, E, lda = sizes
     a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
     STAGES: gl.constexpr = a_ring.shape[0]
     BYTES: gl.constexpr = 128 * 128 + 128 * 4 + 2 * 16 * 4
     n_tiles = gl.cdiv(N, 256)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
-    slot_phase = gl.to_tensor(0)
-    tile = gl.program_id(0)
     zero = gl.to_tensor(0)
+    stage, phase, slot, slot_phase = zero, zero, zero, zero
+    tile = gl.program_id(0)
     group, first, row_begin, row_end = group_of(
         tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
     )
@@ -90,6 +93,15 @@ def produce(
 
 
 @gluon.jit
+def multiply(a, b, turn, turn_phase, PART: gl.constexpr):
+    """A wave's product, begun once the other consumer has begun its own."""
+    mbarrier.wait(turn.index(PART), turn_phase)
+    p = start_product(a, b)
+    mbarrier.arrive(turn.index(1 - PART), count=1)
+    return warpgroup_mma_wait(0, [p]), turn_phase ^ 1
+
+
+@gluon.jit
 def contract(
     blocks, stage, phase, turn_phase, ring, sb_values, turn, PART: gl.constexpr, WAVES: gl.constexpr
 ):
@@ -101,14 +113,13 @@ def contract(
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage).slice(PART * 64, 64)
         sa = sa_ring.index(stage).slice(PART * 64, 64)
-        s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(stage * 32 + k % 16).load(WAVE)
+        place = stage * 32 + k % 16
+        s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place).load(WAVE)
         p, turn_phase = multiply(a, b_ring.index(2 * stage), turn, turn_phase, PART)
         left += p * s
         if WAVES == 2:
             # sa is read again: a register held over the first wave costs more than the load.
-            s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(stage * 32 + 16 + k % 16).load(
-                WAVE
-            )
+            s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place + 16).load(WAVE)
             p, turn_phase = multiply(a, b_ring.index(2 * stage + 1), turn, turn_phase, PART)
             mbarrier.arrive(empty.index(stage), count=1)
             right += p * s
@@ -121,27 +132,25 @@ def contract(
 @gluon.jit
 def consume(c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, PART: gl.constexpr):
     """Computes and stores 64 rows of each tile of which there is a note."""
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    zero = gl.to_tensor(0)
+    stage, phase = zero, zero
     turn_phase = gl.to_tensor(1 - PART)
     buffer = buffers.index(PART)
-    row, row_begin, row_end, column, blocks, slot, slot_phase = read_note(notes, stage, phase)
+    row, begin, end, column, blocks, slot, slot_phase = read_note(notes, zero, zero)
     while blocks >= 0:
-        row += PART * 64
+        mine = row + PART * 64
         if column + 128 < N:
             left, right, stage, phase, turn_phase = contract(
                 blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 2
             )
-            store_wave(c_desc, c_ptr, buffer, left, row, row_begin, row_end, column, N, 0)
-            store_wave(c_desc, c_ptr, buffer, right, row, row_begin, row_end, column + 128, N, 0)
+            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
+            store_wave(c_desc, c_ptr, buffer, right, mine, begin, end, column + 128, N, 0)
         else:
             left, right, stage, phase, turn_phase = contract(
                 blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 1
             )
-            store_wave(c_desc, c_ptr, buffer, left, row, row_begin, row_end, column, N, 0)
-        row, row_begin, row_end, column, blocks, slot, slot_phase = read_note(
-            notes, slot, slot_phase
-        )
+            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
+        row, begin, end, column, blocks, slot, slot_phase = read_note(notes, slot, slot_phase)
     tma.store_wait(0)
 
 
@@ -167,7 +176,7 @@ def m_grouped_kernel(
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], b_desc.layout)
     sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 128], sa_desc.layout)
     sb_values = gl.allocate_shared_memory(gl.float32, [STAGES * 32, 1, 1], SCALAR_2D)
-    sb_ring = sb_values._reinterpret(gl.float32, [STAGES, 2, 16], sb_desc.layout)
+    sb_ring = as_boxes(sb_values, sb_desc, STAGES)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2, 64, 128], c_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
@@ -175,14 +184,13 @@ def m_grouped_kernel(
     notes = make_notes()
     fence_async_shared()
     ring = (a_ring, sa_ring, b_ring, sb_ring, full, empty)
+    operands = (a_desc, sa_desc, b_desc, sb_desc)
+    sizes = (M, N, K, E, lda)
     gl.warp_specialize(
         [
             (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 0)),
             (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 1)),
-            (
-                produce,
-                (a_desc, sa_desc, b_desc, sb_desc, offs_ptr, M, N, K, E, lda, ring, notes, BAND),
-            ),
+            (produce, (operands, offs_ptr, sizes, ring, notes, BAND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

@@ -13,12 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-# Renamed after Triton 3.6.
+# Renamed after Triton 3.6, as was `shared_memory_descriptor._reinterpret`.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 WAVE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -32,6 +33,15 @@ SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FIELDS = gl.constexpr(5)
 """Of a note: row, first and end row of what may be stored, column, blocks to contract."""
 NOTES = gl.constexpr(2)
+
+
+@gluon.jit
+def as_boxes(values, desc, COUNT: gl.constexpr):
+    """Shared memory as COUNT boxes of a TMA descriptor."""
+    if PUBLIC_REINTERPRET:
+        return values.reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
+    else:
+        return values._reinterpret(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
 
 
 @gluon.jit
@@ -103,13 +113,10 @@ def in_bands(tile, m_tiles, n_tiles, BAND: gl.constexpr):
 
 
 @gluon.jit
-def multiply(a, b, turn, turn_phase, PART: gl.constexpr):
-    """a (64, 128) times b (128, 128)^T in fresh accumulators, when it is this consumer's turn."""
+def start_product(a, b):
+    """Sets the tensor cores to a (64, 128) times b (128, 128)^T, in fresh accumulators."""
     zeros = gl.zeros([64, 128], gl.float32, WAVE)
-    mbarrier.wait(turn.index(PART), turn_phase)
-    p = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    mbarrier.arrive(turn.index(1 - PART), count=1)
-    return warpgroup_mma_wait(0, [p]), turn_phase ^ 1
+    return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -127,6 +134,7 @@ def store_wave(
         fence_async_shared()
         tma_store(c_desc, [row, column], buffer)
     else:
+        # So that the next TMA store need not know whether this one was one.
         tma.store_wait(0)
         rows = row + gl.arange(0, 64, ROWS)
         columns = column + gl.arange(0, 128, COLUMNS)
