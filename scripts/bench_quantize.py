@@ -46,7 +46,7 @@ class Case:
     def arguments(self, rows: int) -> tuple:
         """Random input with that many rows (of each expert) and, with groups, their ends."""
         *lead, _, k = self.shape
-        x = torch.randn(*lead, rows, k, device="cuda").to(self.dtype)
+        x = torch.randn(*lead, rows, k, device="cuda", dtype=self.dtype)
         if self.groups is None:
             return (x,)
         e, aligned = self.groups

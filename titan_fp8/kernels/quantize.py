@@ -12,15 +12,15 @@ Order. Programs that write the transposed copy alone follow each other along the
 along its rows in memory (3 %); with both layouts along the channels (3 %).
 
 Measured on an H200 (2026-11-20, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4197 to 4246 GB/s. A range is what several runs gave: bf16 times come in two
-levels a tenth apart, of this card's making (docs/log.md, which also tells what else was tried).
+the copy bandwidth, 4212 GB/s; in memory cut up by other tensors bf16 takes up to a tenth longer
+(docs/log.md, which also tells what else was tried).
 
-    op                        bf16 us       %    FP32 us      %
-    1x128                    168..171  97..99        271    102
-    128x1_t                  175..194  86..95        278    100
-    1x128 and 128x1_t        250..271  82..89        345     97
-    128x128                  166..184  90..100       270    103
-    128x128_t                171..191  87..97        278    100
+    op                     bf16 us    %    FP32 us    %
+    1x128                      169   99        272  103
+    128x1_t                    175   96        278  100
+    1x128 and 128x1_t          249   90        345   97
+    128x128                    167  100        270  103
+    128x128_t                  173   96        278  100
 """
 
 import torch

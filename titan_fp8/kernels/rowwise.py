@@ -16,12 +16,12 @@ Two tensors of the same tokens, the gradient and the activation of wgrad, share 
 kernels: the programs of the second tensor follow those of the first.
 
 Measured on an H200 (2026-11-20, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4197 to 4246 GB/s, two reads counted for columns; see docs/log.md.
+the copy bandwidth, 4212 GB/s, two reads counted for columns; see docs/log.md.
 
-    op                        bf16 us       %    FP32 us      %
-    rows                     166..183  91..100       269    103
-    columns                  283..291  95..99        492    101
-    rows and columns         363..369  90..92        584     95
+    op                     bf16 us    %    FP32 us    %
+    rows                       166  101        269  104
+    columns                    286   98        488  103
+    rows and columns           367   91        583   96
 """
 
 import torch
