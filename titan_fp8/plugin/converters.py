@@ -21,6 +21,7 @@ from titan_fp8.linear import ConversionReport, convert_linears
 from titan_fp8.ops import require_kernels
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
+from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
 from titan_fp8.recipe import BF16, get_recipe
 
 
@@ -30,6 +31,8 @@ class _Converter(QuantizationConverter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
         self.job_config = job_config
+        compile_config = job_config.compile
+        self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
         """Readies the host for FP8 layers, which `recipe = "bf16"` does not need."""
@@ -40,6 +43,8 @@ class _Converter(QuantizationConverter):
         else:
             require_kernels(torch.device("cuda", torch.cuda.current_device()))
         save_gemms_in_selective_checkpointing(self.job_config.model.name)
+        if self.compiles:
+            recompute_fp8_inputs()
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
 
@@ -76,15 +81,13 @@ class GroupedMMConverter(_Converter):
         section = self.job_config.quantize.grouped_mm.titan_fp8
         recipe = section.recipe or self.job_config.quantize.linear.titan_fp8.recipe
         self.prepare(recipe, section.emulate)
-        compile_config = self.job_config.compile
-        compiled = compile_config.enable and "model" in compile_config.components
         with naming(GROUPED_MM):
             report = convert_experts(
                 model,
                 recipe=recipe,
                 fqns=section.fqns,
                 emulate=section.emulate,
-                compile_backend=compile_config.backend if compiled else None,
+                compile_backend=self.job_config.compile.backend if self.compiles else None,
             )
         if recipe != BF16:
             # Beyond the Literal of its signature, which the host does not enforce.

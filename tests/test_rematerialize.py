@@ -1,0 +1,90 @@
+"""What compiled layers keep for backward once the pass of `rematerialize.py` is installed."""
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import titan_fp8
+from titan_fp8.plugin.rematerialize import RecomputeFP8Inputs, recompute_fp8_inputs
+from titan_fp8.reference import E4M3
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.w1, self.w3 = (nn.Linear(64, 96, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(96, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+@pytest.fixture
+def installed():
+    with inductor_config.patch(joint_custom_pre_pass=None):
+        recompute_fp8_inputs()
+        torch._dynamo.reset()
+        yield
+    torch._dynamo.reset()
+
+
+def kept_in_fp8(module: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+    """Shapes of the FP8 tensors kept, and the gradients, of a compiled module."""
+    titan_fp8.convert_linears(module, filter_fqns=())
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(t: Tensor) -> Tensor:
+        if t.dtype == E4M3:
+            shapes.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = torch.compile(module, fullgraph=True)(x)
+    y.sum().backward()
+    return shapes, [p.grad for p in module.parameters()]
+
+
+def test_inputs_behind_pointwise_products_are_quantised_again(installed):
+    module, x = SwiGLU(), torch.randn(32, 64)
+    shapes, gradients = kept_in_fp8(module, x)
+    assert shapes == []
+    module.zero_grad(set_to_none=True)
+    module(x).sum().backward()
+    for got, p in zip(gradients, module.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad, rtol=0.02, atol=0.02 * float(p.grad.abs().max()))
+
+
+def test_without_the_pass_they_are_kept():
+    torch._dynamo.reset()
+    with inductor_config.patch(joint_custom_pre_pass=None):
+        shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
+    assert sorted(shapes) == [(64, 128), (96, 128)]
+
+
+def test_a_graphs_own_input_is_kept_in_fp8(installed):
+    shapes, _ = kept_in_fp8(nn.Sequential(nn.Linear(64, 96)), torch.randn(32, 64))
+    assert shapes == [(64, 128)]
+
+
+def test_other_passes_still_run(installed):
+    class Other(CustomGraphPass):
+        runs = 0
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            Other.runs += 1
+
+        def uuid(self) -> str:
+            return "other"
+
+    with inductor_config.patch(joint_custom_pre_pass=Other()):
+        recompute_fp8_inputs()
+        recompute_fp8_inputs()
+        mine = inductor_config.joint_custom_pre_pass
+        assert isinstance(mine, RecomputeFP8Inputs) and len(mine.before) == 1
+        shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
+    assert Other.runs and shapes == []

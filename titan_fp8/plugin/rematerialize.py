@@ -1,0 +1,73 @@
+"""What torch.compile keeps for backward: not the FP8 copy of an input that backward can make again.
+
+A linear layer's wgrad reads the transposed FP8 copy of its input, and the compiler saves it, since
+it takes every custom op for expensive. But in a transformer most inputs are there in backward
+anyway, or are one pointwise kernel away: attention keeps its output, the gradient of SwiGLU reads
+what its product is made of, that of a norm the normalised values. Quantising again costs a read and
+a write of one tensor; the copies it spares are a third of what a Llama3 layer would keep.
+
+So a pass over the joint graph marks the quantisation of such inputs as to be recomputed, as
+activation checkpointing marks what it recomputes. Inputs of any other origin stay as they are: for
+a graph's own input, say, the FP8 copy is the smallest thing to keep. Graphs which activation
+checkpointing has marked already are left to it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+_aten = torch.ops.aten
+_QUANTIZERS = {
+    torch.ops.titan_fp8.quantize_1x128_128x1_t.default,
+    torch.ops.titan_fp8.quantize_row_col_t.default,
+}
+_SAME_VALUES = {
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten._unsafe_view.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+class RecomputeFP8Inputs(CustomGraphPass):
+    """The pass, for `torch._inductor.config.joint_custom_pre_pass`; `before` it run the others."""
+
+    def __init__(self, before: Sequence[CustomGraphPass] = ()):
+        self.before = tuple(before)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.before:
+            graph_pass(graph)
+        if any("recompute" in node.meta for node in graph.nodes):
+            return
+        for node in graph.nodes:
+            if node.target in _QUANTIZERS and _is_cheap_in_backward(node.args[0]):
+                for part in (node, *node.users):
+                    part.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                    part.meta["ac_graph_id"] = 0
+
+    def uuid(self) -> object:
+        return get_hash_for_files((__file__,)), *(graph_pass.uuid() for graph_pass in self.before)
+
+
+def _is_cheap_in_backward(x: fx.Node) -> bool:
+    """Whether x is attention's output or a pointwise product: a norm's result, or SwiGLU's."""
+    while x.target in _SAME_VALUES:
+        x = x.args[0]
+    return x.target is _aten.mul.Tensor or "attention" in str(x.args[:1]) + str(x.target)
+
+
+def recompute_fp8_inputs() -> None:
+    """Installs the pass, behind those that are there already; calling it again does nothing."""
+    there = inductor_config.joint_custom_pre_pass
+    if not isinstance(there, RecomputeFP8Inputs):
+        before = there if isinstance(there, (list, tuple)) else [there] if there else []
+        inductor_config.joint_custom_pre_pass = RecomputeFP8Inputs(before)
