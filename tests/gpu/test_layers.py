@@ -126,7 +126,7 @@ def test_compiled_checkpointed_and_eager_agree(recipe: str):
     for got, want in zip(fused, eager, strict=True):
         assert got.isfinite().all()
         # The norm and SwiGLU round differently once fused; FP8 amplifies a flip of a rounding.
-        assert error(got, want) < 0.03
+        assert error(got, want) < 0.05
 
 
 def test_no_fp8_weight_is_kept_for_backward():
