@@ -19,14 +19,17 @@ many instructions as the tensor cores leave time for. The design is about this o
              128 x 128 would read 4, and the way from the L2 cache is narrow
     waves    a tile is computed as two waves of 128 x 128, one behind the other, so that a thread
              needs 128 registers for sums and only 64 for what the tensor cores are at
-    parts    each wave is halved between two consumers of 4 warps and 64 rows. They take turns:
-             a consumer may issue its product once the other has issued its own, so that one
-             promotes while the tensor cores work for the other
+    parts    each wave is halved between two consumers of 4 warps and 64 rows, so that one promotes
+             while the tensor cores work for the other. M-grouped consumers take turns: a product
+             starts once the other consumer's has. K-grouped ones, whose promotion takes twice as
+             long, run free
     ring     one more warp loads, by TMA, A, B and both scales of block after block into a ring of
              3 or 4 places; it runs ahead over the ends of tiles, so that the ring is full when
              the consumers return from storing
     notes    the same warp works out which tile is next. It alone reads the group ends, on the
-             device: nothing here waits for the host
+             device: nothing here waits for the host. K-grouped tiles differ in length with their
+             groups, so there the programs draw tickets; and where the last round of tiles would
+             occupy at most half of the programs, it is given out as single waves
     store    results go through shared memory and out by TMA, while the next tile is under way
 
 K-grouped promotion has a scale per column as well, 32 a thread. The consumers read them from
@@ -39,8 +42,8 @@ at the end of a group reads rows, columns and scales of its neighbours, but no s
 columns, and what is not the group's is not stored: full tiles leave by TMA, others through a mask.
 Rows of no group are tiles without blocks, hence zero, and so are the dW of empty groups.
 
-One configuration serves all shapes (`docs/log.md` has what else was measured). cuBLAS knows these
-recipes too, for dense layers; it was slower at each shape measured.
+One configuration serves all shapes. cuBLAS knows these recipes too, for dense layers, but at none
+of the shapes measured by more than the noise faster (`docs/log.md`), so nothing is sent there.
 """
 
 import functools

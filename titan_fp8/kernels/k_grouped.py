@@ -18,6 +18,7 @@ from titan_fp8.kernels.pipeline import (
     leave_note,
     make_barriers,
     make_notes,
+    part_of,
     read_note,
     start_product,
     store_wave,
@@ -44,21 +45,6 @@ def next_group(group, end, block, blocks, offs_ptr, width, E):
 
 
 @gluon.jit
-def take_ticket(ticket_ptr, tiles):
-    """The next tile nobody has taken, and which part of it: 2 is all of it.
-
-    Groups differ in length, so tiles are given to whoever asks. Where the tiles of the last round
-    would leave half of the programs idle, they are given out as halves, the upper (0) and the lower
-    (1). No tile is left once `tile >= tiles`.
-    """
-    ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-    last_round = tiles % gl.num_programs(0)
-    whole = gl.where(2 * last_round <= gl.num_programs(0), tiles - last_round, tiles)
-    part = gl.where(ticket < whole, 2, (ticket - whole) % 2)
-    return gl.where(ticket < whole, ticket, whole + (ticket - whole) // 2), part
-
-
-@gluon.jit
 def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr):
     """Works out the tiles, and loads their blocks as places in the ring become free."""
     a_desc, sa_desc, b_desc, sb_desc = operands
@@ -71,20 +57,21 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
     zero = gl.to_tensor(0)
     stage, phase, slot, slot_phase, first = zero, zero, zero, zero, zero
     group, end, block, blocks = next_group(zero - 1, zero, zero, zero, offs_ptr, width, E)
-    tile, part = take_ticket(ticket_ptr, E * n_tiles * k_tiles)
+    # Groups differ in length, so tiles are given to whoever asks.
+    tile, part = part_of(gl.atomic_add(ticket_ptr, 1, sem="relaxed"), E * n_tiles * k_tiles)
     while tile < E * n_tiles * k_tiles:
         while tile >= first + n_tiles * k_tiles:
             first += n_tiles * k_tiles
             group, end, block, blocks = next_group(group, end, block, blocks, offs_ptr, width, E)
         n, k = in_bands(tile - first, n_tiles, k_tiles, BAND)
         row = n * 256 + gl.where(part == 1, 128, 0)
-        row_end = gl.minimum(row + gl.where(part == 2, 256, 128), N)
         column = k * 128
+        both = (part == 2) & (row + 128 < N)
+        waves = gl.where(both, 2, 1)
         top = group * N
         slot, slot_phase = leave_note(
-            notes, slot, slot_phase, top + row, top, top + row_end, column, blocks
+            notes, slot, slot_phase, top + row, top, top + N, column, blocks, waves
         )
-        both = row + 128 < row_end
         for i in range(block, block + blocks):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
@@ -96,8 +83,8 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
             tma_load(a_desc, [row, i * 128], bar, a_ring.index(2 * stage))
             tma_load(a_desc, [row + 128, i * 128], bar, a_ring.index(2 * stage + 1), pred=both)
             stage, phase = advance(stage, phase, STAGES)
-        tile, part = take_ticket(ticket_ptr, E * n_tiles * k_tiles)
-    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1)
+        tile, part = part_of(gl.atomic_add(ticket_ptr, 1, sem="relaxed"), E * n_tiles * k_tiles)
+    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero)
 
 
 @gluon.jit
@@ -136,17 +123,19 @@ def consume(c_desc, c_ptr, K, ring, notes, buffers, PART: gl.constexpr):
     stage, phase = zero, zero
     first = buffers.index(PART * (LAST + 1))
     last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, blocks, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, slot, slot_phase = read_note(notes, zero, zero)
     while blocks >= 0:
         mine = row + PART * 64
-        if row + 128 < end:
+        if waves == 2:
             upper, lower, stage, phase = contract(blocks, stage, phase, ring, PART, 2)
             store_wave(c_desc, c_ptr, first, upper, mine, begin, end, column, K, LAST)
             store_wave(c_desc, c_ptr, last, lower, mine + 128, begin, end, column, K, LAST)
         else:
             upper, lower, stage, phase = contract(blocks, stage, phase, ring, PART, 1)
             store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, blocks, slot, slot_phase = read_note(notes, slot, slot_phase)
+        row, begin, end, column, blocks, waves, slot, slot_phase = read_note(
+            notes, slot, slot_phase
+        )
     tma.store_wait(0)
 
 

@@ -19,6 +19,7 @@ from titan_fp8.kernels.pipeline import (
     leave_note,
     make_barriers,
     make_notes,
+    part_of,
     read_note,
     start_product,
     store_wave,
@@ -48,6 +49,15 @@ def group_of(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles):
 
 
 @gluon.jit
+def part_of_dense(ticket, offs_ptr, M, n_tiles):
+    """`part_of` where the number of tiles is known without reading all group ends."""
+    if offs_ptr is None:
+        return part_of(ticket, gl.cdiv(M, 128) * n_tiles)
+    else:
+        return ticket, ticket * 0 + 2
+
+
+@gluon.jit
 def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
     """Works out the tiles, and loads their blocks as places in the ring become free."""
     a_desc, sa_desc, b_desc, sb_desc = operands
@@ -58,7 +68,8 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
     n_tiles = gl.cdiv(N, 256)
     zero = gl.to_tensor(0)
     stage, phase, slot, slot_phase = zero, zero, zero, zero
-    tile = gl.program_id(0)
+    ticket = gl.program_id(0)
+    tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
     group, first, row_begin, row_end = group_of(
         tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
     )
@@ -66,14 +77,15 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
         top = row_begin // 4 * 4
         m, n = in_bands(tile - first, gl.cdiv(row_end - top, 128), n_tiles, BAND)
         row = top + m * 128
-        column = n * 256
+        column = n * 256 + gl.where(part == 1, 128, 0)
+        both = (part == 2) & (column + 128 < N)
+        waves = gl.where(both, 2, 1)
         blocks = gl.where(group < E, gl.cdiv(K, 128), 0)
         slot, slot_phase = leave_note(
-            notes, slot, slot_phase, row, row_begin, row_end, column, blocks
+            notes, slot, slot_phase, row, row_begin, row_end, column, blocks, waves
         )
         b_row = group * N + column
-        sb_row = group * gl.cdiv(N, 128) + n * 2
-        both = column + 128 < N
+        sb_row = group * gl.cdiv(N, 128) + column // 128
         for k in range(blocks):
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
@@ -85,11 +97,12 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
             tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(2 * stage))
             tma_load(b_desc, [b_row + 128, k * 128], bar, b_ring.index(2 * stage + 1), pred=both)
             stage, phase = advance(stage, phase, STAGES)
-        tile += gl.num_programs(0)
+        ticket += gl.num_programs(0)
+        tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
         group, first, row_begin, row_end = group_of(
             tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
         )
-    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1)
+    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero)
 
 
 @gluon.jit
@@ -136,10 +149,10 @@ def consume(c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, PART: gl.co
     stage, phase = zero, zero
     turn_phase = gl.to_tensor(1 - PART)
     buffer = buffers.index(PART)
-    row, begin, end, column, blocks, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, slot, slot_phase = read_note(notes, zero, zero)
     while blocks >= 0:
         mine = row + PART * 64
-        if column + 128 < N:
+        if waves == 2:
             left, right, stage, phase, turn_phase = contract(
                 blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 2
             )
@@ -150,7 +163,9 @@ def consume(c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, PART: gl.co
                 blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 1
             )
             store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-        row, begin, end, column, blocks, slot, slot_phase = read_note(notes, slot, slot_phase)
+        row, begin, end, column, blocks, waves, slot, slot_phase = read_note(
+            notes, slot, slot_phase
+        )
     tma.store_wait(0)
 
 

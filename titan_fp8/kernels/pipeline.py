@@ -3,7 +3,7 @@
 A kernel has three partitions, and two things connect them. The ring is the data: STAGES places in
 shared memory, each for one block of 128 along the contraction with its scales, filled by TMA and
 emptied by both consumers. The notes are the schedule: the producer alone works out which tile
-comes next and where its group ends, and leaves the consumers a note of five integers.
+comes next and where its group ends, and leaves the consumers a note of six integers.
 """
 
 from triton.experimental import gluon
@@ -30,8 +30,8 @@ COLUMNS = gl.constexpr(gl.SliceLayout(0, WAVE.value))
 VECTOR = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 SCALAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-FIELDS = gl.constexpr(5)
-"""Of a note: row, first and end row of what may be stored, column, blocks to contract."""
+FIELDS = gl.constexpr(6)
+"""Of a note: row, first and end row of what may be stored, column, blocks to contract, waves."""
 NOTES = gl.constexpr(2)
 
 
@@ -68,12 +68,12 @@ def advance(place, phase, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks):
+def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks, waves):
     """Producer: tell the consumers of a tile; negative `blocks`: there is none left."""
     values, full, empty = notes
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(empty.index(slot), phase ^ 1)
-    fields = (row, row_begin, row_end, column, blocks)
+    fields = (row, row_begin, row_end, column, blocks, waves)
     for i in gl.static_range(FIELDS):
         values.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LANES))
     mbarrier.arrive(full.index(slot), count=1)
@@ -82,7 +82,7 @@ def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks):
 
 @gluon.jit
 def read_note(notes, slot, phase):
-    """Consumer: the next tile (row, row_begin, row_end, column, blocks)."""
+    """Consumer: the next tile (row, row_begin, row_end, column, blocks, waves)."""
     values, full, empty = notes
     mbarrier.wait(full.index(slot), phase)
     row = _field(values, slot, 0)
@@ -90,14 +90,28 @@ def read_note(notes, slot, phase):
     row_end = _field(values, slot, 2)
     column = _field(values, slot, 3)
     blocks = _field(values, slot, 4)
+    waves = _field(values, slot, 5)
     mbarrier.arrive(empty.index(slot), count=1)
     slot, phase = advance(slot, phase, NOTES)
-    return row, row_begin, row_end, column, blocks, slot, phase
+    return row, row_begin, row_end, column, blocks, waves, slot, phase
 
 
 @gluon.jit
 def _field(values, slot, FIELD: gl.constexpr):
     return gl.sum(values.index(slot * FIELDS + FIELD).load(ROWS), 0)
+
+
+@gluon.jit
+def part_of(ticket, tiles):
+    """The tile that a ticket stands for, and how much of it: 2 is all, 0 and 1 are its waves.
+
+    Where the last round would leave half of the programs idle, its tiles are given out as waves.
+    No tile is left once `tile >= tiles`.
+    """
+    rest = tiles % gl.num_programs(0)
+    whole = gl.where(2 * rest <= gl.num_programs(0), tiles - rest, tiles)
+    tile = gl.where(ticket < whole, ticket, whole + (ticket - whole) // 2)
+    return tile, gl.where(ticket < whole, 2, (ticket - whole) % 2)
 
 
 @gluon.jit
