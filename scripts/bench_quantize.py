@@ -10,12 +10,11 @@ No speed is printed for an op whose result is not the reference's, bit for bit, 
 same kind with fewer rows.
 """
 
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bench_common import median_us, parser, report, sets_beyond_l2
+from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
 from torch import Tensor
 
 from titan_fp8 import kernels, reference
@@ -85,24 +84,6 @@ def gigabytes(case: Case) -> float:
     elements = torch.Size(case.shape).numel()
     read = READS.get(case.op, 1) * case.dtype.itemsize
     return elements * (read + WRITES.get(case.op, 1)) / 1e9
-
-
-def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:
-    """Device copy bandwidth in GB/s, bytes read and written counted.
-
-    Outside a CUDA graph: the copy that a graph makes of `copy_` is slower by a third.
-    """
-    source = torch.randn(elements, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(copies + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * source.nbytes / statistics.median(times[3:]) / 1e6
 
 
 def measure(case: Case, copy: float) -> dict[str, object]:
