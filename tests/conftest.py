@@ -8,8 +8,8 @@ import torch
 
 from titan_fp8 import cpu_host
 
-# Before any test imports torchtitan, which asks for its device while it is imported. Models train on
-# the CPU in tests, where there are GPUs too; the kernels are tested without torchtitan.
+# Before any test imports torchtitan, which asks for its device while it is imported. Models train
+# on the CPU in tests, where there are GPUs too; the kernels are tested without torchtitan.
 if find_spec("torchtitan"):
     cpu_host.prepare()
 

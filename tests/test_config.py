@@ -242,6 +242,12 @@ def test_the_hosts_config_manager_shows_the_sections(tmp_path):
     assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',fqns=['layers.1.moe.experts']" in shown
 
 
+def test_the_hosts_config_manager_refuses_what_training_refuses(tmp_path):
+    (tmp_path / "job.toml").write_text(toml("llama3", ()) + f"[{LINEAR}]\n")
+    run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
+    assert run.returncode != 0 and f"[{LINEAR}]" in run.stdout
+
+
 @NEEDS_NO_GPU
 def test_plain_torchtitan_warns_without_a_gpu_before_it_fails(tmp_path):
     (tmp_path / "job.toml").write_text(HEAD)

@@ -96,6 +96,28 @@ def convert(config: JobConfig, model: nn.Module) -> nn.Module:
     return model
 
 
+def job(
+    folder: Path,
+    model: str,
+    *flags: object,
+    converters: tuple[str, ...] = BOTH,
+    flavor: str = "debugmodel",
+    body: str = "",
+) -> JobConfig:
+    """The config of a job of a host model; `body` follows the TOML's head."""
+    return parse(folder, toml(model, converters, flavor) + body, *flags)
+
+
+def converted(config: JobConfig) -> nn.Module:
+    """The model of a job after its converters."""
+    return convert(config, build(config))
+
+
+def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
+    """The modules of a class, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
 def save_list(model: str) -> set:
     """The ops whose outputs op-level activation checkpointing of a host model saves."""
     return sys.modules[get_train_spec(model).parallelize_fn.__module__]._op_sac_save_list

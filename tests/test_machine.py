@@ -1,0 +1,154 @@
+"""What a conversion asks of the machine and tells the host: GPUs, emulation, saved ops, alignment.
+
+GPUs are pretended, so that every answer is tested on every machine.
+"""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from titan import (
+    BOTH,
+    GROUPED_MM,
+    LINEAR,
+    build,
+    convert,
+    converted,
+    job,
+    of_type,
+    one_process,
+    save_list,
+)
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.tools import utils
+
+import titan_fp8
+from titan_fp8.plugin.experts import FP8GroupedExperts
+
+GEMMS = {torch.ops.titan_fp8.blockwise_mm.default, torch.ops.titan_fp8.rowwise_mm.default}
+
+
+@pytest.fixture(autouse=True)
+def log(caplog, fresh_host):
+    caplog.set_level(logging.INFO)
+
+
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3", "qwen3", "llama4", "gpt_oss"])
+def test_op_level_checkpointing_saves_the_fp8_gemms_of_this_model(tmp_path, model):
+    converted(job(tmp_path, model, converters=(LINEAR,)))
+    assert save_list(model) >= GEMMS
+    other = "llama3" if model != "llama3" else "deepseek_v3"
+    assert not save_list(other) & GEMMS
+
+
+def test_async_tensor_parallelism_is_warned_about_once(tmp_path, caplog):
+    flag = "--parallelism.enable_async_tensor_parallel"
+    converted(job(tmp_path, "deepseek_v3", flag))
+    warnings = [r for r in caplog.records if "async tensor parallel" in r.message]
+    assert [r.levelname for r in warnings] == ["WARNING"]
+
+
+def test_emulation_is_announced_once_a_run(tmp_path, caplog):
+    converted(job(tmp_path, "deepseek_v3"))
+    assert caplog.text.count("emulated") == 1
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Makes torch say that this machine has a GPU of some compute capability."""
+
+    def pretend(capability: tuple[int, int]) -> None:
+        device = 10 * capability[0] + capability[1]  # asked for once a device and process
+        monkeypatch.setattr(utils, "device_type", "cuda")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+
+    return pretend
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+@pytest.mark.parametrize("section", BOTH)
+def test_a_gpu_that_cannot_run_the_recipe_is_refused(tmp_path, a_gpu, capability, section):
+    config = job(tmp_path, "deepseek_v3", converters=(section,))
+    model = build(config)
+    a_gpu(capability)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        convert(config, model)
+    message = str(caught.value)
+    assert all(word in message for word in ("Some GPU", "Hopper", "emulate = true"))
+    assert "{}.{}".format(*capability) in message
+    assert not of_type(model, titan_fp8.FP8Linear) and not of_type(model, FP8GroupedExperts)
+
+
+def test_a_gpu_that_cannot_run_the_recipe_may_emulate_it(tmp_path, a_gpu, caplog):
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.emulate", f"--{GROUPED_MM}.emulate")
+    model = build(config)
+    a_gpu((8, 0))
+    convert(config, model)
+    fp8 = [*of_type(model, titan_fp8.FP8Linear).values()]
+    fp8 += of_type(model, FP8GroupedExperts).values()
+    assert all(module.emulate for module in fp8)
+    assert caplog.text.count("emulated") == 1
+
+
+def test_a_gpu_that_cannot_run_fp8_runs_the_bf16_baseline(tmp_path, a_gpu):
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", "bf16")
+    model = build(config)
+    a_gpu((8, 0))
+    convert(config, model)
+
+
+def test_hopper_does_not_emulate(tmp_path, a_gpu, caplog):
+    config = job(tmp_path, "deepseek_v3")
+    model = build(config)
+    a_gpu((9, 0))
+    convert(config, model)
+    assert of_type(model, FP8GroupedExperts) and "emulated" not in caplog.text
+
+
+class Aligned(TorchDispatchMode):
+    """Records the `aligned` of each FP8 op that is given groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = [argument.name for argument in func._schema.arguments]
+        if func.namespace == "titan_fp8" and "aligned" in names[: len(args)]:
+            self.seen.add(args[names.index("aligned")])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend, aligned", [("standard", True), ("deepep", False)])
+def test_only_the_hosts_permutation_is_trusted_to_align(tmp_path, monkeypatch, backend, aligned):
+    # What DeepEP needs beyond its package is a GPU; its MoE class is the host's all the same.
+    stub = SimpleNamespace(sync_combine=lambda: None)
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", stub)
+    flag = ("--parallelism.expert_parallel_comm_backend", backend)
+    model = converted(job(tmp_path, "deepseek_v3", *flag, flavor="tiny"))
+    experts = model.layers["1"].moe.experts.to_empty(device="cpu")
+    for weight in experts.parameters():
+        nn.init.normal_(weight, std=0.1)
+    sizes = torch.tensor([128, 0, 256, 128]) if aligned else torch.tensor([5, 0, 130, 17])
+    x = torch.randn(int(sizes.sum()) + 8, 128, requires_grad=True)
+    plain = experts(x, sizes)
+
+    with one_process():
+        mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        for name, weight in [*experts.named_parameters()]:
+            experts.register_parameter(
+                name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+            )
+        with Aligned() as mode:
+            y = experts(x, sizes)
+            y.sum().backward()
+        assert mode.seen == {aligned}
+        torch.testing.assert_close(y, plain, rtol=0, atol=0)
