@@ -55,7 +55,7 @@ launch() {
     shift
     rm -rf "$folder"
     mkdir -p "$folder"
-    ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
+    LOG_RANK=0 ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
         sed -u -n -E -e 's/\x1b\[[0-9;]*m//g; s/^.* - (INFO|WARNING) - //' \
             -e "/^(validate )?step: /{s/ +(grad_norm|memory):.*//; s/^/$name  /p}" \
             -e "/emulated/s/^/$name  /p" ||
