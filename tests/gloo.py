@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def spawn(worker: Callable, ranks: int, *args, timeout: float = 120) -> None:
+def spawn(worker: Callable, ranks: int, *args, timeout: float = 180) -> None:
     """Runs `worker(rank, *args)`, a function of some module, in one process group of `ranks`.
 
     Raises:

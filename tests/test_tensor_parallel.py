@@ -4,6 +4,7 @@ y and all gradients are held against an oracle that quantises the slices each ra
 placements against those that the dense nn.Linear has. Weights that cannot be cut are refused.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -236,6 +237,5 @@ def refusals(tmp_path_factory):
 def test_a_shard_that_the_hardware_cannot_take_is_refused_on_every_rank(name, refusals):
     *_, message = REFUSALS[name]
     for on_rank in refusals:
-        with pytest.raises(ValueError, match=message):
-            raise ValueError(on_rank[name])
-        assert "multiples of 16" in on_rank[name]
+        assert name in on_rank, "not refused"
+        assert re.search(f"{message}.*multiples of 16", on_rank[name])
