@@ -6,8 +6,9 @@ nothing says what it writes for an empty one. So unaligned rows are gathered int
 transposed copies and their results back again, and rows of no group and the dW of empty groups are
 zeroed by a kernel that writes those alone. No step waits for the device.
 
-All three products accumulate in the tensor cores alone (`use_fast_accum`), in some 14 bits, which
-is what makes rowwise fast; scales that span a whole row leave nothing to promote on the way.
+fprop and dgrad accumulate in the tensor cores alone (`use_fast_accum`), in some 14 bits, which is
+what makes rowwise fast. wgrad adds up all tokens of a batch and steers every later step, so there
+the partial sums are promoted to FP32 on the way.
 """
 
 import torch
@@ -41,10 +42,10 @@ def rowwise_mm(
     if m == 0:
         return a_MK.new_empty(m, n, dtype=out_dtype)
     if offs is None:
-        return _scaled_mm(a_MK, sa, b, sb, out_dtype)
+        return _scaled_mm(a_MK, sa, b, sb, out_dtype, fast=True)
     starts, ends = group_bounds(offs, m)
     if aligned:
-        y = _scaled_grouped_mm(a_MK, sa, b, sb, ends)
+        y = _scaled_grouped_mm(a_MK, sa, b, sb, ends, fast=True)
         _zero_behind[(triton.cdiv(m * n, 4096),)](y, ends, m * n, n, len(ends), BLOCK=4096)
         return y.to(out_dtype)
     firsts, ends_laid = _laid_out(starts, ends)
@@ -61,7 +62,7 @@ def rowwise_mm(
     sa_laid = sa.new_zeros(width + 1)
     sa_laid[place] = sa
     laid = laid.view(a_MK.dtype)[:width]
-    y = _scaled_grouped_mm(laid, sa_laid[:width], b, sb, ends_laid)
+    y = _scaled_grouped_mm(laid, sa_laid[:width], b, sb, ends_laid, fast=True)
     return torch.where(owned[:, None], y[place.clamp(max=width - 1)], 0).to(out_dtype)
 
 
@@ -84,25 +85,29 @@ def rowwise_wgrad(
         lead = () if offs is None else (offs.shape[0],)
         return a_NM.new_zeros(*lead, n, k, dtype=out_dtype)
     if offs is None:
-        return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype)
+        return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype, fast=False)
     starts, ends = group_bounds(offs, width)
     _, ends_laid = _laid_out(starts, ends)
     ends_laid = ends_laid.clamp(max=width)
-    dw = _scaled_grouped_mm(a_NM, sa.reshape(-1), b_KM, sb.reshape(-1), ends_laid)
+    dw = _scaled_grouped_mm(a_NM, sa.reshape(-1), b_KM, sb.reshape(-1), ends_laid, fast=False)
     grid = (triton.cdiv(n * k, 4096), len(ends))
     _zero_empty[grid](dw, ends_laid, n * k, BLOCK=4096)
     return dw.to(out_dtype)
 
 
-def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _scaled_mm(
+    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
     scales = {"scale_a": sa[:, None], "scale_b": sb[None, :]}
-    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return y.to(out_dtype)
 
 
-def _scaled_grouped_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, ends: Tensor) -> Tensor:
+def _scaled_grouped_mm(
+    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, ends: Tensor, fast: bool
+) -> Tensor:
     return torch._scaled_grouped_mm(
-        a, b.mT, sa, sb, offs=ends.int(), out_dtype=torch.bfloat16, use_fast_accum=True
+        a, b.mT, sa, sb, offs=ends.int(), out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
