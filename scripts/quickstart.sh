@@ -46,7 +46,7 @@ seed=$runs/seed-$(cksum <"$config" | cut -d ' ' -f 1)
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))
 expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
-export HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1 LOG_RANK=0
 
 # launch FOLDER [flag ...]: trains into FOLDER, shows a line a step and keeps the whole log there.
 launch() {
@@ -55,7 +55,7 @@ launch() {
     shift
     rm -rf "$folder"
     mkdir -p "$folder"
-    LOG_RANK=0 ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
+    ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
         sed -u -n -E -e 's/\x1b\[[0-9;]*m//g; s/^.* - (INFO|WARNING) - //' \
             -e "/^(validate )?step: /{s/ +(grad_norm|memory):.*//; s/^/$name  /p}" \
             -e "/emulated/s/^/$name  /p" ||
