@@ -115,8 +115,10 @@ def _tokens_kernel(
     flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
     keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
-    # A scale is the business of one thread; with ROWS there are no registers for that.
+    # A scale is the business of one thread and a line that of one warp; with ROWS, no registers
+    # are left for either.
     one: gl.constexpr = channels if ROWS else gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lines: gl.constexpr = FLIPPED if ROWS else LINES
     j = gl.arange(0, FLIPPED.shape[0], one)
     scales = s_t + (column // 128).to(gl.int64) * K + word * PACK
     for i in gl.static_range(PACK):
@@ -124,7 +126,7 @@ def _tokens_kernel(
         gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
         r = gl.convert_layout(r, channels)
         values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, LINES)
+        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, lines)
     if ROWS:
         _quantize_rows(words, q, s, row, first, rows, block, KW, S, PACK, OUT)
 
