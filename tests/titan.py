@@ -118,11 +118,6 @@ def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-def save_list(model: str) -> set:
-    """The ops whose outputs op-level activation checkpointing of a host model saves."""
-    return sys.modules[get_train_spec(model).parallelize_fn.__module__]._op_sac_save_list
-
-
 def write_text(folder: Path) -> Path:
     """A tokenizer of single bytes and a corpus of a few of Python's modules, offline."""
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -13,12 +12,12 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import register_model_converter
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8.linear import ConversionReport, convert_linears
 from titan_fp8.ops import require_kernels
+from titan_fp8.plugin.checkpointing import checkpoint_gemms_as_mm
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
@@ -42,7 +41,7 @@ class _Converter(QuantizationConverter):
             announce_emulation()
         else:
             require_kernels(torch.device("cuda", torch.cuda.current_device()))
-        save_gemms_in_selective_checkpointing(self.job_config.model.name)
+        checkpoint_gemms_as_mm()
         if self.compiles:
             recompute_fp8_inputs()
         if self.job_config.parallelism.enable_async_tensor_parallel:
@@ -120,13 +119,6 @@ def warn_async_tp() -> None:
         "titan_fp8: async tensor parallelism looks for aten.mm next to collectives and does not "
         "see FP8 GEMMs: converted linears run without that overlap"
     )
-
-
-def save_gemms_in_selective_checkpointing(model_name: str) -> None:
-    """Adds the FP8 GEMMs to the ops whose outputs the host's op-level checkpointing saves."""
-    parallelize = sys.modules[get_train_spec(model_name).parallelize_fn.__module__]
-    saved = getattr(parallelize, "_op_sac_save_list", set())
-    saved |= {torch.ops.titan_fp8.blockwise_mm.default, torch.ops.titan_fp8.rowwise_mm.default}
 
 
 register_model_converter(LinearConverter, LINEAR)
