@@ -192,6 +192,11 @@ def _quantize_gradient(
     return None, kit.columns(g_MN, *layout, emulate=emulate) if for_wgrad else None
 
 
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being made: it must not read memory that it does not own."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _product(
     x: Tensor,
     w: Tensor,
@@ -203,7 +208,7 @@ def _product(
     """The autograd function on x (..., K); (M, N)."""
     for_wgrad = w.requires_grad and torch.is_grad_enabled()
     copies = None
-    if torch.compiler.is_compiling() or x.is_inference():
+    if torch.compiler.is_compiling() or x.is_inference() or _is_captured(x):
         cache = None
     if cache is not None:
         key = (x._version, for_wgrad, spec)
