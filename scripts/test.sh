@@ -6,4 +6,7 @@ cd "$root"
 prepare_env
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-exec "$python" -m pytest tests -q "$@"
+"$python" -m pytest tests -q "$@"
+if "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+    exec ./scripts/test_gpu.sh
+fi

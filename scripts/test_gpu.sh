@@ -6,4 +6,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
 prepare_env
 "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || die "no GPU found"
-exec "$python" -m pytest tests/gpu -q "$@"
+# Without tests/conftest.py, which readies torchtitan for the CPU.
+exec "$python" -m pytest --noconftest tests/gpu -q "$@"
