@@ -1,8 +1,8 @@
 """Compile a kernel for Hopper where no GPU is, and read what ptxas made of it.
 
-Triton needs no device to compile: given the target sm_90a it gives the cubin, and the cuobjdump in its own wheel gives
-registers and local memory. `compile_launch` takes the very arguments of a launch (tensors may live on the CPU, their
-values are not read), so that a test compiles what runs; `compile_triton` and `compile_gluon` take a signature instead.
+Triton needs no device to compile: given the target sm_90a it gives the cubin, and the cuobjdump in
+its own wheel gives registers and local memory. `compile_launch` takes the very arguments of a
+launch (tensors may live on the CPU, their values are not read), so that a test compiles what runs.
 """
 
 import re
@@ -30,7 +30,7 @@ needs_cuobjdump = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel costs: registers a thread at launch, bytes spilled a thread, bytes of shared memory a block."""
+    """A kernel's cost: registers at launch and bytes spilled a thread, shared bytes a block."""
 
     name: str
     registers: int
@@ -39,7 +39,8 @@ class Compiled:
     sass: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.registers} registers, {self.spills} B spilled, {self.shared} B shared"
+        costs = f"{self.registers} registers, {self.spills} B spilled, {self.shared} B shared"
+        return f"{self.name}: {costs}"
 
 
 def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
@@ -52,20 +53,6 @@ def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
     )
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return _compile(source(kernel, signature, constexprs, attrs), options.__dict__)
-
-
-def compile_triton(
-    fn: Callable, signature: dict, constexprs: dict, attrs: dict | None = None, **options
-):
-    """Compile a Triton kernel: `signature` gives each argument's type, "constexpr" for those in `constexprs`."""
-    return _compile(ASTSource(fn, signature, constexprs, attrs), options)
-
-
-def compile_gluon(
-    fn: Callable, signature: dict, constexprs: dict, attrs: dict | None = None, **options
-):
-    """The same for a Gluon kernel."""
-    return _compile(GluonASTSource(fn, signature, constexprs, attrs), options)
 
 
 def _compile(source: ASTSource, options: dict) -> Compiled:

@@ -17,7 +17,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-import compare_loss  # noqa: E402
+import compare_loss
 
 LOSS = "loss_metrics/global_avg_loss"
 TAGS = {

@@ -51,8 +51,8 @@ def test_a_folder_of_several_runs_is_refused(tmp_path, base):
 
 def test_ranks_of_one_run(tmp_path, base):
     folder = tmp_path / "fp8" / "tb" / "20260101-0000"
-    write_events(folder / "rank_0", {s: -1.0 for s in range(1, 101)}, memory=40.0, time=1000.3)
-    write_events(folder / "rank_1", {s: -2.0 for s in range(1, 101)}, memory=20.0, time=1000.2)
+    write_events(folder / "rank_0", dict.fromkeys(range(1, 101), -1.0), memory=40.0, time=1000.3)
+    write_events(folder / "rank_1", dict.fromkeys(range(1, 101), -2.0), memory=20.0, time=1000.2)
     write_events(folder / "rank_2", curve(range(1, 101), 0.1), memory=30.0, time=1000.0)
     write_events(folder / "rank_3", curve(range(1, 101), 0.10001), memory=30.0, time=1000.1)
     memory = dump(tmp_path, "bf16_memory", curve(range(1, 101)), memory=80.0)
@@ -166,7 +166,7 @@ def test_inputs_that_cannot_be_compared(tmp_path, base):
     (tmp_path / "text.log").write_text("no steps here\n")
     (tmp_path / "events.out.tfevents.0").write_bytes(b"rubbish" * 9)
     dump(tmp_path, "no_loss", {}, tps={1: 10.0})
-    dump(tmp_path, "stage", {step: -1.0 for step in range(1, 9)})
+    dump(tmp_path, "stage", dict.fromkeys(range(1, 9), -1.0))
     dump(tmp_path, "later", curve(range(200, 210)))
     messages = {
         "missing": "no such file or folder",
