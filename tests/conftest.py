@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch._inductor.config
 
 from titan_fp8 import cpu_host
 
@@ -36,7 +37,8 @@ def fresh_host(monkeypatch):
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
     monkeypatch.setattr(activation_checkpoint, "ptd_checkpoint_wrapper", wrapper)
     metrics = dict(MetricsProcessor.__dict__)
-    yield
+    with torch._inductor.config.patch(joint_custom_pre_pass=None):
+        yield
     for name in MetricsProcessor.__dict__.keys() - metrics.keys():
         delattr(MetricsProcessor, name)
     torch.use_deterministic_algorithms(False)

@@ -24,13 +24,18 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-@pytest.fixture
-def installed():
-    with inductor_config.patch(joint_custom_pre_pass=None):
-        recompute_fp8_inputs()
-        torch._dynamo.reset()
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """No graph from another test or from the disk, and no pass to begin with."""
+    torch._dynamo.reset()
+    with inductor_config.patch(joint_custom_pre_pass=None, force_disable_caches=True):
         yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def installed(fresh_compiler):
+    recompute_fp8_inputs()
 
 
 def kept_in_fp8(module: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], list[Tensor]]:
@@ -60,9 +65,7 @@ def test_inputs_behind_pointwise_products_are_quantised_again(installed):
 
 
 def test_without_the_pass_they_are_kept():
-    torch._dynamo.reset()
-    with inductor_config.patch(joint_custom_pre_pass=None):
-        shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
+    shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
     assert sorted(shapes) == [(64, 128), (96, 128)]
 
 
