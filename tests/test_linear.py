@@ -366,3 +366,12 @@ def test_importing_the_package_imports_neither_torchtitan_nor_triton():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_every_name_of_a_shared_module_counts():
+    model = nn.ModuleDict({"head": nn.Linear(32, 32), "body": nn.Linear(32, 32)})
+    model["tied_output"] = model["head"]
+    report = convert_linears(model)
+    assert report.converted == [("body", "32 x 32", "blockwise")]
+    assert report.left == [("head", "32 x 32", 'filtered by "output"')]
+    convert_linears(model, filter_fqns=["tied"])

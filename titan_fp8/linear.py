@@ -181,18 +181,22 @@ def convert_linears(
     """
     check_recipe("recipe", recipe)
     check_patterns("filter_fqns", filter_fqns)
-    names = [name for name, _ in model.named_modules()]
-    for pattern in set(filter_fqns) - set(DEFAULT_FILTER_FQNS):
-        if not any(pattern in name for name in names):
+    # All names of each module: one that is shared has several.
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    for pattern in filter_fqns:
+        unused = not any(pattern in name for aliases in names.values() for name in aliases)
+        if unused and pattern not in DEFAULT_FILTER_FQNS:
             raise ValueError(
                 f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
             )
     report = ConversionReport()
-    for name, module in list(model.named_modules()):
+    for module, (name, *aliases) in names.items():
         if not isinstance(module, nn.Linear):
             continue
         shape = f"{module.out_features} x {module.in_features}"
-        reason = _why_left(name, module, recipe, filter_fqns)
+        reason = _why_left([name, *aliases], module, recipe, filter_fqns)
         if reason:
             report.left.append((name, shape, reason))
             continue
@@ -202,8 +206,10 @@ def convert_linears(
     return report
 
 
-def _why_left(name: str, linear: nn.Linear, recipe: str, filter_fqns: Sequence[str]) -> str | None:
-    """Why this linear is not converted; None if it is."""
+def _why_left(
+    names: Sequence[str], linear: nn.Linear, recipe: str, filter_fqns: Sequence[str]
+) -> str | None:
+    """Why the linear of these names is not converted; None if it is."""
     if recipe == BF16:
         return 'recipe = "bf16"'
     if isinstance(linear, FP8Linear):
@@ -211,7 +217,7 @@ def _why_left(name: str, linear: nn.Linear, recipe: str, filter_fqns: Sequence[s
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__} is a linear of its own kind"
     for pattern in filter_fqns:
-        if pattern in name:
+        if any(pattern in name for name in names):
             return f'filtered by "{pattern}"'
     for dim, size in (("N", linear.out_features), ("K", linear.in_features)):
         if size % 16 or not size:
