@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 
 from titan_fp8 import cpu_host
@@ -37,7 +38,10 @@ def fresh_host(monkeypatch):
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
     monkeypatch.setattr(activation_checkpoint, "ptd_checkpoint_wrapper", wrapper)
     metrics = dict(MetricsProcessor.__dict__)
-    with torch._inductor.config.patch(joint_custom_pre_pass=None):
+    with (
+        torch._inductor.config.patch(joint_custom_pre_pass=None),
+        torch._functorch.config.patch(activation_memory_budget=1.0),
+    ):
         yield
     for name in MetricsProcessor.__dict__.keys() - metrics.keys():
         delattr(MetricsProcessor, name)
