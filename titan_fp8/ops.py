@@ -109,6 +109,15 @@ def _quantize_128x128_t(w):
     return _q(w, *lead, k, n), _s_128x128(w, k, n)
 
 
+def _swiglu_1x128(a, b):
+    return _quantize_1x128(a)
+
+
+def _swiglu_backward_1x128_128x1_t(dh, a, b, offs=None, aligned=False):
+    both = [_quantize_1x128_128x1_t(a, offs, aligned) for _ in range(2)]
+    return (*both[0], *both[1], *_quantize_128x1_t(a, offs, aligned))
+
+
 def _quantize_row(x):
     return _q(x, *x.shape), _s(x, *x.shape[:-1])
 
@@ -161,7 +170,8 @@ QUANTIZERS = (
     _quantize_weight_col_t,
 )
 WEIGHTS_T = (_quantize_128x128_t, _quantize_weight_col_t)
+SWIGLU = (_swiglu_1x128, _swiglu_backward_1x128_128x1_t)
 GEMMS = (_blockwise_mm, _blockwise_wgrad, _rowwise_mm, _rowwise_wgrad, _bf16_wgrad)
 
-for _fake in (*QUANTIZERS, *GEMMS):
+for _fake in (*QUANTIZERS, *SWIGLU, *GEMMS):
     _register(_fake)

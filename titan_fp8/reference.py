@@ -175,6 +175,45 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     return q.mT.contiguous(), padded_columns(s.mT)
 
 
+# SwiGLU and its gradient, quantised: what lies between the GEMMs of a feed-forward
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """h = silu(a) · b, computed in FP32 and rounded once to a's dtype."""
+    a32 = a.float()
+    return (a32 * torch.sigmoid(a32) * b.float()).to(a.dtype)
+
+
+def swiglu_backward(dh: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """da and db, computed in FP32 and each rounded once to a's dtype."""
+    dh32, a32, b32 = dh.float(), a.float(), b.float()
+    sigma = torch.sigmoid(a32)
+    da = dh32 * b32 * (sigma * (1 + a32 * (1 - sigma)))
+    return da.to(a.dtype), (dh32 * (a32 * sigma)).to(a.dtype)
+
+
+def swiglu_1x128(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_1x128` of h = silu(a) · b for a, b (M, H): q (M, H), s (M, ⌈H/128⌉)."""
+    return quantize_1x128(swiglu(a, b))
+
+
+def swiglu_backward_1x128_128x1_t(
+    dh: Tensor, a: Tensor, b: Tensor, offs: Tensor | None = None, aligned: bool = False
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
+    """What backward reads of a SwiGLU of a, b (M, H), given dh (M, H).
+
+    `quantize_1x128_128x1_t` of da (4 tensors) and of db (4), `quantize_128x1_t` of h (2).
+    """
+    da, db = swiglu_backward(dh, a, b)
+    return (
+        *quantize_1x128_128x1_t(da, offs, aligned),
+        *quantize_1x128_128x1_t(db, offs, aligned),
+        *quantize_128x1_t(swiglu(a, b), offs, aligned),
+    )
+
+
 # Rowwise quantisers
 
 
