@@ -147,7 +147,7 @@ def wgrad_launch(
         _matrix(c.view(groups * n, k), (64, 128)),
         c,
         offs,
-        torch.zeros(1, dtype=torch.int32, device=c.device),
+        None if offs is None else torch.zeros(1, dtype=torch.int32, device=c.device),
         *(width, n, k, groups, sa.stride(1), sb.stride(1)),
     )
     buffers = 4 // c.itemsize
@@ -168,10 +168,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """TMA's view of a matrix, in boxes; a row of a box is 128 bytes, swizzled, or 64, in order."""
-    bits = x.itemsize * 8
     swizzle = 0 if box[1] * x.itemsize < 128 else 128
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
-    return TensorDescriptor.from_tensor(x, list(box), layout)
+    return TensorDescriptor.from_tensor(x, list(box), _shared_layout(swizzle, x.itemsize * 8))
+
+
+@functools.cache
+def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
 
 
 def _vector(s: Tensor, box: int) -> TensorDescriptor:

@@ -45,6 +45,15 @@ def next_group(group, end, block, blocks, offs_ptr, width, E):
 
 
 @gluon.jit
+def next_ticket(ticket_ptr, ticket):
+    """Groups differ in length, so their tiles are given to whoever asks; those of one, in turn."""
+    if ticket_ptr is None:
+        return ticket + gl.num_programs(0)
+    else:
+        return gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
 def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr):
     """Works out the tiles, and loads their blocks as places in the ring become free."""
     a_desc, sa_desc, b_desc, sb_desc = operands
@@ -57,8 +66,8 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
     zero = gl.to_tensor(0)
     stage, phase, slot, slot_phase, first = zero, zero, zero, zero, zero
     group, end, block, blocks = next_group(zero - 1, zero, zero, zero, offs_ptr, width, E)
-    # Groups differ in length, so tiles are given to whoever asks.
-    tile, part = part_of(gl.atomic_add(ticket_ptr, 1, sem="relaxed"), E * n_tiles * k_tiles)
+    ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
+    tile, part = part_of(ticket, E * n_tiles * k_tiles)
     while tile < E * n_tiles * k_tiles:
         while tile >= first + n_tiles * k_tiles:
             first += n_tiles * k_tiles
@@ -83,7 +92,8 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
             tma_load(a_desc, [row, i * 128], bar, a_ring.index(2 * stage))
             tma_load(a_desc, [row + 128, i * 128], bar, a_ring.index(2 * stage + 1), pred=both)
             stage, phase = advance(stage, phase, STAGES)
-        tile, part = part_of(gl.atomic_add(ticket_ptr, 1, sem="relaxed"), E * n_tiles * k_tiles)
+        ticket = next_ticket(ticket_ptr, ticket)
+        tile, part = part_of(ticket, E * n_tiles * k_tiles)
     leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero)
 
 
