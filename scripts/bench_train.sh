@@ -6,8 +6,9 @@
 # llama3_8b: 1 GPU, batch 1 x 8192, compile, no activation checkpointing, bf16 parameters.
 # deepseek_v3_16b: 4 GPUs, EP 4, batch 4 x 4096, op-level checkpointing, compile; routing is left to itself, or balanced by
 # force with BALANCED=1.
-# A RUN is a recipe, with :SEED behind it for another seed than 42 (default runs: bf16 blockwise rowwise). The first is the
-# baseline. Text and tokenizer are the offline ones of prepare_data.py.
+# A RUN is RECIPE[/PERMUTATION][:SEED]: which permutation goes around the experts (host, gather; left out, the recipe's own) and
+# which seed is used (42). Default runs: bf16 blockwise rowwise. The first is the baseline; the same with
+# another seed tells the noise. Text and tokenizer are the offline ones of prepare_data.py. Every loss is logged from 100 steps on, below every fifth, for logging waits for the GPU.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -41,22 +42,30 @@ prepare_env
 
 "$python" scripts/prepare_data.py data
 folders=()
+noise=()
 for run in "$@"; do
-    folder=outputs/bench_train/$model/${run/:/-seed}
+    folder=outputs/bench_train/$model/${run//[:\/]/-}
     rm -rf "$folder"
     mkdir -p "$folder"
     seed=42
     [[ $run != *:* ]] || seed=${run#*:}
+    kind=${run%%:*}
+    choice=()
+    [[ $kind != */* ]] || choice=(--quantize.grouped_mm.titan_fp8.permutation "${kind#*/}")
     echo "== $model, $steps steps: $run"
     ./scripts/train.sh "configs/$model.toml" "${flags[@]}" --job.dump_folder "$folder" \
-        --quantize.linear.titan_fp8.recipe "${run%%:*}" --debug.seed "$seed" --training.steps "$steps" \
+        --quantize.linear.titan_fp8.recipe "${kind%%/*}" "${choice[@]}" --debug.seed "$seed" --training.steps "$steps" \
         --lr_scheduler.warmup_steps $((steps / 5)) --parallelism.data_parallel_shard_degree -1 \
         --training.global_batch_size -1 --training.dataset c4_test --training.dataset_path ./data/corpus/train \
-        --model.hf_assets_path ./data/tokenizer --compile.enable --metrics.log_freq 5 --metrics.enable_tensorboard \
+        --model.hf_assets_path ./data/tokenizer --compile.enable --metrics.log_freq $((steps < 100 ? 5 : 1)) --metrics.enable_tensorboard \
         --checkpoint.no_enable --validation.no_enable >"$folder/train.log" 2>&1 ||
         { tail -n 40 "$folder/train.log" >&2 && die "run $run failed, see $folder/train.log"; }
     grep -a "step:" "$folder/train.log" | tail -n 1
-    folders+=("$folder")
+    if [[ $run != "$1" && $kind == "${1%%:*}" ]]; then
+        noise=(--noise "$folder")
+    else
+        folders+=("$folder")
+    fi
 done
-[[ ${#folders[@]} -lt 2 ]] || "$python" scripts/compare_loss.py "${folders[@]}" --last 50 --tolerance 0.5 \
+[[ ${#folders[@]} -lt 2 ]] || "$python" scripts/compare_loss.py "${folders[@]}" "${noise[@]}" --last 50 --tolerance 0.5 \
     --out "outputs/bench_train/$model/loss.png"
