@@ -62,7 +62,7 @@ _KITS = {
 }
 
 
-class _Spec(NamedTuple):
+class Spec(NamedTuple):
     """What a product needs to know besides its tensors; constants to torch.compile."""
 
     recipe: str
@@ -102,7 +102,7 @@ class InputCache:
             self._entry = None
 
 
-def _kept_by_attention(x: Tensor, spec: _Spec) -> bool:
+def _kept_by_attention(x: Tensor, spec: Spec) -> bool:
     """Whether x is attention's output, which attention keeps for its own backward.
 
     Then x costs nothing to keep and an FP8 copy would; backward makes that copy when it needs it.
@@ -115,7 +115,7 @@ def _kept_by_attention(x: Tensor, spec: _Spec) -> bool:
 
 @torch.no_grad()
 def _quantize_input(
-    x: Tensor, offs: Tensor | None, for_wgrad: bool, spec: _Spec
+    x: Tensor, offs: Tensor | None, for_wgrad: bool, spec: Spec
 ) -> tuple[Tensor, ...]:
     """q and s of the rows of x (..., K); for wgrad also those of its columns, or x itself."""
     kit, x_MK = spec.kit, x.reshape(-1, x.shape[-1]).to(spec.dtype)
@@ -126,6 +126,43 @@ def _quantize_input(
     if _kept_by_attention(x, spec):
         return (*kit.rows(x_MK, emulate=spec.emulate), x_MK)
     return kit.rows_and_columns(x_MK, offs, spec.aligned, emulate=spec.emulate)
+
+
+def fprop(x_rows: tuple[Tensor, ...], w: Tensor, offs: Tensor | None, spec: Spec) -> Tensor:
+    """y (M, N) = x Wᵀ: the rows of x (M, K) and W (N, K) or (E, N, K), contracting K."""
+    wq, sw = spec.kit.weight(w.to(spec.dtype), emulate=spec.emulate)
+    layout = offs, spec.aligned
+    return spec.kit.mm(*x_rows, wq, sw, *layout, spec.dtype, emulate=spec.emulate)
+
+
+def dgrad(
+    g_rows: tuple[Tensor, ...],
+    w: Tensor,
+    offs: Tensor | None,
+    spec: Spec,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx (M, K) = g W: the rows of g (M, N) and Wᵀ (K, N) or (E, K, N), contracting N."""
+    # After g's rows, which the product reads as well: after g itself, g would live longer.
+    wq_t, sw_t = spec.kit.weight_t(w.to(spec.dtype), emulate=spec.emulate, after=g_rows[0])
+    layout = offs, spec.aligned
+    return spec.kit.mm(*g_rows, wq_t, sw_t, *layout, out_dtype, emulate=spec.emulate)
+
+
+def wgrad(
+    g_columns: tuple[Tensor, ...],
+    x_columns: tuple[Tensor, ...],
+    offs: Tensor | None,
+    spec: Spec,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dW (N, K) or (E, N, K) = gᵀ x: gᵀ (N, Mt) and xᵀ (K, Mt), contracting the tokens.
+
+    In bf16 g and x come as they are, (M, N) and (M, K).
+    """
+    product = _ops.bf16_wgrad.default if spec.wgrad_in_bf16 else spec.kit.wgrad
+    layout = offs, spec.aligned
+    return product(*g_columns, *x_columns, *layout, out_dtype, emulate=spec.emulate)
 
 
 class _FP8Product(torch.autograd.Function):
@@ -141,14 +178,12 @@ class _FP8Product(torch.autograd.Function):
         w: Tensor,
         bias: Tensor | None,
         offs: Tensor | None,
-        spec: _Spec,
+        spec: Spec,
         xq: Tensor,
         sx: Tensor,
         *for_wgrad: Tensor,
     ) -> Tensor:
-        wq, sw = spec.kit.weight(w.to(spec.dtype), emulate=spec.emulate)
-        # fprop: x (M, K) and W (N, K), contracting K
-        y_MN = spec.kit.mm(xq, sx, wq, sw, offs, spec.aligned, spec.dtype, emulate=spec.emulate)
+        y_MN = fprop((xq, sx), w, offs, spec)
         ctx.save_for_backward(w, offs, *for_wgrad)
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -158,27 +193,24 @@ class _FP8Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_MN: Tensor):
         w, offs, *for_wgrad = ctx.saved_tensors
-        spec, emulate, layout = ctx.spec, ctx.spec.emulate, (offs, ctx.spec.aligned)
+        spec = ctx.spec
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
-        rows, columns = _quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
+        rows, columns = quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
         dx_MK = dw = db = None
         if needs_dx:
-            wq_KN, sw_KN = spec.kit.weight_t(w.to(spec.dtype), emulate=emulate, after=g_MN)
-            # dgrad: g (M, N) and Wᵀ (K, N), contracting N
-            dx_MK = spec.kit.mm(*rows, wq_KN, sw_KN, *layout, ctx.x_dtype, emulate=emulate)
+            dx_MK = dgrad(rows, w, offs, spec, ctx.x_dtype)
         if needs_dw:
             if len(for_wgrad) == 1 and not spec.wgrad_in_bf16:
-                for_wgrad = spec.kit.columns(*for_wgrad, *layout, emulate=emulate)
-            wgrad = _ops.bf16_wgrad.default if spec.wgrad_in_bf16 else spec.kit.wgrad
-            # wgrad: gᵀ (N, M) and xᵀ (K, M), contracting M
-            dw = wgrad(*columns, *for_wgrad, *layout, w.dtype, emulate=emulate)
+                (x_MK,) = for_wgrad
+                for_wgrad = spec.kit.columns(x_MK, offs, spec.aligned, emulate=spec.emulate)
+            dw = wgrad(columns, for_wgrad, offs, spec, w.dtype)
         if needs_db:
             db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx_MK, dw, db, *(None for _ in others)
 
 
-def _quantize_gradient(
-    g_MN: Tensor, offs: Tensor | None, for_dgrad: bool, for_wgrad: bool, spec: _Spec
+def quantize_gradient(
+    g_MN: Tensor, offs: Tensor | None, for_dgrad: bool, for_wgrad: bool, spec: Spec
 ) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
     """What dgrad reads of g and what wgrad does; None for either if it is not to run."""
     kit, layout, emulate = spec.kit, (offs, spec.aligned), spec.emulate
@@ -202,7 +234,7 @@ def _product(
     w: Tensor,
     bias: Tensor | None,
     offs: Tensor | None,
-    spec: _Spec,
+    spec: Spec,
     cache: InputCache | None,
 ) -> Tensor:
     """The autograd function on x (..., K); (M, N)."""
@@ -223,10 +255,10 @@ def _product(
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-def _compute_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
+def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     """The dtype F.linear would compute in; ValueError where it would not, or where FP8 cannot."""
-    tensors = zip(("x", "weight", "bias"), (x, *others))
-    dtypes = {name: t.dtype for name, t in tensors if t is not None}
+    tensors = {"x": x, **others}
+    dtypes = {name: t.dtype for name, t in tensors.items() if t is not None}
     for name, dtype in dtypes.items():
         if dtype not in _DTYPES:
             raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
@@ -242,12 +274,20 @@ def _compute_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     return x.dtype
 
 
-def _check_multiples_of_16(weight: Tensor) -> None:
+def check_multiples_of_16(name: str, weight: Tensor) -> None:
     n, k = weight.shape[-2:]
     if n % 16 or k % 16 or not n or not k:
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
+            f"{name} has shape {tuple(weight.shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
             "positive multiples of 16"
+        )
+
+
+def check_offs(offs: Tensor, groups: int) -> None:
+    if offs.dtype != torch.int32 or offs.shape != (groups,):
+        raise ValueError(
+            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
+            f"allowed is torch.int32 of shape ({groups},)"
         )
 
 
@@ -286,8 +326,8 @@ def fp8_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
-    _check_multiples_of_16(weight)
-    spec = _Spec(recipe, emulate, False, _compute_dtype(x, weight, bias))
+    check_multiples_of_16("weight", weight)
+    spec = Spec(recipe, emulate, False, compute_dtype(x, weight=weight, bias=bias))
     y = _product(x, weight, bias, None, spec, cache)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -326,11 +366,7 @@ def fp8_grouped_mm(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
             "allowed are (M, K) and (E, N, K)"
         )
-    if offs.dtype != torch.int32 or offs.shape != weight.shape[:1]:
-        raise ValueError(
-            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
-            f"allowed is torch.int32 of shape ({weight.shape[0]},)"
-        )
-    _check_multiples_of_16(weight)
-    spec = _Spec(recipe, emulate, aligned, _compute_dtype(x, weight))
+    check_offs(offs, weight.shape[0])
+    check_multiples_of_16("weight", weight)
+    spec = Spec(recipe, emulate, aligned, compute_dtype(x, weight=weight))
     return _product(x, weight, None, offs, spec, cache)
