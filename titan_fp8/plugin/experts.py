@@ -13,13 +13,12 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_fp8.functional import InputCache, fp8_grouped_mm
+from titan_fp8.feed_forward import fp8_swiglu
 from titan_fp8.linear import ConversionReport, check_patterns, check_recipe, check_shards
 from titan_fp8.recipe import BF16, get_recipe
 
@@ -36,12 +35,8 @@ def run_experts(
 ) -> Tensor:
     """w2(silu(w1 x) * w3 x) for each expert's tokens; x (M, dim), w1 and w3 (E, hidden, dim)."""
     offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
-    mm = functools.partial(
-        fp8_grouped_mm, offs=offs, recipe=recipe, emulate=emulate, aligned=aligned
-    )
-    shared = InputCache()
-    h = F.silu(mm(x, w1, cache=shared)) * mm(x, w3, cache=shared)
-    return mm(h, w2).type_as(x)
+    y = fp8_swiglu(x, w1, w2, w3, offs, recipe=recipe, emulate=emulate, aligned=aligned)
+    return y.type_as(x)
 
 
 @functools.cache
@@ -57,7 +52,7 @@ def compiled_run_experts(backend: str):
 
 
 class FP8GroupedExperts(GroupedExperts):
-    """A GroupedExperts that multiplies by `fp8_grouped_mm`; made from one by `convert_experts`."""
+    """A GroupedExperts that runs as `fp8_swiglu`; made from one by `convert_experts`."""
 
     recipe: str
     emulate: bool
