@@ -61,6 +61,39 @@ def linear(x: Tensor, w: Tensor, recipe: str) -> Tensor:
     return _Product.apply(x.flatten(0, -2), w, recipe).unflatten(0, x.shape[:-1])
 
 
+class _SwiGLU(torch.autograd.Function):
+    """silu(a) · b of FP32 a and b with the operations in a fused feed-forward's order.
+
+    F.silu's have another, and so another last bit, enough for a rounding to fall the other way.
+    """
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * torch.sigmoid(a) * b
+
+    @staticmethod
+    def backward(ctx, dh: Tensor):
+        a, b = ctx.saved_tensors
+        sigma = torch.sigmoid(a)
+        return dh * b * (sigma * (1 + a * (1 - sigma))), dh * (a * sigma)
+
+
+class FeedForward(nn.Module):
+    """A feed-forward that no tensor parallelism cuts; blockwise it is fused."""
+
+    def __init__(self, feed_forward: nn.Module):
+        super().__init__()
+        self.w1, self.w2, self.w3 = feed_forward.w1, feed_forward.w2, feed_forward.w3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(swiglu(self.w1(x), self.w3(x), self.w1.recipe))
+
+
+def swiglu(a: Tensor, b: Tensor, recipe: str) -> Tensor:
+    return _SwiGLU.apply(a, b) if recipe == "blockwise" else F.silu(a) * b
+
+
 class Linear(nn.Module):
     def __init__(self, weight: nn.Parameter, recipe: str):
         super().__init__()
@@ -135,8 +168,8 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
     def expert(self, x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        h = F.silu(linear(x, w1, self.recipe)) * linear(x, w3, self.recipe)
-        return linear(h, w2, self.recipe)
+        a, b = linear(x, w1, self.recipe), linear(x, w3, self.recipe)
+        return linear(swiglu(a, b, self.recipe), w2, self.recipe)
 
 
 def as_on_ranks(model: nn.Module, plan: Plan, microbatches: int, recipe: str) -> None:
@@ -156,10 +189,12 @@ def as_on_ranks(model: nn.Module, plan: Plan, microbatches: int, recipe: str) ->
             block.attention.kv_norm = Once(block.attention.kv_norm, plan.tp)
             block.attention.n_heads //= plan.tp
         block.attention = Sliced(block.attention, shares, plan.tp)
+        dense = FeedForward if plan.tp == 1 else lambda feed_forward: feed_forward
         if hasattr(block, "feed_forward"):
-            block.feed_forward = Sliced(block.feed_forward, shares, plan.tp)
+            block.feed_forward = Sliced(dense(block.feed_forward), shares, plan.tp)
         else:
-            block.moe.shared_experts = Sliced(block.moe.shared_experts, shares, plan.tp)
+            shared = dense(block.moe.shared_experts)
+            block.moe.shared_experts = Sliced(shared, shares, plan.tp)
             block.moe.experts = Experts(block.moe.experts, expert_shares, expert_ranks, recipe)
     if plan.tp > 1:
         own_gradient_first(model.norm)

@@ -20,6 +20,7 @@ from titan_fp8.ops import require_kernels
 from titan_fp8.plugin.checkpointing import checkpoint_gemms_as_mm
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
+from titan_fp8.plugin.feed_forward import fuse_feed_forwards
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
 from titan_fp8.recipe import BF16, get_recipe
 
@@ -69,6 +70,8 @@ class LinearConverter(_Converter):
                 emulate=section.emulate,
             )
         self.log("linears", section.recipe, report)
+        if fused := fuse_feed_forwards(model):
+            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
         if section.recipe != BF16 and not report.converted:
             logger.warning(f"titan_fp8: [{LINEAR}] converted nothing in this model")
 

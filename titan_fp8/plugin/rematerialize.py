@@ -4,7 +4,9 @@ A linear layer's wgrad reads the transposed FP8 copy of its input, and the compi
 it takes every custom op for expensive. But in a transformer most inputs are there in backward
 anyway, or are one pointwise kernel away: attention keeps its output, the gradient of SwiGLU reads
 what its product is made of, that of a norm the normalised values. Quantising again costs a read and
-a write of one tensor; the copies it spares are a third of what a Llama3 layer would keep.
+a write of one tensor; the copies it spares are a third of what a Llama3 layer would keep. (A fused
+feed-forward does for w2's input by itself what the pass does for that of an ordinary one: a compiled
+Llama3 layer keeps the same either way.)
 
 So a pass over the joint graph marks the quantisation of such inputs as to be recomputed, as
 activation checkpointing marks what it recomputes. Inputs of any other origin stay as they are: for
