@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, ceilings, and the table or JSON they print.
+"""What the benchmarks share: timing, ceilings, whole layers, and the table or JSON they print.
 
 Times are medians of CUDA graph replays, so that they are the GPU's and not the launching thread's.
 Every replay takes the next of several sets of random inputs, which together exceed the L2 cache.
@@ -6,18 +6,25 @@ Every replay takes the next of several sets of random inputs, which together exc
 
 import argparse
 import datetime
+import functools
+import importlib.util
 import json
 import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 
 L2_BYTES = 60 << 20
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+FP8_ERROR = 0.06
+"""Relative error of a product on Gaussian data: 0.037 for e4m3, with room for large M."""
 
 
 def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> float:
@@ -48,6 +55,95 @@ def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> f
 def sets_beyond_l2(bytes_of_one: int) -> int:
     """How many input sets of this size make each replay read memory and not the cache."""
     return max(2, -(-3 * L2_BYTES // bytes_of_one))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A function of x, and the weights in it whose gradients a step computes."""
+
+    forward: Callable[[Tensor], Tensor]
+    weights: Sequence[Tensor]
+
+    def step(self, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        """y and the gradients of x and of the weights, given that of y."""
+        y = self.forward(x)
+        return y.detach(), *torch.autograd.grad(y, (x, *self.weights), g)
+
+    def kept_bytes(self, x: Tensor) -> int:
+        """Bytes that forward keeps for backward, each storage once, weights aside."""
+        weights = {w.untyped_storage().data_ptr() for w in self.weights}
+        kept: dict[int, int] = {}
+
+        def keep(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = self.forward(x)
+        del y
+        return sum(kept.values())
+
+
+def randn(*shape: int, scale: float = 1.0, requires_grad: bool = False) -> Tensor:
+    """Gaussian bf16 numbers on the GPU."""
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
+    return x.requires_grad_(requires_grad)
+
+
+def layer_inputs(m: int, n: int, k: int) -> list[tuple[Tensor, Tensor]]:
+    """Sets of x (M, K) and the gradient of y (M, N), beyond the L2 cache together."""
+    count = sets_beyond_l2(2 * m * (n + k))
+    return [(randn(m, k, requires_grad=True), randn(m, n)) for _ in range(count)]
+
+
+def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """The largest of the tensors, NaN if one of them has it."""
+    norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
+    return float(torch.stack([norm(a - b) / norm(b) for a, b in zip(got, want, strict=True)]).max())
+
+
+Makers = dict[str, Callable[[], Layer]]
+
+
+def layer_rows(
+    layers: Makers, yardsticks: Makers, inputs: list[tuple[Tensor, Tensor]], limit: float
+) -> list[dict[str, object]]:
+    """Result and time of a step of each layer beside those of the first, which is in bf16.
+
+    No time for a layer whose error passes the limit. Yardsticks are others' layers: one that fails
+    says why on stderr, and its row is empty.
+    """
+    rows, want, bf16_us = [], None, None
+    for kind, make in (layers | yardsticks).items():
+        torch.cuda.empty_cache()
+        error = us = kept = None
+        try:
+            layer = make()
+            got = layer.step(*inputs[0])
+            want = want or got
+            error = relative_error(got, want)
+            del got
+            if error < limit:
+                us = median_us([functools.partial(layer.step, *each) for each in inputs])
+                kept = layer.kept_bytes(inputs[0][0]) / 2**20
+        except Exception as reason:
+            if kind not in yardsticks:
+                raise
+            summary = str(reason).strip().partition("\n")[0]
+            print(f"{kind}: {type(reason).__name__}: {summary}", file=sys.stderr)
+        bf16_us = bf16_us or us
+        rows.append(
+            {
+                "layer": kind,
+                "error": error,
+                "us": us if error is None or us else "wrong",
+                "x bf16": bf16_us / us if us else None,
+                "MiB kept": kept,
+            }
+        )
+    return rows
 
 
 def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import median_us, parser, report, sets_beyond_l2
+from bench_common import median_us, parser, randn, report, sets_beyond_l2
 from bench_shapes import DENSE, GROUPED, SEED, uneven_ends
 from torch import Tensor
 
@@ -33,10 +33,6 @@ ROWS = 128
 """Rows of each result that are checked."""
 
 Product = Callable[[], Tensor]
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
 def sets(make: Callable[[], Product], bytes_of_one: int) -> list[Product]:
