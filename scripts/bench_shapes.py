@@ -23,7 +23,7 @@ SEED = 0
 def uneven_ends(groups: int, m: int, alignment: int, seed: int = SEED) -> Tensor:
     """Random group ends (E,) int32 at multiples of `alignment` that sum to m.
 
-    The largest group is at least 3 times the smallest, and none is empty.
+    The largest group is at least 3 times the smallest, if there are two, and none is empty.
     """
     generator = torch.Generator().manual_seed(seed)
     units = m // alignment
@@ -34,5 +34,5 @@ def uneven_ends(groups: int, m: int, alignment: int, seed: int = SEED) -> Tensor
         short = units - int(size.sum())
         if short >= 0:
             size[share.argsort(descending=True)[:short]] += 1
-            if size.max() >= 3 * size.min():
+            if groups == 1 or size.max() >= 3 * size.min():
                 return (size.cumsum(0) * alignment).int()

@@ -1,0 +1,61 @@
+"""What the benchmarks print, short of the times: these need a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+
+import bench_common
+from bench_shapes import uneven_ends
+
+INPUTS = [(torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)) for _ in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch):
+    """The number of functions timed, in place of their times."""
+    monkeypatch.setattr(bench_common, "median_us", lambda functions: 10.0 * len(functions))
+
+
+def square(factor: float = 1.0) -> bench_common.Layer:
+    weight = torch.eye(4, requires_grad=True)
+    return bench_common.Layer(lambda x: (x @ weight).square() * factor, (weight,))
+
+
+def broken() -> bench_common.Layer:
+    raise NotImplementedError("not on this card\nbut on others")
+
+
+def test_a_wrong_layer_has_no_time():
+    layers = {"bf16": square, "close": lambda: square(1.05), "far": lambda: square(1.07)}
+    layers["nan"] = lambda: square(float("nan"))
+    good, close, far, nan = bench_common.layer_rows(layers, {}, INPUTS, limit=0.06)
+    assert good == {"layer": "bf16", "error": 0, "us": 20.0, "x bf16": 1, "MiB kept": 256 / 2**20}
+    assert close["us"] == 20.0 and close["error"] == pytest.approx(0.05, abs=1e-4)
+    assert far["us"] == nan["us"] == "wrong"
+    assert far["x bf16"] is nan["x bf16"] is None
+
+
+def test_an_error_in_one_gradient_counts():
+    want = [torch.ones(4), torch.ones(4)]
+    assert bench_common.relative_error([torch.ones(4), 2 * torch.ones(4)], want) == 1
+
+
+def test_a_broken_yardstick_leaves_its_row_empty_and_a_broken_layer_raises(capsys):
+    *_, row = bench_common.layer_rows({"bf16": square}, {"other": broken}, INPUTS, limit=0.06)
+    assert set(row.values()) == {"other", None}
+    assert capsys.readouterr().err == "other: NotImplementedError: not on this card\n"
+    with pytest.raises(NotImplementedError):
+        bench_common.layer_rows({"bf16": square, "ours": broken}, {}, INPUTS, limit=0.06)
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 128])
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_uneven_ends(groups, alignment):
+    ends = uneven_ends(groups, 16640, alignment)
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    assert ends.shape == (groups,) and ends[-1] == 16640 and not (ends % alignment).any()
+    assert sizes.min() > 0 and (groups == 1 or sizes.max() >= 3 * sizes.min())
