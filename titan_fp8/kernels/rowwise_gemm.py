@@ -1,10 +1,11 @@
 """The rowwise GEMMs: PyTorch's own, CUTLASS underneath, and what they leave to their caller.
 
 `torch._scaled_mm` takes any dense product. `torch._scaled_grouped_mm` wants group ends within the
-tensor and, along the tokens, at multiples of 16 bytes; what no group owns it does not write, and
-nothing says what it writes for an empty one. So unaligned rows are gathered into the layout of the
-transposed copies and their results back again, and rows of no group and the dW of empty groups are
-zeroed by a kernel that writes those alone. No step waits for the device.
+tensor. Groups of rows may end anywhere, for a row begins at a multiple of 16 bytes whatever its
+number; groups of the transposed copies' columns begin at multiples of 16, as the quantisers lay
+them out. What no group owns it does not write, and nothing says what it writes for an empty one: a
+kernel that writes those alone zeroes the rows of no group and the dW of empty groups. No step waits
+for the device.
 
 fprop and dgrad accumulate in the tensor cores alone (`use_fast_accum`), in some 14 bits, which is
 what makes rowwise fast. wgrad adds up all tokens of a batch and steers every later step, so there
@@ -16,13 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.reference import (
-    ROW_ALIGNMENT,
-    column_starts,
-    group_bounds,
-    round_up,
-    transposed_width,
-)
+from titan_fp8.reference import ROW_ALIGNMENT, group_bounds, round_up
 
 
 def rowwise_mm(
@@ -36,34 +31,18 @@ def rowwise_mm(
 ) -> Tensor:
     """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
 
-    A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero.
+    A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero. Groups may
+    start at any row, so `aligned` is of no consequence here.
     """
     m, n = a_MK.shape[0], b.shape[-2]
     if m == 0:
         return a_MK.new_empty(m, n, dtype=out_dtype)
     if offs is None:
         return _scaled_mm(a_MK, sa, b, sb, out_dtype, fast=True)
-    starts, ends = group_bounds(offs, m)
-    if aligned:
-        y = _scaled_grouped_mm(a_MK, sa, b, sb, ends, fast=True)
-        _zero_behind[(triton.cdiv(m * n, 4096),)](y, ends, m * n, n, len(ends), BLOCK=4096)
-        return y.to(out_dtype)
-    firsts, ends_laid = _laid_out(starts, ends)
-    row = torch.arange(m, device=offs.device)
-    group = torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)
-    place = firsts[group] + row - starts[group]
-    width = transposed_width(m, offs, False, ROW_ALIGNMENT)
-    place = place.clamp(max=width - 1)
-    owned = row < ends[-1]
-    # What no group owns goes to a row of its own, behind all groups.
-    place = torch.where(owned, place, width)
-    laid = a_MK.new_zeros(width + 1, a_MK.shape[1]).view(torch.uint8)
-    laid[place] = a_MK.view(torch.uint8)
-    sa_laid = sa.new_zeros(width + 1)
-    sa_laid[place] = sa
-    laid = laid.view(a_MK.dtype)[:width]
-    y = _scaled_grouped_mm(laid, sa_laid[:width], b, sb, ends_laid, fast=True)
-    return torch.where(owned[:, None], y[place.clamp(max=width - 1)], 0).to(out_dtype)
+    _, ends = group_bounds(offs, m)
+    y = _scaled_grouped_mm(a_MK, sa, b, sb, ends, fast=True)
+    _zero_behind[(triton.cdiv(m * n, 4096),)](y, ends, m * n, n, len(ends), BLOCK=4096)
+    return y.to(out_dtype)
 
 
 def rowwise_wgrad(
@@ -87,8 +66,8 @@ def rowwise_wgrad(
     if offs is None:
         return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype, fast=False)
     starts, ends = group_bounds(offs, width)
-    _, ends_laid = _laid_out(starts, ends)
-    ends_laid = ends_laid.clamp(max=width)
+    sizes = round_up(ends - starts, ROW_ALIGNMENT)
+    ends_laid = sizes.cumsum(0).clamp(max=width)
     dw = _scaled_grouped_mm(a_NM, sa.reshape(-1), b_KM, sb.reshape(-1), ends_laid, fast=False)
     grid = (triton.cdiv(n * k, 4096), len(ends))
     _zero_empty[grid](dw, ends_laid, n * k, BLOCK=4096)
@@ -109,12 +88,6 @@ def _scaled_grouped_mm(
     return torch._scaled_grouped_mm(
         a, b.mT, sa, sb, offs=ends.int(), out_dtype=torch.bfloat16, use_fast_accum=fast
     )
-
-
-def _laid_out(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """First place and end (E,) of each group where all start at multiples of 16."""
-    firsts = column_starts(starts, ends, False, ROW_ALIGNMENT)
-    return firsts, firsts + round_up(ends - starts, ROW_ALIGNMENT)
 
 
 @triton.jit
