@@ -1,10 +1,11 @@
-"""Every configuration of the GEMM kernels compiles for Hopper without a spill."""
+"""Every configuration of the GEMM kernels, and of what zeroes, compiles for Hopper unspilled."""
 
 import pytest
 import torch
 from compile_utils import compile_launch, needs_cuobjdump
 
 from titan_fp8 import reference
+from titan_fp8.kernels import rowwise_gemm
 from titan_fp8.kernels.gemm import mm_launch, wgrad_launch
 
 M, N, K, E = 512, 384, 256, 2
@@ -34,3 +35,11 @@ def test_compiles_for_hopper_without_spills(op, grouped, dtype):
     assert "QGMMA" in compiled.sass and "UTMALDG" in compiled.sass
     assert compiled.spills == 0
     assert compiled.shared <= BLOCK_SHARED
+
+
+@needs_cuobjdump
+def test_zeroing_compiles():
+    y, ends = torch.empty(M, N, dtype=torch.bfloat16), torch.tensor([128, M])
+    behind = compile_launch(rowwise_gemm._zero_behind, (y, ends, M * N, N, E), BLOCK=4096)
+    empty = compile_launch(rowwise_gemm._zero_empty, (y, ends, N * K), BLOCK=4096)
+    assert behind.spills == empty.spills == 0

@@ -58,6 +58,10 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
         for op, (offs, aligned) in itertools.product(token_ops(), LAYOUTS.values()):
             if m > 256 or not aligned:
                 yield op, (x, offs, aligned), {}
+        for offs, aligned in LAYOUTS.values():
+            if m > 256 or not aligned:
+                g = torch.randn(m, 80, dtype=dtype)
+                yield ops.quantize_row_col_t_pair, (g, x, offs, aligned), {}
     for shape in ((272, 144), (512, 640), (1, 16, 16), (3, 144, 272), (2, 512, 48)):
         for op in (ops.quantize_128x128, ops.quantize_row):
             yield op, (torch.randn(shape),), {}
@@ -438,8 +442,12 @@ class LikeAttention(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_attention_output_is_kept_as_attention_keeps_it(recipe):
+def test_attention_output_is_kept_as_attention_keeps_it(recipe, monkeypatch):
     """Attention saves its output anyway: no FP8 copy is saved besides, and the numbers stay."""
+    pairs, pair = [], reference.quantize_row_col_t_pair
+    monkeypatch.setattr(
+        reference, "quantize_row_col_t_pair", lambda *args: pairs.append(args) or pair(*args)
+    )
     linear = nn.Linear(144, 32)
     convert_linears(linear, recipe=recipe)
     heads = torch.randn(2, 4, 20, 36, requires_grad=True)
@@ -453,6 +461,7 @@ def test_attention_output_is_kept_as_attention_keeps_it(recipe):
     g = torch.randn_like(y)
     got, want = (torch.autograd.grad(t, leaves, g, retain_graph=True) for t in (y, copied))
     assert all(map(torch.equal, got, want))
+    assert len(pairs) == (recipe == "rowwise")
 
 
 def test_op_level_checkpointing_saves_what_its_list_says():

@@ -29,11 +29,15 @@ _ops = torch.ops.titan_fp8
 
 @dataclass(frozen=True)
 class _Kit:
-    """The ops of one way of scaling fprop and dgrad, and of the wgrad that goes with it."""
+    """The ops of one way of scaling fprop and dgrad, and of the wgrad that goes with it.
+
+    `pair` does for g what `rows_and_columns` does and for x what `columns` does.
+    """
 
     rows: OpOverload
     columns: OpOverload
     rows_and_columns: OpOverload
+    pair: OpOverload | None
     weight: OpOverload
     weight_t: OpOverload
     mm: OpOverload
@@ -45,6 +49,7 @@ _KITS = {
         rows=_ops.quantize_1x128.default,
         columns=_ops.quantize_128x1_t.default,
         rows_and_columns=_ops.quantize_1x128_128x1_t.default,
+        pair=None,
         weight=_ops.quantize_128x128.default,
         weight_t=_ops.quantize_128x128_t.default,
         mm=_ops.blockwise_mm.default,
@@ -54,6 +59,7 @@ _KITS = {
         rows=_ops.quantize_row.default,
         columns=_ops.quantize_col_t.default,
         rows_and_columns=_ops.quantize_row_col_t.default,
+        pair=_ops.quantize_row_col_t_pair.default,
         weight=_ops.quantize_row.default,
         weight_t=_ops.quantize_weight_col_t.default,
         mm=_ops.rowwise_mm.default,
@@ -195,14 +201,19 @@ class _FP8Product(torch.autograd.Function):
         w, offs, *for_wgrad = ctx.saved_tensors
         spec = ctx.spec
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
-        rows, columns = quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
+        layout, emulate = (offs, spec.aligned), spec.emulate
+        x_kept = needs_dw and len(for_wgrad) == 1 and not spec.wgrad_in_bf16
+        if x_kept and needs_dx and spec.kit.pair:
+            copies = spec.kit.pair(g_MN, *for_wgrad, *layout, emulate=emulate)
+            rows, columns, for_wgrad = copies[:2], copies[2:4], copies[4:]
+        else:
+            rows, columns = quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
+            if x_kept:
+                for_wgrad = spec.kit.columns(*for_wgrad, *layout, emulate=emulate)
         dx_MK = dw = db = None
         if needs_dx:
             dx_MK = dgrad(rows, w, offs, spec, ctx.x_dtype)
         if needs_dw:
-            if len(for_wgrad) == 1 and not spec.wgrad_in_bf16:
-                (x_MK,) = for_wgrad
-                for_wgrad = spec.kit.columns(x_MK, offs, spec.aligned, emulate=spec.emulate)
             dw = wgrad(columns, for_wgrad, offs, spec, w.dtype)
         if needs_db:
             db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

@@ -131,6 +131,10 @@ def _quantize_row_col_t(x, offs=None, aligned=False):
     return (*_quantize_row(x), *_quantize_col_t(x, offs, aligned))
 
 
+def _quantize_row_col_t_pair(g, x, offs=None, aligned=False):
+    return (*_quantize_row_col_t(g, offs, aligned), *_quantize_col_t(x, offs, aligned))
+
+
 def _quantize_weight_col_t(w):
     *lead, n, k = w.shape
     return _q(w, *lead, k, n), _s(w, *lead, k)
@@ -167,6 +171,7 @@ QUANTIZERS = (
     _quantize_row,
     _quantize_col_t,
     _quantize_row_col_t,
+    _quantize_row_col_t_pair,
     _quantize_weight_col_t,
 )
 WEIGHTS_T = (_quantize_128x128_t, _quantize_weight_col_t)

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8 import kernels
 from titan_fp8.kernels.cast import scale_of
-from titan_fp8.kernels.rowwise import quantize_col_t_pair
+from titan_fp8.kernels.rowwise import ROW_COLUMN_WORDS, quantize_col_t_pair
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]
@@ -140,14 +140,37 @@ def test_long_rows(op, columns, dtype):
     check(op, with_specials(inputs((50, columns), dtype)))
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
+@pytest.mark.parametrize("groups", ["dense", *GROUPS])
 def test_pair_is_two_singles(groups, dtype):
-    offs = torch.tensor(GROUPS[groups], device="cuda", dtype=torch.int32)
-    g, x = inputs((517, 704), dtype), with_specials(inputs((517, 2064), dtype))
-    with poisoned_outputs():
-        got = quantize_col_t_pair(g, x, offs)
-    assert_same(got, (*kernels.quantize_col_t(g, offs), *kernels.quantize_col_t(x, offs)))
+    offs = None
+    if groups != "dense":
+        offs = torch.tensor(GROUPS[groups], device="cuda", dtype=torch.int32)
+    wide = 4 * ROW_COLUMN_WORDS // dtype.itemsize + 16
+    x = with_specials(inputs((517, 2064), dtype))
+    for n in (704, wide):
+        g = inputs((517, n), dtype)
+        singles = *kernels.quantize_col_t(g, offs), *kernels.quantize_col_t(x, offs)
+        with poisoned_outputs():
+            columns = quantize_col_t_pair(g, x, offs)
+            both = kernels.quantize_row_col_t_pair(g, x, offs)
+        assert_same(columns, singles)
+        assert_same(both, (*kernels.quantize_row(g), *singles))
+
+
+@pytest.mark.parametrize("ends", [[128, 128, 384, 512], [5, 5, 300, 512]], ids=str)
+def test_pair_has_the_strides_of_a_grouped_gemm(ends):
+    offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
+    g, x = inputs((512, 704), torch.bfloat16), inputs((512, 272), torch.bfloat16)
+    _, _, gq, sg, xq, sx = kernels.quantize_row_col_t_pair(g, x, offs)
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    laid = ((sizes + 15) // 16 * 16).cumsum(0).int()
+    dw = torch._scaled_grouped_mm(
+        gq, xq.t(), sg.view(-1), sx.view(-1), offs=laid, out_dtype=torch.bfloat16
+    )
+    want = reference.rowwise_wgrad(gq, sg, xq, sx, offs)
+    for e in sizes.nonzero().flatten().tolist():
+        assert (dw[e] - want[e]).float().norm() <= 1e-2 * want[e].float().norm()
 
 
 def test_beyond_int32():

@@ -13,6 +13,7 @@ from titan_fp8.kernels.rowwise import (
     quantize_col_t,
     quantize_row,
     quantize_row_col_t,
+    quantize_row_col_t_pair,
     quantize_weight_col_t,
 )
 from titan_fp8.kernels.rowwise_gemm import rowwise_mm, rowwise_wgrad
@@ -29,6 +30,7 @@ __all__ = [
     "quantize_col_t",
     "quantize_row",
     "quantize_row_col_t",
+    "quantize_row_col_t_pair",
     "quantize_weight_col_t",
     "rowwise_mm",
     "rowwise_wgrad",

@@ -13,7 +13,8 @@ which made that step eight times as fast.
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
 Two tensors of the same tokens, the gradient and the activation of wgrad, share the launches of both
-kernels: the programs of the second tensor follow those of the first.
+kernels: the programs of the second tensor follow those of the first. With the gradient's rows they
+share that of the second.
 
 Measured on an H200 (2026-11-20, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
 the copy bandwidth, 4212 GB/s, two reads counted for columns; see docs/log.md.
@@ -221,39 +222,44 @@ class _Columns:
 def _quantize_columns(
     tensors: tuple[Tensor, ...], offs: Tensor | None, aligned: bool, q: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """q_t and s_t of one or two tensors; with `q` given, q and s of the only one before them."""
+    """q_t and s_t of one or two tensors; with `q` given, q and s of the first before them."""
     *lead, m, _ = tensors[0].shape
     width = transposed_width(m, offs, aligned, ROW_ALIGNMENT)
     groups = () if offs is None else tuple(offs.shape)
     columns = [_Columns(x, width, groups) for x in tensors]
     a, b = columns[0], columns[-1]
-    pack, pair = a.pack, len(columns) == 2
-    e = groups[0] if groups else 1
+    pack, e = a.pack, groups[0] if groups else 1
     size = max(32, triton.next_power_of_2(e)) if groups else 0
-    s = a.s_t if q is None else q.new_empty(m, dtype=torch.float32)
-    out = a.x if q is None else q.view((torch.int8, torch.int16)[pack - 1])
+    rows = () if q is None else (q, q.new_empty(m, dtype=torch.float32))
 
-    def grid(tiles: int, words: int) -> tuple[int, ...]:
+    def grid(columns: list[_Columns], tiles: int, words: int) -> tuple[int, ...]:
         return tiles * sum(cdiv(c.k // pack, words) for c in columns), *(lead or [1])
 
-    tile, warps, tokens = MAXIMA, 4, MAXIMA_TOKENS
-    if q is not None:
-        (tile, warps), tokens = _row_layout(a.k // pack), ROW_COLUMN_TOKENS
-    tiles = tiles_of(width, len(groups) and e, tokens, ROW_ALIGNMENT)
-    if m:
-        _maxima_kernel[grid(tiles, tile.shape[1])](
+    def take_maxima(columns: list[_Columns], rows: tuple[Tensor, ...]) -> None:
+        a, b = columns[0], columns[-1]
+        tile, warps, tokens, out, s = MAXIMA, 4, MAXIMA_TOKENS, a.x, a.s_t
+        if rows:
+            (tile, warps), tokens = _row_layout(a.k // pack), ROW_COLUMN_TOKENS
+            out, s = rows[0].view((torch.int8, torch.int16)[pack - 1]), rows[1]
+        tiles = tiles_of(width, len(groups) and e, tokens, ROW_ALIGNMENT)
+        _maxima_kernel[grid(columns, tiles, tile.shape[1])](
             *a.maxima_args(), *b.maxima_args(), out, s, offs, m, width, e, tiles,
-            cdiv(a.k // pack, tile.shape[1]), pack, q is not None, pair, tokens, size, tile,
-            num_warps=warps,
+            cdiv(a.k // pack, tile.shape[1]), pack, bool(rows), len(columns) == 2, tokens, size,
+            tile, num_warps=warps,
         )  # fmt: skip
+
+    if m:
+        # A program with rows holds all channels of one tensor: the other's maxima go by themselves.
+        for some in (columns[:1], columns[1:]) if rows else (columns,):
+            if some:
+                take_maxima(some, rows if some[0] is a else ())
     config = transposing(pack)
     tiles = max(e, tiles_of(width, len(groups) and e, 128, ROW_ALIGNMENT))
     words = config["WORDS"].shape[1]
-    _cast_kernel[grid(tiles, words)](
+    _cast_kernel[grid(columns, tiles, words)](
         *a.cast_args(), *b.cast_args(), offs, m, width, e, tiles, cdiv(a.k // pack, words),
-        pack, pair, size, **config,
+        pack, len(columns) == 2, size, **config,
     )  # fmt: skip
-    rows = () if q is None else (q, s)
     return (*rows, *(t for c in columns for t in (c.q_t, c.s_t)))
 
 
@@ -271,16 +277,31 @@ def quantize_col_t_pair(
     g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_col_t` of g (M, N) and of x (M, K), of one dtype, in the launches of one."""
-    return _quantize_columns((g, x), offs, aligned)
+    return _quantize_columns((g, x.contiguous()), offs, aligned)
 
 
 def quantize_row_col_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
-    if x.shape[1] * x.element_size() > 4 * ROW_COLUMN_WORDS:
+    if not _holds_rows(x):
         return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
     return _quantize_columns((x,), offs, aligned, torch.empty_like(x, dtype=E4M3))
+
+
+def quantize_row_col_t_pair(
+    g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows and columns of g (M, N), and columns of x (M, K), of one dtype: what backward reads."""
+    if not _holds_rows(g):
+        return (*quantize_row(g), *quantize_col_t_pair(g, x, offs, aligned))
+    q = torch.empty_like(g, dtype=E4M3)
+    return _quantize_columns((g, x.contiguous()), offs, aligned, q)
+
+
+def _holds_rows(x: Tensor) -> bool:
+    """Whether a program can hold rows of x beside the maxima of their columns."""
+    return x.shape[1] * x.element_size() <= 4 * ROW_COLUMN_WORDS
 
 
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
