@@ -55,6 +55,8 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
         x = torch.randn(m, k, dtype=dtype)
         yield ops.quantize_1x128, (x,), {}
         yield ops.quantize_row, (x,), {}
+        for index in ([-1, 7, m - 1, -1, 0, m], []):
+            yield ops.gather_rows, (x, torch.tensor(index, dtype=torch.int32)), {}
         for op, (offs, aligned) in itertools.product(token_ops(), LAYOUTS.values()):
             if m > 256 or not aligned:
                 yield op, (x, offs, aligned), {}
@@ -119,7 +121,9 @@ def test_opcheck(call):
     if not any(isinstance(a, torch.Tensor) and a.dtype == E4M3 for a in args):
         # It compares inputs by allclose, which FP8 lacks; the next test does so for every op.
         tests.append("test_schema")
-    torch.library.opcheck(op.default, args, {**keywords, "emulate": True}, test_utils=tests)
+    if op is not ops.gather_rows:
+        keywords = {**keywords, "emulate": True}
+    torch.library.opcheck(op.default, args, keywords, test_utils=tests)
 
 
 def test_outputs_are_as_the_fakes_say_and_inputs_as_they_were():
@@ -148,6 +152,8 @@ def test_non_contiguous_inputs_are_made_contiguous():
     for op in (ops.quantize_1x128, ops.quantize_row, *token_ops()):
         for got, want in zip(op(x), op(x.contiguous()), strict=True):
             assert torch.equal(got.float(), want.float()) and got.stride() == want.stride()
+    index = torch.tensor([5, -1, 5, 299, 0])
+    assert torch.equal(ops.gather_rows(x, index), ops.gather_rows(x.contiguous(), index))
 
 
 # torch.compile

@@ -10,6 +10,8 @@ the gradient that arrives in backward, it keeps torch.compile from running them 
 and saving an FP8 copy of the weight until backward, which it otherwise does for weights that are
 not parameters of the compiled module (experts).
 
+`gather_rows` computes nothing: it has no `emulate`, and its kernel runs on any CUDA GPU.
+
 The functions below the registration tell torch.compile the shapes, dtypes and strides; the layouts
 are explained in `reference.py`.
 """
@@ -180,3 +182,19 @@ GEMMS = (_blockwise_mm, _blockwise_wgrad, _rowwise_mm, _rowwise_wgrad, _bf16_wgr
 
 for _fake in (*QUANTIZERS, *SWIGLU, *GEMMS):
     _register(_fake)
+
+
+def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    implementation = reference
+    if x.is_cuda:
+        from titan_fp8 import kernels as implementation
+    return implementation.gather_rows(x.contiguous(), index)
+
+
+_library.define("gather_rows(Tensor x, Tensor index) -> Tensor")
+_library.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("titan_fp8::gather_rows", lib=_library)
+def _(x, index):
+    return x.new_empty(index.shape[0], x.shape[1])

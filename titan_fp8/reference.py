@@ -418,3 +418,13 @@ def bf16_wgrad(
         bounds = group_bounds(offs, g.shape[0])
         rows = [slice(*b) for b in zip(*(t.tolist() for t in bounds), strict=True)]
     return matmul_tokens([(left[:, r], right[:, r]) for r in rows], offs, out_dtype)
+
+
+# Permutation
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Row index[i] of x (M, K) as row i, zeros where x has no such row: (R, K); index (R,)."""
+    inside = (index >= 0) & (index < x.shape[0])
+    rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # so that there is a row to take
+    return torch.where(inside[:, None], rows[torch.where(inside, index, 0)], 0)

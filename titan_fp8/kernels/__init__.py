@@ -1,6 +1,7 @@
 """The Hopper kernels, a function for each op of `reference.py`; the only room to import triton."""
 
 from titan_fp8.kernels.bf16_gemm import bf16_wgrad
+from titan_fp8.kernels.gather import gather_rows
 from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
 from titan_fp8.kernels.quantize import (
     quantize_1x128,
@@ -22,6 +23,7 @@ __all__ = [
     "bf16_wgrad",
     "blockwise_mm",
     "blockwise_wgrad",
+    "gather_rows",
     "quantize_128x1_t",
     "quantize_128x128",
     "quantize_128x128_t",
