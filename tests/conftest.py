@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 def fresh_host(monkeypatch):
     """torchtitan as in a new process: what trainers and conversions change is put back after."""
     from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.distributed import activation_checkpoint, expert_parallel
     from torchtitan.models.moe import moe, utils
 
     from titan_fp8.plugin import converters
@@ -35,6 +35,8 @@ def fresh_host(monkeypatch):
     converters.warn_async_tp.cache_clear()
     monkeypatch.setattr(utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
+    for name in ("_permute", "_unpermute"):
+        monkeypatch.setattr(expert_parallel, name, getattr(expert_parallel, name))
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
     monkeypatch.setattr(activation_checkpoint, "ptd_checkpoint_wrapper", wrapper)
     metrics = dict(MetricsProcessor.__dict__)

@@ -24,11 +24,13 @@ emulate = true
 recipe = "rowwise_with_gw_hp"
 fqns = ["layers.1.moe.experts"]
 emulate = true
+permutation = "host"
 """
 FLAGS = (
     *(f"--{LINEAR}.recipe", "rowwise", f"--{LINEAR}.filter_fqns", "output,wkv_a"),
     *(f"--{LINEAR}.emulate", f"--{GROUPED_MM}.recipe", "rowwise_with_gw_hp"),
     *(f"--{GROUPED_MM}.fqns", "layers.1.moe.experts", f"--{GROUPED_MM}.emulate"),
+    *(f"--{GROUPED_MM}.permutation", "host"),
 )
 NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -38,13 +40,13 @@ def sections(config):
     linear, experts = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
     return (
         (linear.recipe, linear.filter_fqns, linear.emulate),
-        (experts.recipe, experts.fqns, experts.emulate),
+        (experts.recipe, experts.fqns, experts.emulate, experts.permutation),
     )
 
 
 ALL_SET = (
     ("rowwise", ["output", "wkv_a"], True),
-    ("rowwise_with_gw_hp", ["layers.1.moe.experts"], True),
+    ("rowwise_with_gw_hp", ["layers.1.moe.experts"], True, "host"),
 )
 
 
@@ -52,7 +54,7 @@ def test_one_line_loads_the_plugin_with_the_defaults_of_the_contract(tmp_path):
     config = parse(tmp_path, HEAD)
     assert sections(config) == (
         ("blockwise", ["output", "router.gate"], False),
-        (None, ["experts"], False),
+        (None, ["experts"], False, None),
     )
 
 
@@ -68,7 +70,7 @@ def test_flags_override_the_toml_key_by_key(tmp_path):
     flags = (f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.no-emulate", f"--{GROUPED_MM}.fqns", "moe")
     linear, experts = sections(parse(tmp_path, HEAD + SECTIONS, *flags))
     assert linear == ("bf16", ["output", "wkv_a"], False)
-    assert experts == ("rowwise_with_gw_hp", ["moe"], True)
+    assert experts == ("rowwise_with_gw_hp", ["moe"], True, "host")
 
 
 @pytest.mark.parametrize("section", BOTH)
@@ -86,6 +88,7 @@ def test_an_empty_filter_may_be_written(tmp_path):
 LIST = ("list of strings",)
 BOOL = ("true", "false")
 ONE_MORE = ("empty string",)
+PERMUTATIONS = ("'gather'", "'host'")
 RECIPE_MISTAKES = ('"blokwise"', '""', '"Rowwise"', "3", "true", '["rowwise"]')
 LIST_MISTAKES = (('"output"', LIST), ("true", LIST), ("[1]", LIST), ('["output", ""]', ONE_MORE))
 MISTAKES = [
@@ -94,6 +97,7 @@ MISTAKES = [
     *((LINEAR, "filter_fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     *((GROUPED_MM, "fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     (GROUPED_MM, "fqns", "[]", ("convert nothing",)),
+    *((GROUPED_MM, "permutation", value, PERMUTATIONS) for value in ('"gathers"', "true", "[]")),
 ]
 
 
@@ -126,6 +130,7 @@ FLAG_MISTAKES = [
     *((section, "recipe", "blokwise", RECIPES) for section in BOTH),
     (LINEAR, "filter_fqns", "output,,wk", ONE_MORE),
     (GROUPED_MM, "fqns", "", ONE_MORE),
+    (GROUPED_MM, "permutation", "gathers", ("gather", "host")),
 ]
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from titan import BOTH, GROUPED_MM, LINEAR, build, convert, converted, job, of_type
 from torch import nn
-from torchtitan.distributed import activation_checkpoint
+from torchtitan.distributed import activation_checkpoint, expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 import titan_fp8
+from titan_fp8.plugin import permutation
 from titan_fp8.plugin.experts import FP8GroupedExperts
 
 ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
@@ -200,3 +201,31 @@ def test_bf16_leaves_modules_alignment_checkpointing_and_compiler_alone(tmp_path
     assert activation_checkpoint.ptd_checkpoint_wrapper is wrapper
     assert "emulated" not in caplog.text
     assert {outcome for _, outcome in report(caplog.text).values()} == {'- recipe = "bf16"'}
+
+
+EP = ("--parallelism.expert_parallel_degree", 2)
+DEEPEP = (*EP, "--parallelism.expert_parallel_comm_backend", "deepep")
+NO_EP = ()
+
+
+@pytest.mark.parametrize("plan", [EP, DEEPEP, NO_EP], ids=["EP", "DeepEP", "no EP"])
+@pytest.mark.parametrize("asked", [None, "gather", "host"])
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_the_permutation_is_replaced_where_there_is_one(
+    tmp_path, monkeypatch, caplog, recipe, asked, plan
+):
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", MagicMock())
+    asks = () if asked is None else (f"--{GROUPED_MM}.permutation", asked)
+    before = expert_parallel._permute, expert_parallel._unpermute
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *asks, *plan)
+    for _ in range(2):
+        converted(config)
+    gathers = asked == "gather" or (asked is None and recipe != "bf16")
+    replaced = gathers and plan is EP
+    ours = permutation.permute, permutation.unpermute
+    assert (expert_parallel._permute, expert_parallel._unpermute) == (ours if replaced else before)
+    assert ("by gathers" in caplog.text) == replaced
+    warned = any('permutation = "gather"' in r.message for r in caplog.records)
+    assert warned == (asked == "gather" and plan is not EP)
+    if recipe == "bf16":
+        assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8

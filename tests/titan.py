@@ -88,11 +88,10 @@ def build(config: JobConfig) -> nn.Module:
 
 
 def convert(config: JobConfig, model: nn.Module) -> nn.Module:
-    """The model after the job's converters, as the trainer calls them."""
-    one_process = ParallelDims(
-        dp_shard=1, dp_replicate=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1
-    )
-    build_model_converters(config, one_process).convert(model)
+    """The model after the job's converters, as the trainer calls them on one rank or one of ep."""
+    ep = config.parallelism.expert_parallel_degree
+    dims = ParallelDims(dp_shard=ep, dp_replicate=1, cp=1, tp=1, pp=1, ep=ep, etp=1, world_size=ep)
+    build_model_converters(config, dims).convert(model)
     return model
 
 

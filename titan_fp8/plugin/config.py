@@ -11,7 +11,7 @@ once all of it is merged, where torchtitan validates its own configuration.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 import tyro
@@ -25,6 +25,7 @@ LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
 RecipeName = Literal["blockwise", "rowwise", "rowwise_with_gw_hp", "bf16"]
+PermutationName = Literal["gather", "host"]
 Written = Annotated[bool, tyro.conf.Suppress]
 
 
@@ -65,6 +66,11 @@ class TitanFP8GroupedMM:
     emulate: bool = False
     """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
 
+    permutation: PermutationName | None = None
+    """How expert parallelism sorts the tokens of a rank by expert and back. "gather": by gathers,
+    in forward and backward. "host": by torchtitan's own functions, which give the same values. Left
+    out, "gather", but for recipe "bf16" "host"."""
+
     written: Written = field(default=True, repr=False)
     """Whether the file has this section; not a setting."""
 
@@ -78,6 +84,12 @@ class TitanFP8GroupedMM:
                 f'or drop "{GROUPED_MM}" from model.converters'
             )
         _check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
+        allowed = get_args(PermutationName)
+        if self.permutation not in (None, *allowed):
+            raise ValueError(
+                f"[{GROUPED_MM}] permutation = {self.permutation!r}: allowed are "
+                + ", ".join(map(repr, allowed))
+            )
 
 
 def _check_list(key: str, value: object) -> None:

@@ -21,6 +21,7 @@ from titan_fp8.plugin.checkpointing import checkpoint_gemms_as_mm
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
 from titan_fp8.plugin.feed_forward import fuse_feed_forwards
+from titan_fp8.plugin.permutation import permute_by_gathers
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
 from titan_fp8.recipe import BF16, get_recipe
 
@@ -30,7 +31,7 @@ class _Converter(QuantizationConverter):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
-        self.job_config = job_config
+        self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
         self.compiles = compile_config.enable and "model" in compile_config.components
 
@@ -95,6 +96,21 @@ class GroupedMMConverter(_Converter):
             # Beyond the Literal of its signature, which the host does not enforce.
             set_token_group_alignment_size_m(get_recipe(recipe).alignment)
         self.log("grouped experts", recipe, report)
+        if (section.permutation or ("host" if recipe == BF16 else "gather")) == "gather":
+            self.permute_by_gathers(asked=section.permutation is not None)
+
+    def permute_by_gathers(self, asked: bool) -> None:
+        """Replaces the host's permutation where the job has one; warns where it was `asked` for
+        and there is none."""
+        backend = self.job_config.parallelism.expert_parallel_comm_backend
+        if self.parallel_dims.ep_enabled and backend == "standard":
+            permute_by_gathers()
+            logger.info("titan_fp8: tokens are sorted by expert, and back, by gathers")
+        elif asked:
+            logger.warning(
+                f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing here: it needs '
+                f'expert_parallel_degree > 1 and expert_parallel_comm_backend = "standard"'
+            )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,157 @@
+"""The gather of rows is the reference, bit for bit, and the permutation by gathers the host's.
+
+Outputs are filled with NaN before each launch, so that an element nobody writes shows, and so is
+what must not be read: the rows around x and those of padding.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_fp8 import reference
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from titan_fp8 import kernels
+
+DTYPES = [torch.bfloat16, torch.float32]
+BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+COUNTS = {
+    "uneven": [[3, 0, 17, 1], [400, 0, 2, 9]],
+    "empty rank": [[0, 0, 0, 0], [5, 16, 130, 1]],
+    "one rank": [[7, 8, 9, 0]],
+    "no tokens": [[0, 0], [0, 0]],
+    "16B": [[384] * 16] * 4,
+}
+"""Tokens of each source rank for each local expert."""
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture
+def host():
+    return pytest.importorskip("torchtitan.models.moe.utils")
+
+
+@pytest.fixture
+def permutation(host):
+    from titan_fp8.plugin import permutation
+
+    return permutation
+
+
+@contextlib.contextmanager
+def poisoned_outputs():
+    """Fresh tensors hold NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def no_sync():
+    """Waiting for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def random_bits(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Any bits at all, NaN of every kind among them."""
+    bits = BITS[dtype]
+    low, high = torch.iinfo(bits).min, torch.iinfo(bits).max
+    return torch.randint(low, high, shape, device="cuda", dtype=bits).view(dtype)
+
+
+def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
+    assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride()), what
+    bits = BITS.get(got.dtype, got.dtype)
+    assert torch.equal(got.view(bits), want.view(bits)), what
+
+
+@every_dtype
+@pytest.mark.parametrize("k", [16, 144, 576, 1408, 2048, 7168, 8, 2049, 1])
+@pytest.mark.parametrize("r", [1, 517, 4096])
+def test_rows_are_copied_bit_for_bit(r, k, dtype):
+    m = 300
+    memory = random_bits(m + 2, k, dtype=dtype)
+    memory[[0, -1]] = float("nan")
+    x = memory[1:-1]
+    for low, high in ((-1, 0), (0, m), (-3, m + 3)):
+        index = torch.randint(low, high, (r,), device="cuda")
+        want = reference.gather_rows(x, index)
+        for i in (index, index.int()):
+            with poisoned_outputs():
+                assert_same(kernels.gather_rows(x, i), want)
+
+
+@every_dtype
+def test_nothing_to_copy(dtype):
+    x = random_bits(64, 256, dtype=dtype)
+    index = torch.tensor([3, -1, 0], device="cuda", dtype=torch.int32)
+    with poisoned_outputs():
+        assert kernels.gather_rows(x, index[:0]).shape == (0, 256)
+        assert_same(kernels.gather_rows(x[:0], index), x.new_zeros(3, 256))
+        assert kernels.gather_rows(x[:, :0], index).shape == (3, 0)
+
+
+def test_beyond_int32():
+    """More than 2^31 elements, read and written."""
+    m, k = 131072 + 128, 16384
+    x = torch.randn(m, 1, device="cuda", dtype=torch.bfloat16).expand(m, k).contiguous()
+    index = torch.arange(m, device="cuda", dtype=torch.int32).flip(0)
+    got = kernels.gather_rows(x, index)
+    for rows in (slice(0, 128), slice(m - 128, m)):
+        assert_same(got[rows], x[index[rows]])
+
+
+def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype: torch.dtype):
+    """What leaves either function, forward and backward; its index, -1 for padding, and sizes."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
+
+    count = torch.tensor(counts, device="cuda")
+    x = draw(sum(map(sum, counts)), 576).requires_grad_()
+    shape, rows, index, sizes = permute(x, count.flatten(), *count.shape)
+    tokens = getattr(index, "tokens", index)
+    padding = (tokens < 0)[:, None]
+    rows.backward(draw(*rows.shape).masked_fill(padding, float("nan")))
+    out = draw(*rows.shape).masked_fill(padding, float("nan")).requires_grad_()
+    y = unpermute(out, shape, index)
+    y.backward(draw(*y.shape))
+    return tokens, sizes, rows.detach(), x.grad, y.detach(), out.grad
+
+
+@every_dtype
+@pytest.mark.parametrize("alignment", [16, 128])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gathers_are_the_hosts_permutation(
+    monkeypatch, host, permutation, counts, alignment, dtype
+):
+    monkeypatch.setattr(host, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
+    arguments = COUNTS[counts], alignment, dtype
+    want = both_ways(host._permute, host._unpermute, *arguments)
+    with poisoned_outputs():
+        got = both_ways(permutation.permute, permutation.unpermute, *arguments)
+    names = ("tokens", "sizes", "permuted", "gradient", "unpermuted", "its gradient")
+    for name, a, b in zip(names, got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def test_nothing_waits_for_the_device(permutation):
+    count = torch.tensor(COUNTS["uneven"], device="cuda").flatten()
+    x = torch.randn(432, 256, device="cuda", requires_grad=True)
+    for _ in range(2):
+        # The first time compiles the kernels.
+        with no_sync():
+            shape, rows, index, _ = permutation.permute(x, count, 2, 4)
+            permutation.unpermute(2 * rows, shape, index).backward(x.detach())
+    assert torch.equal(x.grad, 4 * x.detach())

@@ -1,0 +1,81 @@
+"""The permutation around the experts as gathers, in both directions and in both passes.
+
+Expert parallelism brings a rank its tokens sorted by the rank they come from. The host's `_permute`
+sorts them by expert and pads each expert's to a multiple of the alignment, and `_unpermute` takes
+them back. It writes rows where an index says, by `index_put`, in `_unpermute` and in the backward
+of `_permute`, and copies the tensor to add a row that stands for the padding.
+
+But every token has one place, so each direction is also a gather: by the token of each place, -1
+for padding, or by the place of each token. Forward takes the one, backward the other, and padding
+is zero in either. The indices, and with them the routing, come from the host's own function.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchtitan.distributed import expert_parallel
+from torchtitan.models.moe import utils as moe_utils
+
+import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+
+_gather_rows = torch.ops.titan_fp8.gather_rows.default
+
+
+class Permutation(NamedTuple):
+    """Which token stands where, and where each token stands."""
+
+    tokens: Tensor
+    """(R,) int32: the token at each place, -1 for padding."""
+    places: Tensor
+    """(S,) int32: the place of each token."""
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x by `index`, those of the gradient by its inverse; -1 gives zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _gather_rows(x, index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return _gather_rows(g, inverse), None, None
+
+
+def permute(
+    x: Tensor, num_tokens_per_expert: Tensor, ep_degree: int, num_local_experts: int
+) -> tuple[torch.Size, Tensor, Permutation, Tensor]:
+    """The host's `_permute`: x (S, dim), sorted by source rank, as (R, dim), sorted by expert.
+
+    Returns x's shape, the rows, the permutation, for `unpermute`, and the aligned group sizes.
+    """
+    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
+    longest = moe_utils._round_up(x.shape[0] + num_local_experts * alignment, alignment)
+    with torch.no_grad():
+        tokens, sizes, _ = moe_utils.generate_permute_indices(
+            num_tokens_per_expert, num_local_experts, ep_degree, longest, alignment
+        )
+        permutation = Permutation(tokens, _invert(tokens, x.shape[0]))
+    return x.shape, _Gather.apply(x, *permutation), permutation, sizes
+
+
+def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:
+    """The host's `_unpermute`: rows (R, dim), sorted by expert, back as `input_shape` (S, dim)."""
+    return _Gather.apply(out, permutation.places, permutation.tokens)
+
+
+def _invert(tokens: Tensor, count: int) -> Tensor:
+    """The place (count,) of each token; -1 for one that has none."""
+    places = tokens.new_full((count + 1,), -1)
+    # Padding, -1, writes to the last element.
+    places[tokens] = torch.arange(len(tokens), device=tokens.device, dtype=tokens.dtype)
+    return places[:-1]
+
+
+def permute_by_gathers() -> None:
+    """Replaces the host's permutation under expert parallelism; idempotent."""
+    expert_parallel._permute, expert_parallel._unpermute = permute, unpermute
