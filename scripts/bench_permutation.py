@@ -1,0 +1,109 @@
+"""The permutation around the experts on one GPU: the host's functions and the gathers for them.
+
+    python scripts/bench_permutation.py [--json FILE]
+
+Shapes are DeepSeek-V3 16B's on 4 ranks of expert parallelism: 4 x 4096 tokens a rank with 6 experts
+each, 16 experts a rank. Forward includes what makes the indices. Bytes are an ideal copy's: each
+row read once and written once, in forward and in backward. No speed is printed for a function whose
+results are not the host's.
+"""
+
+from collections.abc import Callable
+
+import torch
+from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
+from torch import Tensor
+from torchtitan.models.moe import utils as host
+
+from titan_fp8 import kernels, reference
+from titan_fp8.plugin import permutation
+
+ROWS, K = 4 * 4096 * 6, 2048
+EXPERTS, EP = 16, 4
+ALIGNMENT = 128
+WAYS = {
+    "host": (host._permute, host._unpermute),
+    "gather": (permutation.permute, permutation.unpermute),
+}
+
+
+def draw(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, K, device="cuda", dtype=dtype)
+
+
+def token_counts() -> Tensor:
+    """Tokens of each source rank for each local expert, uneven, ROWS in all."""
+    share = 0.25 + torch.rand(EP * EXPERTS, generator=torch.Generator().manual_seed(0))
+    ends = (share.cumsum(0) / share.sum() * ROWS).round().long()
+    return ends.diff(prepend=ends.new_zeros(1)).cuda()
+
+
+def steps(way: str, counts: Tensor) -> dict[str, Callable]:
+    """Both functions of a way, each forward alone and with backward, on an input and a gradient."""
+    permute, unpermute = WAYS[way]
+    shape, _, index, _ = permute(draw(ROWS), counts, EP, EXPERTS)
+
+    def permute_both(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        x.requires_grad_()
+        _, rows, _, _ = permute(x, counts, EP, EXPERTS)
+        return rows, *torch.autograd.grad(rows, x, g)
+
+    def unpermute_both(out: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        out.requires_grad_()
+        y = unpermute(out, shape, index)
+        return y, *torch.autograd.grad(y, out, g)
+
+    return {
+        "permute": lambda x, g: permute(x.detach(), counts, EP, EXPERTS)[1:2],
+        "permute, forward + backward": permute_both,
+        "unpermute": lambda out, g: (unpermute(out.detach(), shape, index),),
+        "unpermute, forward + backward": unpermute_both,
+    }
+
+
+def row_of(what: str, dtype: torch.dtype, gigabytes: float, us: float, copy: float) -> dict:
+    gbps = gigabytes / us * 1e6
+    row = {"step": what, "dtype": str(dtype).removeprefix("torch."), "us": us}
+    return row | {"GB/s": gbps, "% of copy": 100 * gbps / copy}
+
+
+def measure_gather(dtype: torch.dtype, copy: float) -> dict[str, object]:
+    """The op alone: a permutation of all rows."""
+    index = torch.randperm(ROWS, device="cuda").int()
+    inputs = [draw(ROWS, dtype) for _ in range(sets_beyond_l2(ROWS * K * dtype.itemsize))]
+    if not torch.equal(kernels.gather_rows(inputs[0], index), inputs[0][index]):
+        raise SystemExit("gather_rows is WRONG")
+    us = median_us([lambda x=x: kernels.gather_rows(x, index) for x in inputs])
+    return row_of("gather_rows", dtype, 2 * inputs[0].nbytes / 1e9, us, copy)
+
+
+def measure_steps(copy: float) -> list[dict[str, object]]:
+    counts = token_counts()
+    ours, theirs = steps("gather", counts), steps("host", counts)
+    padded = reference.round_up(ROWS + EXPERTS * ALIGNMENT, ALIGNMENT)
+    rows = []
+    for what in ours:
+        sizes = (ROWS, padded) if what.startswith("permute") else (padded, ROWS)
+        inputs = [tuple(draw(size) for size in sizes) for _ in range(2)]
+        got, want = ours[what](*inputs[0]), theirs[what](*inputs[0])
+        if not all(map(torch.equal, got, want)):
+            raise SystemExit(f"{what} is WRONG")
+        del got, want
+        gigabytes = len(what.split("+")) * sum(t.nbytes for t in inputs[0]) / 1e9
+        for way, functions in (("host", theirs), ("gather", ours)):
+            us = median_us([lambda i=i, f=functions[what]: f(*i) for i in inputs])
+            rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
+    return rows
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    host.set_token_group_alignment_size_m(ALIGNMENT)
+    copy = copy_gbps()
+    print(f"copy: {copy:.0f} GB/s; {ROWS} rows of {K}, {EXPERTS} experts a rank, {EP} ranks")
+    rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
+    report(rows + measure_steps(copy), arguments.json)
+
+
+if __name__ == "__main__":
+    main()
