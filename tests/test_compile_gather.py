@@ -1,4 +1,4 @@
-"""The gather of rows compiles for Hopper to a copy: wide loads and stores, no spill, no barrier."""
+"""The kernels on rows compile for Hopper to wide loads and stores, without a spill or a barrier."""
 
 import pytest
 import torch
@@ -7,21 +7,38 @@ from compile_utils import compile_launch, needs_cuobjdump
 from titan_fp8.kernels import gather
 
 
+class Compiler:
+    """Stands for a kernel: compiles what would be launched."""
+
+    def __init__(self, kernel, compiled: dict):
+        self.kernel, self.compiled = kernel, compiled
+
+    def __getitem__(self, grid):
+        def compile(*args, **kwargs):
+            result = compile_launch(self.kernel, args, **kwargs)
+            print(result)
+            assert result.spills == 0 and result.shared == 0
+            sass = result.sass
+            self.compiled[result.name] = (sass.count("LDG.E.128"), sass.count("STG.E.128"))
+
+        return compile
+
+
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("k", [64, 2048, 2056, 7168, 2049])
-def test_compiles_for_hopper_to_a_copy(monkeypatch, k, dtype):
-    compiled = []
-
-    class Compiler:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: compiled.append(compile_launch(kernel, args, **kwargs))
-
-    kernel = gather._gather_kernel
-    monkeypatch.setattr(gather, "_gather_kernel", Compiler())
-    gather.gather_rows(torch.empty(64, k, dtype=dtype), torch.zeros(100, dtype=torch.int32))
-    (copy,) = compiled
-    print(copy)
-    assert copy.spills == 0 and copy.shared == 0
-    wide = gather.LOADS if k % 8 == 0 else 0
-    assert copy.sass.count("LDG.E.128") == copy.sass.count("STG.E.128") == wide
+@pytest.mark.parametrize("k", [64, 2048, 2049])
+def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
+    compiled, top = {}, 6
+    for name in ("_gather_kernel", "_combine_kernel", "_dot_kernel"):
+        monkeypatch.setattr(gather, name, Compiler(getattr(gather, name), compiled))
+    x, index = torch.empty(64, k, dtype=dtype), torch.zeros(20, top, dtype=torch.int32)
+    copies, summands = (gather.COPIES, gather.SUMMANDS) if k % 8 == 0 else (0, 0)
+    for weight in (None, torch.zeros(20, top)):
+        gather.gather_rows(x, index.flatten(), weight if weight is None else weight.flatten())
+        gather.combine_rows(x, index, weight)
+        gather.dot_rows(x[:20], x, index)
+        assert compiled == {
+            "_gather_kernel": (copies, copies),
+            "_combine_kernel": (top * summands, summands),
+            "_dot_kernel": (2 * summands, 0),
+        }

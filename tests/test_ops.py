@@ -49,6 +49,9 @@ def token_ops():
     )  # fmt: skip
 
 
+ON_ROWS = (ops.gather_rows, ops.combine_rows, ops.dot_rows)
+
+
 def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 32, 16))):
     """(op, arguments, keywords) of every op in all its forms, for these (M, K) and (M, N, K)."""
     for (m, k), dtype in itertools.product(tokens, DTYPES):
@@ -56,7 +59,7 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
         yield ops.quantize_1x128, (x,), {}
         yield ops.quantize_row, (x,), {}
         for index in ([-1, 7, m - 1, -1, 0, m], []):
-            yield ops.gather_rows, (x, torch.tensor(index, dtype=torch.int32)), {}
+            yield from row_calls(x, torch.tensor(index, dtype=torch.int32))
         for op, (offs, aligned) in itertools.product(token_ops(), LAYOUTS.values()):
             if m > 256 or not aligned:
                 yield op, (x, offs, aligned), {}
@@ -73,6 +76,15 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
     for (m, n, k), (offs, aligned), dtype in itertools.product(gemms, LAYOUTS.values(), DTYPES):
         if m > 256 or not aligned:
             yield from gemm_calls(m, n, k, offs, aligned, dtype)
+
+
+def row_calls(x, index):
+    """The ops on rows of x, of an even number of rows or none."""
+    pairs = index.view(-1, 2)
+    for weight in (None, torch.randn(index.shape)):
+        yield ops.gather_rows, (x, index, weight), {}
+        yield ops.combine_rows, (x, pairs, weight if weight is None else weight.view(-1, 2)), {}
+    yield ops.dot_rows, (torch.randn(len(pairs), x.shape[1], dtype=x.dtype), x, pairs), {}
 
 
 def gemm_calls(m, n, k, offs, aligned, dtype):
@@ -121,7 +133,7 @@ def test_opcheck(call):
     if not any(isinstance(a, torch.Tensor) and a.dtype == E4M3 for a in args):
         # It compares inputs by allclose, which FP8 lacks; the next test does so for every op.
         tests.append("test_schema")
-    if op is not ops.gather_rows:
+    if op not in ON_ROWS:
         keywords = {**keywords, "emulate": True}
     torch.library.opcheck(op.default, args, keywords, test_utils=tests)
 

@@ -10,7 +10,7 @@ the gradient that arrives in backward, it keeps torch.compile from running them 
 and saving an FP8 copy of the weight until backward, which it otherwise does for weights that are
 not parameters of the compiled module (experts).
 
-`gather_rows` computes nothing: it has no `emulate`, and its kernel runs on any CUDA GPU.
+The ops on rows have nothing to do with FP8: no `emulate`, and kernels for any CUDA GPU.
 
 The functions below the registration tell torch.compile the shapes, dtypes and strides; the layouts
 are explained in `reference.py`.
@@ -184,17 +184,35 @@ for _fake in (*QUANTIZERS, *SWIGLU, *GEMMS):
     _register(_fake)
 
 
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    implementation = reference
-    if x.is_cuda:
-        from titan_fp8 import kernels as implementation
-    return implementation.gather_rows(x.contiguous(), index)
+# The permutation around the experts
 
 
-_library.define("gather_rows(Tensor x, Tensor index) -> Tensor")
-_library.impl("gather_rows", _gather_rows, "CompositeExplicitAutograd")
+def _register_on_rows(fake) -> None:
+    """As `_register`, for the ops that move rows in high precision."""
+    name = fake.__name__.removeprefix("_")
+    _library.define(name + torch.library.infer_schema(getattr(reference, name), mutates_args=()))
+
+    def run(*args):
+        implementation = reference
+        if args[0].is_cuda:
+            from titan_fp8 import kernels as implementation
+        return getattr(implementation, name)(*(t if t is None else t.contiguous() for t in args))
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"titan_fp8::{name}", fake, lib=_library)
 
 
-@torch.library.register_fake("titan_fp8::gather_rows", lib=_library)
-def _(x, index):
+def _gather_rows(x, index, weight=None):
     return x.new_empty(index.shape[0], x.shape[1])
+
+
+def _combine_rows(y, index, weight=None):
+    return y.new_empty(index.shape[0], y.shape[1])
+
+
+def _dot_rows(a, b, index):
+    return _s(a, *index.shape)
+
+
+for _fake in (_gather_rows, _combine_rows, _dot_rows):
+    _register_on_rows(_fake)

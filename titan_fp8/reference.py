@@ -423,8 +423,34 @@ def bf16_wgrad(
 # Permutation
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Row index[i] of x (M, K) as row i, zeros where x has no such row: (R, K); index (R,)."""
+def gather_rows(x: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Row index[i] of x (M, K) as row i, times weight[i] if given, zeros where x has no such row.
+
+    index (R,) integers, weight (R,) FP32; (R, K) in x's dtype.
+    """
     inside = (index >= 0) & (index < x.shape[0])
     rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # so that there is a row to take
-    return torch.where(inside[:, None], rows[torch.where(inside, index, 0)], 0)
+    rows = torch.where(inside[:, None], rows[torch.where(inside, index, 0)], 0)
+    return rows if weight is None else (weight[:, None] * rows.float()).to(x.dtype)
+
+
+def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The sum of the rows index[t] of y (M, K), each times its weight if given, in FP32.
+
+    index (T, k) integers, -1 for none, weight (T, k) FP32; (T, K), rounded once to y's dtype.
+    """
+    rows = gather_rows(y, index.flatten()).float().view(*index.shape, y.shape[1])
+    if weight is None:
+        return rows.sum(1).to(y.dtype)
+    with full_fp32(y.device):
+        return torch.bmm(weight[:, None], rows).squeeze(1).to(y.dtype)
+
+
+def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32, 0 where b has none.
+
+    index (T, k) integers; (T, k) FP32.
+    """
+    rows = gather_rows(b, index.flatten()).float().view(*index.shape, b.shape[1])
+    with full_fp32(a.device):
+        return torch.bmm(a.float()[:, None], rows.mT).squeeze(1)

@@ -1,7 +1,7 @@
 """The Hopper kernels, a function for each op of `reference.py`; the only room to import triton."""
 
 from titan_fp8.kernels.bf16_gemm import bf16_wgrad
-from titan_fp8.kernels.gather import gather_rows
+from titan_fp8.kernels.gather import combine_rows, dot_rows, gather_rows
 from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
 from titan_fp8.kernels.quantize import (
     quantize_1x128,
@@ -23,6 +23,8 @@ __all__ = [
     "bf16_wgrad",
     "blockwise_mm",
     "blockwise_wgrad",
+    "combine_rows",
+    "dot_rows",
     "gather_rows",
     "quantize_128x1_t",
     "quantize_128x128",

@@ -1,10 +1,11 @@
-"""Rows of a tensor by an index, for the permutation around the experts: a copy and nothing else.
+"""Rows of a tensor by an index, for the permutation around the experts: copied, summed, multiplied.
 
-A program copies some rows of the result, or a part of each where they are long. Each warp takes
-rows of its own and reads them 512 bytes at a time, and eight 16-byte loads a thread are under way
-at once: which rows they are is known from one load of the index, and no thread waits for another.
+A program makes some rows of the result, or a part of each where they are long. Each warp takes rows
+of its own and reads them 512 bytes at a time, several 16-byte loads a thread under way at once:
+which rows they are is known from one load of the index, and no thread waits for another.
 """
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -14,40 +15,135 @@ from titan_fp8.kernels.tile import layout
 from titan_fp8.reference import cdiv
 
 WARPS = 4
-LOADS = 8
-"""16-byte loads of a thread."""
+COPIES = 8
+"""16-byte loads of a thread that copies."""
+SUMMANDS = 4
+"""Those of one that computes, for each of the rows that it brings together."""
 ACROSS = 4
 """How many of them lie along one row, if it is long enough."""
 
 
+@gluon.jit
+def _load_rows(x, index, valid, M, column, K, TILE: gl.constexpr):
+    """The rows of x (M, K) that `index` names where `valid`, from `column` on; zeros elsewhere."""
+    source = gl.load(index, mask=valid, other=-1).to(gl.int64)
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+    inside = ((source >= 0) & (source < M))[:, None] & (j < K)[None, :]
+    return gl.load(x + (source[:, None] * K + j[None, :]), mask=inside, other=0)
+
+
+@gluon.jit
+def _store_rows(out, values, i, valid, column, K, TILE: gl.constexpr):
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+    inside = valid[:, None] & (j < K)[None, :]
+    gl.store(out + (i.to(gl.int64)[:, None] * K + j[None, :]), values, mask=inside)
+
+
+# K is the number of loads of a row times UNIT, so that the compiler knows it as a multiple of that.
+
+
 @gluon.jit(do_not_specialize=["M", "R"])
-def _gather_kernel(x, index, out, M, R, units, blocks, UNIT: gl.constexpr, TILE: gl.constexpr):
-    # So that the compiler knows K as a multiple of the elements of a load.
-    K = units * UNIT
+def _gather_kernel(
+    x, index, weight, out, M, R, units, blocks, UNIT: gl.constexpr, TILE: gl.constexpr
+):
     row = gl.program_id(0) // blocks * TILE.shape[0]
     column = gl.program_id(0) % blocks * TILE.shape[1]
     i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
-    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
-    source = gl.load(index + i, mask=i < R, other=-1).to(gl.int64)
-    inside = (source >= 0) & (source < M)
-    values = gl.load(
-        x + (source[:, None] * K + j[None, :]), mask=inside[:, None] & (j < K)[None, :], other=0
-    )
-    there = (i < R)[:, None] & (j < K)[None, :]
-    gl.store(out + (i.to(gl.int64)[:, None] * K + j[None, :]), values, mask=there)
+    values = _load_rows(x, index + i, i < R, M, column, units * UNIT, TILE)
+    if weight is not None:
+        w = gl.load(weight + i, mask=i < R, other=0)
+        values = (values.to(gl.float32) * w[:, None]).to(values.dtype)
+    _store_rows(out, values, i, i < R, column, units * UNIT, TILE)
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Row index[i] of x (M, K) as row i, zeros where x has no such row: (R, K); index (R,)."""
-    (m, k), r = x.shape, index.shape[0]
-    out = x.new_empty(r, k)
-    # Rows that do not begin at multiples of 16 bytes are copied element by element.
+@gluon.jit(do_not_specialize=["M", "T"])
+def _combine_kernel(
+    y, index, weight, out, M, T, units, blocks,
+    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    row = gl.program_id(0) // blocks * TILE.shape[0]
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
+    for k in gl.static_range(TOP):
+        values = _load_rows(y, index + (i * TOP + k), i < T, M, column, units * UNIT, TILE)
+        if weight is None:
+            total += values.to(gl.float32)
+        else:
+            w = gl.load(weight + (i * TOP + k), mask=i < T, other=0)
+            total += values.to(gl.float32) * w[:, None]
+    _store_rows(out, total.to(out.dtype.element_ty), i, i < T, column, units * UNIT, TILE)
+
+
+@gluon.jit(do_not_specialize=["M", "T"])
+def _dot_kernel(
+    a, b, index, out, M, T, units, TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr
+):
+    i = gl.program_id(0) * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    K = units * UNIT
+    total = gl.full([TILE.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, TILE))
+    for column in range(0, K, TILE.shape[1]):
+        j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+        inside = (i < T * TOP)[:, None] & (j < K)[None, :]
+        token = (i // TOP).to(gl.int64)[:, None]
+        left = gl.load(a + (token * K + j[None, :]), mask=inside, other=0)
+        right = _load_rows(b, index + i, i < T * TOP, M, column, K, TILE)
+        total += gl.sum(left.to(gl.float32) * right.to(gl.float32), 1)
+    gl.store(out + i, total, mask=i < T * TOP)
+
+
+def _tiling(x: Tensor, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
+    """Of rows like those of x (M, K): how many loads they take, of how many elements, and a tile
+    of them with so many a thread."""
+    k = x.shape[1]
+    # Rows that do not begin at multiples of 16 bytes are read element by element.
     unit = 16 // x.element_size() if k * x.element_size() % 16 == 0 else 1
     across = min(ACROSS, triton.next_power_of_2(cdiv(max(k, 1), 32 * unit)))
-    tile = layout((1, unit), (1, 32), (WARPS, 1), (LOADS // across, across))
+    return k // unit, unit, layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
+
+
+def gather_rows(x: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Row index[i] of x (M, K) as row i, times weight[i] if given, zeros where x has no such row.
+
+    index (R,) integers, weight (R,) FP32; (R, K) in x's dtype.
+    """
+    (m, k), r = x.shape, index.shape[0]
+    out = x.new_empty(r, k)
+    units, unit, tile = _tiling(x, COPIES)
     blocks = cdiv(k, tile.shape[1])
     if out.numel():
         _gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
-            x, index.contiguous(), out, m, r, k // unit, blocks, unit, tile, num_warps=WARPS
+            x, index, weight, out, m, r, units, blocks, unit, tile, num_warps=WARPS
+        )
+    return out
+
+
+def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The sum of the rows index[t] of y (M, K), each times its weight if given, in FP32.
+
+    index (T, k) integers, -1 for none, weight (T, k) FP32; (T, K), rounded once to y's dtype.
+    """
+    (m, k), (t, top) = y.shape, index.shape
+    out = y.new_empty(t, k)
+    units, unit, tile = _tiling(y, SUMMANDS)
+    blocks = cdiv(k, tile.shape[1])
+    if out.numel():
+        _combine_kernel[(cdiv(t, tile.shape[0]) * blocks,)](
+            y, index, weight, out, m, t, units, blocks, top, unit, tile, num_warps=WARPS
+        )
+    return out
+
+
+def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32, 0 where b has none.
+
+    index (T, k) integers; (T, k) FP32.
+    """
+    t, top = index.shape
+    out = a.new_empty(t, top, dtype=torch.float32)
+    units, unit, tile = _tiling(a, SUMMANDS)
+    if out.numel():
+        _dot_kernel[(cdiv(out.numel(), tile.shape[0]),)](
+            a, b, index, out, b.shape[0], t, units, top, unit, tile, num_warps=WARPS
         )
     return out
