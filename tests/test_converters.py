@@ -13,11 +13,12 @@ from titan import BOTH, GROUPED_MM, LINEAR, build, convert, converted, job, of_t
 from torch import nn
 from torchtitan.distributed import activation_checkpoint, expert_parallel
 from torchtitan.models.moe import utils as moe_utils
-from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 import titan_fp8
 from titan_fp8.plugin import permutation
 from titan_fp8.plugin.experts import FP8GroupedExperts
+from titan_fp8.plugin.moe import GatherMoE
 
 ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
 DENSE = [
@@ -219,13 +220,14 @@ def test_the_permutation_is_replaced_where_there_is_one(
     before = expert_parallel._permute, expert_parallel._unpermute
     config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *asks, *plan)
     for _ in range(2):
-        converted(config)
-    gathers = asked == "gather" or (asked is None and recipe != "bf16")
-    replaced = gathers and plan is EP
+        layers = of_type(converted(config), MoE)
+    replaced = (asked == "gather" or (asked is None and recipe != "bf16")) and plan is not DEEPEP
+    assert all((type(layer) is GatherMoE) == replaced for layer in layers.values()) and layers
     ours = permutation.permute, permutation.unpermute
-    assert (expert_parallel._permute, expert_parallel._unpermute) == (ours if replaced else before)
-    assert ("by gathers" in caplog.text) == replaced
+    there = expert_parallel._permute, expert_parallel._unpermute
+    assert there == (ours if replaced and plan is EP else before)
+    assert (f"{len(layers)} MoE layers permute their tokens by gathers" in caplog.text) == replaced
     warned = any('permutation = "gather"' in r.message for r in caplog.records)
-    assert warned == (asked == "gather" and plan is not EP)
+    assert warned == (asked == "gather" and not replaced)
     if recipe == "bf16":
         assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8

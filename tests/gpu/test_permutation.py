@@ -1,4 +1,4 @@
-"""The gather of rows is the reference, bit for bit, and the permutation by gathers the host's.
+"""The ops on rows are the reference, gathers bit for bit, and the permutation by them the host's.
 
 Outputs are filled with NaN before each launch, so that an element nobody writes shows, and so is
 what must not be read: the rows around x and those of padding.
@@ -101,6 +101,49 @@ def test_nothing_to_copy(dtype):
         assert kernels.gather_rows(x[:, :0], index).shape == (3, 0)
 
 
+@every_dtype
+@pytest.mark.parametrize("k", [16, 576, 2048, 7168, 2049])
+def test_rows_are_weighted_once_rounded(k, dtype):
+    x = torch.randn(300, k, device="cuda").to(dtype)
+    index = torch.randint(-1, 301, (517,), device="cuda")
+    weight = torch.randn(517, device="cuda")
+    with poisoned_outputs():
+        got = kernels.gather_rows(x, index, weight)
+    torch.testing.assert_close(got, reference.gather_rows(x, index, weight), rtol=0, atol=0)
+
+
+@every_dtype
+@pytest.mark.parametrize("k", [16, 576, 2048, 7168, 2049])
+@pytest.mark.parametrize("top", [1, 2, 6, 8])
+@pytest.mark.parametrize("t", [0, 1, 133])
+def test_rows_are_summed_and_multiplied(t, top, k, dtype):
+    y, a = (torch.randn(rows, k, device="cuda").to(dtype) for rows in (300, t))
+    weight = torch.randn(t, top, device="cuda")
+    index = torch.randint(-1, 300, (t, top), device="cuda")
+    index[index == 7] = 300
+    y[7] = float("nan")  # which nothing names
+    exact, eps = y.double().nan_to_num(), torch.finfo(dtype).eps
+    rows = torch.where((index < 300)[..., None], exact[index.clamp(0, 299)], 0.0)
+    rows = torch.where((index < 0)[..., None], 0.0, rows)
+    for w in (None, weight):
+        for i in (index, index.int()):
+            with poisoned_outputs():
+                got = kernels.combine_rows(y, i, w)
+            terms = rows if w is None else rows * w.double()[..., None]
+            want, size = terms.sum(1), terms.abs().sum(1)
+            assert got.dtype == dtype
+            # One rounding to dtype, and one in FP32 at each product and sum.
+            bound = eps / 2 * want.abs() + 2 * top * 2**-24 * size
+            assert ((got.double() - want).abs() <= 1.01 * bound).all()
+    with poisoned_outputs():
+        got = kernels.dot_rows(a, y, index)
+    terms = rows * a.double()[:, None]
+    assert got.dtype == torch.float32
+    error = (got.double() - terms.sum(-1)).abs()
+    # Sums of some 70 are taken one after the other, at most, then in a tree.
+    assert (error <= 128 * 2**-24 * terms.abs().sum(-1)).all()
+
+
 def test_beyond_int32():
     """More than 2^31 elements, read and written."""
     m, k = 131072 + 128, 16384
@@ -144,6 +187,38 @@ def test_gathers_are_the_hosts_permutation(
     names = ("tokens", "sizes", "permuted", "gradient", "unpermuted", "its gradient")
     for name, a, b in zip(names, got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@every_dtype
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_a_layer_by_gathers_is_the_hosts(host, permutation, top_k, before, dtype):
+    from torchtitan.models.moe.moe import MoE, MoEArgs
+
+    from titan_fp8.plugin import moe
+
+    results = []
+    for by_gathers in (False, True):
+        torch.manual_seed(0)
+        args = MoEArgs(num_experts=8, top_k=top_k, score_before_experts=before)
+        with torch.device("cuda"):
+            layer = MoE(args, dim=576, hidden_dim=64)
+            layer.experts = torch.nn.Module()
+            for parameter in layer.parameters():
+                torch.nn.init.normal_(parameter, std=0.05)
+            x = torch.randn(2, 130, 576, dtype=dtype).requires_grad_()
+            g = torch.randn(2, 130, 576, dtype=dtype)
+        # Rows keep their sizes and are told apart by where they stand.
+        layer.experts.forward = lambda x, n: x * torch.linspace(1, 2, len(x)).to(x)[:, None]
+        assert moe.route_by_gathers(torch.nn.ModuleList([layer] * by_gathers)) == by_gathers
+        layer = layer.to(dtype)
+        out = layer(x)
+        out.backward(g)
+        results.append((out.detach(), x.grad, layer.router.gate.weight.grad))
+    for name, want, got in zip(("out", "x", "router"), *results, strict=True):
+        assert got.dtype == want.dtype and want.any(), name
+        error = (got - want).norm() / want.norm()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), name
 
 
 def test_nothing_waits_for_the_device(permutation):

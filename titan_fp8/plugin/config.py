@@ -67,9 +67,9 @@ class TitanFP8GroupedMM:
     """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     permutation: PermutationName | None = None
-    """How expert parallelism sorts the tokens of a rank by expert and back. "gather": by gathers,
-    in forward and backward. "host": by torchtitan's own functions, which give the same values. Left
-    out, "gather", but for recipe "bf16" "host"."""
+    """How tokens are sorted by expert, and back. "gather": by gathers, in forward and backward.
+    "host": by torchtitan's own functions, which give the same values but for the order of sums.
+    Left out, "gather", but for recipe "bf16" "host"."""
 
     written: Written = field(default=True, repr=False)
     """Whether the file has this section; not a setting."""

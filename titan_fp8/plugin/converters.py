@@ -21,6 +21,7 @@ from titan_fp8.plugin.checkpointing import checkpoint_gemms_as_mm
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
 from titan_fp8.plugin.feed_forward import fuse_feed_forwards
+from titan_fp8.plugin.moe import route_by_gathers
 from titan_fp8.plugin.permutation import permute_by_gathers
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
 from titan_fp8.recipe import BF16, get_recipe
@@ -97,19 +98,19 @@ class GroupedMMConverter(_Converter):
             set_token_group_alignment_size_m(get_recipe(recipe).alignment)
         self.log("grouped experts", recipe, report)
         if (section.permutation or ("host" if recipe == BF16 else "gather")) == "gather":
-            self.permute_by_gathers(asked=section.permutation is not None)
+            self.permute_by_gathers(model, asked=section.permutation is not None)
 
-    def permute_by_gathers(self, asked: bool) -> None:
-        """Replaces the host's permutation where the job has one; warns where it was `asked` for
-        and there is none."""
-        backend = self.job_config.parallelism.expert_parallel_comm_backend
-        if self.parallel_dims.ep_enabled and backend == "standard":
+    def permute_by_gathers(self, model: nn.Module, asked: bool) -> None:
+        """Replaces the host's permutation; warns where it was `asked` for and there is none."""
+        layers = route_by_gathers(model)
+        if layers and self.parallel_dims.ep_enabled:
             permute_by_gathers()
-            logger.info("titan_fp8: tokens are sorted by expert, and back, by gathers")
+        if layers:
+            logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
         elif asked:
             logger.warning(
-                f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing here: it needs '
-                f'expert_parallel_degree > 1 and expert_parallel_comm_backend = "standard"'
+                f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
+                "of this model has the host's permutation"
             )
 
 

@@ -59,7 +59,7 @@ def permute(
         tokens, sizes, _ = moe_utils.generate_permute_indices(
             num_tokens_per_expert, num_local_experts, ep_degree, longest, alignment
         )
-        permutation = Permutation(tokens, _invert(tokens, x.shape[0]))
+        permutation = Permutation(tokens, invert(tokens, x.shape[0]))
     return x.shape, _Gather.apply(x, *permutation), permutation, sizes
 
 
@@ -68,12 +68,12 @@ def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) ->
     return _Gather.apply(out, permutation.places, permutation.tokens)
 
 
-def _invert(tokens: Tensor, count: int) -> Tensor:
-    """The place (count,) of each token; -1 for one that has none."""
-    places = tokens.new_full((count + 1,), -1)
+def invert(index: Tensor, count: int) -> Tensor:
+    """Where in `index` each number below `count` stands, -1 for one that does not: (count,)."""
+    inverse = index.new_full((count + 1,), -1)
     # Padding, -1, writes to the last element.
-    places[tokens] = torch.arange(len(tokens), device=tokens.device, dtype=tokens.dtype)
-    return places[:-1]
+    inverse[index] = torch.arange(len(index), device=index.device, dtype=index.dtype)
+    return inverse[:-1]
 
 
 def permute_by_gathers() -> None:
