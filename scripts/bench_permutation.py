@@ -1,24 +1,29 @@
-"""The permutation around the experts on one GPU: the host's functions and the gathers for them.
+"""The permutation around the experts on one GPU: the host's code and the gathers in its place.
 
     python scripts/bench_permutation.py [--json FILE]
 
 Shapes are DeepSeek-V3 16B's on 4 ranks of expert parallelism: 4 x 4096 tokens a rank with 6 experts
-each, 16 experts a rank. Forward includes what makes the indices. Bytes are an ideal copy's: each
-row read once and written once, in forward and in backward. No speed is printed for a function whose
-results are not the host's.
+each, 16 of the 64 experts a rank. permute and unpermute are those of expert parallelism, with what
+makes their indices; the layer is a whole MoE layer, router and sorting too, without its experts.
+Bytes are an ideal copy's: each row read once and written once, in forward and in backward; the
+layer's are those of permute and unpermute together, without their padding. No speed is printed for
+what does not compute the same as the host.
 """
 
+import copy as copies
 from collections.abc import Callable
 
 import torch
 from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.models.moe import utils as host
+from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import kernels, reference
-from titan_fp8.plugin import permutation
+from titan_fp8.plugin import moe, permutation
 
-ROWS, K = 4 * 4096 * 6, 2048
+TOKENS, TOP_K, K = 4 * 4096, 6, 2048
+ROWS = TOKENS * TOP_K
 EXPERTS, EP = 16, 4
 ALIGNMENT = 128
 WAYS = {
@@ -96,13 +101,57 @@ def measure_steps(copy: float) -> list[dict[str, object]]:
     return rows
 
 
+class NoExperts(nn.Module):
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        return x
+
+
+def measure_layer(copy: float) -> list[dict[str, object]]:
+    args = MoEArgs(
+        num_experts=EXPERTS * EP,
+        num_shared_experts=0,
+        top_k=TOP_K,
+        score_before_experts=False,
+        _debug_force_load_balance=True,
+    )
+    with torch.device("cuda"), torch.no_grad():
+        layer = MoE(args, dim=K, hidden_dim=16)
+        layer.init_weights(0.02, torch.device("cuda"))
+    layer.experts = NoExperts()
+    layer.router.gate.bfloat16()
+    layers = {"host": layer, "gather": copies.deepcopy(layer)}
+    moe.route_by_gathers(layers["gather"])
+
+    def forward(way: str, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (layers[way](x),)
+
+    def both(way: str, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        out = layers[way](x.requires_grad_())
+        return out, *torch.autograd.grad(out, (x, *layers[way].parameters()), g)
+
+    rows = []
+    inputs = [tuple(draw(TOKENS).view(4, -1, K) for _ in range(2)) for _ in range(3)]
+    for what, function in (("layer", forward), ("layer, forward + backward", both)):
+        for got, want in zip(function("gather", *inputs[0]), function("host", *inputs[0])):
+            # The host rounds to bf16 at each of the summands of a token's gradient.
+            if (got - want).float().norm() > 1e-2 * want.float().norm():
+                raise SystemExit(f"{what} is WRONG")
+        del got, want
+        gigabytes = len(what.split("+")) * 4 * ROWS * K * 2 / 1e9
+        for way in layers:
+            us = median_us([lambda i=i, w=way, f=function: f(w, *i) for i in inputs])
+            rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
+    return rows
+
+
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     host.set_token_group_alignment_size_m(ALIGNMENT)
     copy = copy_gbps()
     print(f"copy: {copy:.0f} GB/s; {ROWS} rows of {K}, {EXPERTS} experts a rank, {EP} ranks")
     rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
-    report(rows + measure_steps(copy), arguments.json)
+    report(rows + measure_steps(copy) + measure_layer(copy), arguments.json)
 
 
 if __name__ == "__main__":
