@@ -67,19 +67,55 @@ REGISTERS = {("columns", 2): 128, ("columns", 1): 128, ("both", 2): 168, ("both"
 
 
 @gluon.jit
-def _quantize_rows(
-    words, q, s, row, first, rows, block, KW, S, PACK: gl.constexpr, OUT: gl.constexpr
-):
-    """Scales and casts the rows of a tile of 128 channels, number `block` of them."""
+def quantize_rows(
+    words, q, s, row, first, rows, block, KW, S,
+    PACK: gl.constexpr, SHARED: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """Scales and casts the rows of a tile of 128 channels, number `block` of them.
+
+    SHARED: scales pass through shared memory, so that each is the business of one thread and not of
+    all that hold a part of its row.
+    """
     WORDS: gl.constexpr = words.type.layout
-    # A scale is the business of one thread, not of all that hold a part of its row.
-    lined: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    scale, r = scale_of(gl.convert_layout(largest_bits(words, PACK), lined))
-    i = gl.arange(0, WORDS.shape[0], lined)
+    tokens: gl.constexpr = gl.SliceLayout(1, WORDS)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0]) if SHARED else tokens
+    scale, r = scale_of(gl.convert_layout(largest_bits(words, PACK), one))
+    i = gl.arange(0, WORDS.shape[0], one)
     gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < rows)
-    r = gl.convert_layout(r, gl.SliceLayout(1, WORDS))
+    r = gl.convert_layout(r, tokens)
     values = cast_rows(words, r[:, None], PACK)
     store_rows(q, values, row, first, rows, block * WORDS.shape[1], KW, OUT)
+
+
+@gluon.jit
+def quantize_columns(
+    words, q_t, s_t, column, first, owned, tokens, columns, word, K, KW, MT,
+    PACK: gl.constexpr, STRANGERS: gl.constexpr, SHARED: gl.constexpr,
+    FLIPPED: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """Scales, casts and transposes a tile's first `tokens` tokens into its first `columns` columns.
+
+    STRANGERS: the tile may hold tokens of no group, which are not `owned`; `tokens` is 0 then.
+    SHARED: scales and lines pass through shared memory, so that a scale is the business of one
+    thread and a line that of one warp; registers are not always left for either.
+    """
+    channels: gl.constexpr = gl.SliceLayout(1, FLIPPED)
+    amax = gl.convert_layout(largest(words, 0, PACK), channels, assert_trivial=True)
+    if STRANGERS:
+        amax = gl.where(owned, amax, 0)
+    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
+    t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
+    keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0]) if SHARED else channels
+    lines: gl.constexpr = LINES if SHARED else FLIPPED
+    j = gl.arange(0, FLIPPED.shape[0], one)
+    scales = s_t + (column // 128).to(gl.int64) * K + word * PACK
+    for i in gl.static_range(PACK):
+        scale, r = scale_of(gl.convert_layout(channel_bits(amax, i, PACK), one))
+        gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
+        r = gl.convert_layout(r, channels)
+        values = cast_columns(flipped, r[:, None], keep, i, PACK)
+        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, lines)
 
 
 @gluon.jit(do_not_specialize=["M", "S", "blocks"])
@@ -87,7 +123,7 @@ def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.conste
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     words = load_words(x, row, 0, M - row, block * WORDS.shape[1], KW, WORDS)
-    _quantize_rows(words, q, s, row, 0, M - row, block, KW, S, PACK, WORDS)
+    quantize_rows(words, q, s, row, 0, M - row, block, KW, S, PACK, True, WORDS)
 
 
 @gluon.jit(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
@@ -108,27 +144,12 @@ def _tokens_kernel(
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
     word = block * WORDS.shape[1]
     words = load_words(x, row, first, rows if ROWS else tokens, word, KW, WORDS)
-    channels: gl.constexpr = gl.SliceLayout(1, FLIPPED)
-    amax = gl.convert_layout(largest(words, 0, PACK), channels, assert_trivial=True)
-    if ROWS and GROUPS > 0:
-        amax = gl.where(group < E, amax, 0)
-    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
-    t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
-    keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
-    # A scale is the business of one thread and a line that of one warp; with ROWS, no registers
-    # are left for either.
-    one: gl.constexpr = channels if ROWS else gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lines: gl.constexpr = FLIPPED if ROWS else LINES
-    j = gl.arange(0, FLIPPED.shape[0], one)
-    scales = s_t + (column // 128).to(gl.int64) * K + word * PACK
-    for i in gl.static_range(PACK):
-        scale, r = scale_of(gl.convert_layout(channel_bits(amax, i, PACK), one))
-        gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
-        r = gl.convert_layout(r, channels)
-        values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, lines)
+    quantize_columns(
+        words, q_t, s_t, column, first, group < E, tokens, columns, word, K, KW, MT,
+        PACK, ROWS and GROUPS > 0, not ROWS, FLIPPED, LINES,
+    )  # fmt: skip
     if ROWS:
-        _quantize_rows(words, q, s, row, first, rows, block, KW, S, PACK, OUT)
+        quantize_rows(words, q, s, row, first, rows, block, KW, S, PACK, True, OUT)
 
 
 @gluon.jit(do_not_specialize=["S"])
@@ -165,7 +186,7 @@ def _square_t_kernel(
         store_columns(q_t, values, row, 0, N - row, word * PACK + i, PACK, K, N, LINES)
 
 
-def _scales(x: Tensor, *shape: int) -> Tensor:
+def allocate_scales(x: Tensor, *shape: int) -> Tensor:
     """Storage of scales, the last dim padded to a multiple of 4; zeros where there is padding."""
     new = x.new_zeros if shape[-1] % 4 else x.new_empty
     return new(*shape[:-1], round_up(shape[-1], 4), dtype=torch.float32)
@@ -176,7 +197,7 @@ def quantize_1x128(x: Tensor) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     q = torch.empty_like(x, dtype=E4M3)
     blocks = cdiv(k, BLOCK)
-    s = _scales(x, blocks, m)
+    s = allocate_scales(x, blocks, m)
     words, out, pack = words_of(x, q)
     tile, warps = ROWS[pack]
     if m:
@@ -194,7 +215,7 @@ def _quantize_tokens(
     width = transposed_width(m, offs, aligned, BLOCK)
     blocks = cdiv(k, BLOCK)
     q = x.new_empty((m, k) if rows else 0, dtype=E4M3)
-    s = _scales(x, blocks, m if rows else 0)
+    s = allocate_scales(x, blocks, m if rows else 0)
     q_t = x.new_empty(k, width, dtype=E4M3)
     s_t = x.new_empty(width // BLOCK, k, dtype=torch.float32)
     words, out, pack = words_of(x, q)
@@ -233,7 +254,7 @@ def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     q = torch.empty_like(w, dtype=E4M3)
-    s = _scales(w, *lead, rows, blocks)
+    s = allocate_scales(w, *lead, rows, blocks)
     words, out, pack = words_of(w, q)
     tile, warps = SQUARE[pack]
     _square_kernel[(blocks, rows, *(lead or [1]))](
@@ -247,7 +268,7 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     q_t = w.new_empty(*lead, k, n, dtype=E4M3)
-    s_t = _scales(w, *lead, blocks, rows)
+    s_t = allocate_scales(w, *lead, blocks, rows)
     words, _, pack = words_of(w, q_t)
     _square_t_kernel[(rows, blocks, *(lead or [1]))](
         words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
