@@ -18,6 +18,7 @@ from titan_fp8.kernels.rowwise import (
     quantize_weight_col_t,
 )
 from titan_fp8.kernels.rowwise_gemm import rowwise_mm, rowwise_wgrad
+from titan_fp8.kernels.swiglu import swiglu_1x128, swiglu_backward_1x128_128x1_t
 
 __all__ = [
     "bf16_wgrad",
@@ -38,4 +39,6 @@ __all__ = [
     "quantize_weight_col_t",
     "rowwise_mm",
     "rowwise_wgrad",
+    "swiglu_1x128",
+    "swiglu_backward_1x128_128x1_t",
 ]
