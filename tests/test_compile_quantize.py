@@ -6,7 +6,7 @@ compiled is what runs. Registers are printed (`pytest -s`).
 
 import pytest
 import torch
-from compile_utils import compile_launch, needs_cuobjdump
+from compile_utils import Compiler, needs_cuobjdump
 
 from titan_fp8.kernels import quantize, rowwise
 
@@ -14,18 +14,6 @@ DTYPES = [torch.bfloat16, torch.float32]
 OFFS = torch.tensor([128, 256], dtype=torch.int32)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
 ROW_COLUMNS = [2048, 7168, 14336, 18432, 65536, 131072]
-
-
-class Compiler:
-    """Stands for a kernel: compiles what would be launched."""
-
-    def __init__(self, kernel, compiled: list):
-        self.kernel, self.compiled = kernel, compiled
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.compiled.append(
-            compile_launch(self.kernel, args, **kwargs)
-        )
 
 
 @pytest.fixture
