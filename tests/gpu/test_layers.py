@@ -9,11 +9,15 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import titan_fp8
 from titan_fp8 import reference
+from titan_fp8.functional import InputCache
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -84,6 +88,60 @@ def test_few_tokens(recipe: str, m: int):
     y, dx, dw = gradients(titan_fp8.fp8_linear(x, w, recipe=recipe), x, w)
     assert y.shape == (m, 512) and dx.shape == x.shape
     assert dw.isfinite().all() and (m > 0 or not dw.any())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_graph_captured_after_an_eager_call_reads_its_own_copies(recipe: str):
+    m, n, k = 512, 704, 576
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cache = InputCache()
+    g = torch.ones(m, n, device="cuda", dtype=torch.bfloat16)
+
+    def step(**keywords) -> tuple[Tensor, ...]:
+        y = titan_fp8.fp8_linear(x, w, recipe=recipe, **keywords)
+        return y.detach(), *torch.autograd.grad(y, (x, w), g)
+
+    step(cache=cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(cache=cache)
+    # Another input takes the cache, and what the eager call has quantised is overwritten.
+    titan_fp8.fp8_linear(x.detach() + 1, w, recipe=recipe, cache=cache)
+    poison = [torch.full((m * k,), 0xFF, device="cuda", dtype=torch.uint8) for _ in range(32)]
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        g.normal_()
+    graph.replay()
+    for a, b in zip(got, step(emulate=True), strict=True):
+        assert error(a, b) < CLOSE
+    del poison
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fsdp_accumulates_the_gradients_of_the_emulation(one_rank, recipe: str):
+    linear = nn.Linear(576, 704, device="cuda")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    batches = torch.randn(2, 333, 576, device="cuda")
+    gs = torch.randn(2, 333, 704, device="cuda", dtype=torch.bfloat16)
+    grads = []
+    for emulate in (False, True):
+        model = nn.Sequential(copy.deepcopy(linear))
+        titan_fp8.convert_linears(model, recipe=recipe, emulate=emulate)
+        fully_shard(model, mesh=one_rank, mp_policy=policy)
+        for x, g in zip(batches, gs, strict=True):
+            model(x).backward(g)
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    for got, want in zip(*grads, strict=True):
+        assert got.dtype == torch.float32
+        assert error(got, want) < CLOSE
 
 
 class Block(nn.Module):
