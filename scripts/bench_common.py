@@ -23,8 +23,9 @@ from torch import Tensor
 
 L2_BYTES = 60 << 20
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-FP8_ERROR = 0.06
-"""Relative error of a product on Gaussian data: 0.037 for e4m3, with room for large M."""
+FP8_ERROR = 0.08
+"""Relative error of a product on Gaussian data: 0.037 for e4m3, 0.059 with the e5m2 gradients of
+torchao's tensorwise recipe. One block of 128 left out of 4096 is 0.18."""
 
 
 def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> float:
