@@ -60,13 +60,15 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
         yield ops.quantize_row, (x,), {}
         for index in ([-1, 7, m - 1, -1, 0, m], []):
             yield from row_calls(x, torch.tensor(index, dtype=torch.int32))
-        for op, (offs, aligned) in itertools.product(token_ops(), LAYOUTS.values()):
-            if m > 256 or not aligned:
-                yield op, (x, offs, aligned), {}
+        a, b = torch.randn(2, m, k, dtype=dtype)
+        yield ops.swiglu_1x128, (a, b), {}
+        g = torch.randn(m, 80, dtype=dtype)
         for offs, aligned in LAYOUTS.values():
             if m > 256 or not aligned:
-                g = torch.randn(m, 80, dtype=dtype)
+                for op in token_ops():
+                    yield op, (x, offs, aligned), {}
                 yield ops.quantize_row_col_t_pair, (g, x, offs, aligned), {}
+                yield ops.swiglu_backward_1x128_128x1_t, (x, a, b, offs, aligned), {}
     for shape in ((272, 144), (512, 640), (1, 16, 16), (3, 144, 272), (2, 512, 48)):
         for op in (ops.quantize_128x128, ops.quantize_row):
             yield op, (torch.randn(shape),), {}
@@ -160,9 +162,12 @@ def test_outputs_are_as_the_fakes_say_and_inputs_as_they_were():
 
 
 def test_non_contiguous_inputs_are_made_contiguous():
-    x = torch.randn(144, 300).t()
-    for op in (ops.quantize_1x128, ops.quantize_row, *token_ops()):
-        for got, want in zip(op(x), op(x.contiguous()), strict=True):
+    x, a, b = (torch.randn(144, 300).t() for _ in range(3))
+    calls = [(op, (x,)) for op in (ops.quantize_1x128, ops.quantize_row, *token_ops())]
+    calls += [(ops.swiglu_1x128, (a, b)), (ops.swiglu_backward_1x128_128x1_t, (x, a, b))]
+    for op, args in calls:
+        contiguous = [t.contiguous() for t in args]
+        for got, want in zip(op(*args), op(*contiguous), strict=True):
             assert torch.equal(got.float(), want.float()) and got.stride() == want.stride()
     index = torch.tensor([5, -1, 5, 299, 0])
     assert torch.equal(ops.gather_rows(x, index), ops.gather_rows(x.contiguous(), index))

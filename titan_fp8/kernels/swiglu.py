@@ -2,8 +2,8 @@
 
 Arithmetic. h, da and db are what the reference says, each rounded once to bf16, but for the
 machine's approximations of 2^x and 1 / x. Their relative error stays below 2^-16, half an ulp of
-bf16 is 2^-9, so that h, da and db are at most one bf16 ulp from the reference's; da is so, too,
-where its slope in a crosses zero, for at the nearest bf16 that still is 0.0028. Where e^-a is below
+bf16 is more than 2^-9, so that h, da and db are at most one bf16 ulp from the reference's; da even
+where silu's slope crosses zero, for at the nearest bf16 it is 0.0028. Where e^-a is below
 2^-25, σ is 1 exactly, as in the reference. 1 + e^-a is taken a quarter of, because the approximate
 reciprocal of more than 2^126 is 0, and σ may be smaller than that.
 
