@@ -66,18 +66,15 @@ def _of_words(channel: str, inputs: str, outputs: str) -> gl.constexpr:
 SWIGLU = _of_words(_SWIGLU, "a b", "h")
 BACKWARD = _of_words(_SWIGLU + _GRADIENT, "g a b", "h da db")
 
-PART = gl.DistributedLinearLayout(
-    [[0, 1], [0, 2], [0, 4]],
-    [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]],
-    [[4, 0], [8, 0], [16, 0]],
-    [],
-    [32, 64],
-)
-"""A part of a tile: 8 words a thread, lanes in the order that finds 8 distinct banks in STAGED."""
+PART = layout((1, 8), (4, 8), (8, 1))
+"""A part of a tile: 8 words a thread. Maxima of rows ask for lanes that lie side by side."""
 FETCH = layout((1, 4), (2, 16), (8, 1), (2, 1))
 """A part on its way from memory: whole lines a warp."""
-STAGED = gl.SwizzledSharedLayout(4, 1, 2, [1, 0])
-"""A tile in shared memory."""
+STAGED = gl.SharedLinearLayout(
+    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 36], *([1 << i, 0] for i in range(7))]
+)
+"""A tile in shared memory. In the second half of a row neighbouring 16 bytes are exchanged, so that
+the 8 lanes that share a row of PART find 8 distinct banks."""
 COLUMNS = {
     "WORDS": layout((16, 2), (2, 16), (4, 2)),
     "FLIPPED": layout((16, 2), (2, 16), (4, 2), flipped=True),
