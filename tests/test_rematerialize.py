@@ -6,8 +6,10 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torchtitan.models.moe.moe import FeedForward
 
 import titan_fp8
+from titan_fp8.plugin.feed_forward import fuse_feed_forwards
 from titan_fp8.plugin.rematerialize import RecomputeFP8Inputs, recompute_fp8_inputs
 from titan_fp8.reference import E4M3
 
@@ -72,6 +74,34 @@ def test_without_the_pass_they_are_kept():
 def test_a_graphs_own_input_is_kept_in_fp8(installed):
     shapes, _ = kept_in_fp8(nn.Sequential(nn.Linear(64, 96)), torch.randn(32, 64))
     assert shapes == [(64, 128)]
+
+
+def bytes_kept(module: nn.Module, compiled: bool) -> int:
+    """For backward, but for the parameters, of 256 tokens."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    x = torch.randn(256, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        (torch.compile(module, fullgraph=True) if compiled else module)(x)
+    return sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in parameters)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_fused_feed_forward_keeps_no_more_than_an_ordinary_one(installed, compiled):
+    sizes = []
+    for fuse in (fuse_feed_forwards, lambda module: 1):
+        module = nn.Sequential(nn.RMSNorm(64), FeedForward(64, 96)).bfloat16()
+        titan_fp8.convert_linears(module)
+        assert fuse(module) == 1
+        sizes.append(bytes_kept(module, compiled))
+    fused, ordinary = sizes
+    # Eager, silu(a) and the FP8 copy of h, with a scale for each 128 of its tokens, are spared.
+    assert fused == ordinary if compiled else ordinary - fused == 256 * 96 * 3 + 96 * 2 * 4
 
 
 def test_other_passes_still_run(installed):

@@ -5,8 +5,8 @@ it takes every custom op for expensive. But in a transformer most inputs are the
 anyway, or are one pointwise kernel away: attention keeps its output, the gradient of SwiGLU reads
 what its product is made of, that of a norm the normalised values. Quantising again costs a read and
 a write of one tensor; the copies it spares are a third of what a Llama3 layer would keep. (A fused
-feed-forward does for w2's input by itself what the pass does for that of an ordinary one: a compiled
-Llama3 layer keeps the same either way.)
+feed-forward keeps no copy of w2's input in the first place: a compiled Llama3 layer keeps the same
+with or without fusion, an eager one less.)
 
 So a pass over the joint graph marks the quantisation of such inputs as to be recomputed, as
 activation checkpointing marks what it recomputes. Inputs of any other origin stay as they are: for
