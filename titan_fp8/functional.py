@@ -6,7 +6,8 @@
 Both are one autograd function; the dense product is the case of one group. Forward quantises x in
 both layouts out of one read and keeps the transposed FP8 copy, which is what wgrad contracts, in
 place of x. Products that share an input, as wq, wk and wv do, share these copies: torch.compile
-merges the equal calls, and without it an `InputCache` remembers them while the input lives.
+merges the equal calls, and without it an `InputCache` remembers them while the input lives. The
+three GEMMs are functions of their own, of which `feed_forward.py` makes another autograd function.
 
 W is quantised anew in backward, from the parameter as it is then, with another op than in forward:
 no FP8 copy of a weight outlives its GEMM, whether FSDP2 has freed the parameter in between or
