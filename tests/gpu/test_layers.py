@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import titan_fp8
 from titan_fp8 import reference
-from titan_fp8.functional import InputCache
 from titan_fp8.feed_forward import fp8_swiglu
+from titan_fp8.functional import InputCache
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
