@@ -5,7 +5,7 @@
 Each layer's fprop, dgrad and wgrad stand beside bf16 and the libraries' FP8: cuBLAS with the same
 scales for dense layers (nothing in PyTorch has them grouped), rowwise scales, and DeepGEMM where it
 is installed. `of roof` is the share of the fastest tensorwise FP8 product of this run, which no
-scaled one can reach. Group ends are uneven multiples of 128 (of 16 for rowwise), in one more row
+scaled one can reach. Group ends are uneven multiples of 128, in one more row
 arbitrary ones. The inputs of a call are not in the L2 cache.
 
 No speed is printed for an op whose result is wrong.
@@ -75,7 +75,7 @@ def check_wgrad(dw: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: 
     rows = torch.randint(a.shape[0], (ROWS,), device="cuda")
     left = reference.dequantize_1x128(a[rows], sa[rows])
     errors = []
-    for e, columns in enumerate(reference.column_slices(a, offs, False, reference.BLOCK)):
+    for e, columns in enumerate(reference.column_slices(a, offs, False)):
         first, last = columns.start // 128, columns.stop // 128
         right = reference.dequantize_1x128(b[:, columns], sb[:, first:last])
         errors.append(relative(dw[e, rows], left[:, columns] @ right.T))

@@ -9,10 +9,10 @@ Two ops:
     experts   the whole layer, w2(silu(w1 x) * w3 x), as the plugin compiles it, beside the host's
               own in bf16, compiled too; of DeepSeek-V3 671B and 16B
 
-Group ends are uneven multiples of what the recipe wants ("x128", "x16"), of which the layer is
-told, or arbitrary ("any"). torchao's rowwise product is timed too where torchao is installed,
-compiled, for it fuses by the compiler. "MiB kept" is what forward keeps for backward, weights
-aside.
+Group ends are uneven multiples of that to which the host pads for the recipe ("x128", of which the
+layer is told, or "x16"), or arbitrary ("any"). torchao's rowwise product is timed too where torchao
+is installed, compiled, for it fuses by the compiler. "MiB kept" is what forward keeps for backward,
+weights aside.
 
 No speed is printed for a layer whose result is wrong.
 """
@@ -45,7 +45,7 @@ EXPERTS = ((8, 32768, 2048, 7168), (16, 24576, 1408, 2048))
 EXPERTS_ERROR = 0.1
 """Relative error after up to three products, one behind the other: 0.067 in emulation."""
 ALIGNED = ((128, ("blockwise",)), (16, ("rowwise", "rowwise_with_gw_hp")))
-"""Multiples at which the groups end, and the recipes that want these."""
+"""Multiples at which the groups end, and the recipes for which the host pads to these."""
 ANY = (1, ("blockwise", "rowwise", "rowwise_with_gw_hp"))
 
 Shape = tuple[int, int, int, int]
@@ -69,7 +69,11 @@ def products(shape: Shape, weight: Tensor, alignment: int, recipes: tuple[str, .
     }
     for recipe in recipes:
         product = functools.partial(
-            titan_fp8.fp8_grouped_mm, weight=weight, offs=offs, recipe=recipe, aligned=alignment > 1
+            titan_fp8.fp8_grouped_mm,
+            weight=weight,
+            offs=offs,
+            recipe=recipe,
+            aligned=alignment == 128,
         )
         layers[recipe] = functools.partial(Layer, product, (weight,))
     yardsticks = {}
@@ -91,7 +95,7 @@ def experts(
 
     layers = {"bf16": lambda: Layer(bf16, weights)}
     for recipe in recipes:
-        run = functools.partial(run_experts, weights, tokens, recipe, alignment > 1)
+        run = functools.partial(run_experts, weights, tokens, recipe, alignment == 128)
         layers[recipe] = functools.partial(Layer, run, weights)
     return layer_rows(layers, {}, layer_inputs(m, dim, dim), EXPERTS_ERROR)
 

@@ -64,8 +64,7 @@ class Case:
         if self.groups is None:
             return (x,)
         e, aligned = self.groups
-        alignment = (16 if self.op in ROWWISE else 128) if aligned else 1
-        return x, group_ends(rows, e, alignment), aligned
+        return x, group_ends(rows, e, 128 if aligned else 1), aligned
 
 
 def group_ends(m: int, e: int, alignment: int) -> Tensor:

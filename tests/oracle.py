@@ -124,12 +124,12 @@ def groups(offs: np.ndarray | None, m: int) -> list[slice]:
 def transposed(
     x: np.ndarray, recipe: str, offs: np.ndarray | None, aligned: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes (K, Mt) and scales of a transposed copy, every group at a multiple of the alignment.
+    """Codes (K, Mt) and scales of a transposed copy, every group at a multiple of 128.
 
     Scales are (K, Mt/128) blockwise, (K,) or (E, K) rowwise; where no token stands codes are 0 and
     scales those of zeros.
     """
-    align, (m, k) = ALIGNMENT[recipe], x.shape
+    align, (m, k) = ALIGNMENT[recipe] if offs is None else BLOCK, x.shape
     count = 1 if offs is None else len(offs)
     width = -(-m // align) * align
     if offs is not None and not aligned:

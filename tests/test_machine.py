@@ -140,13 +140,24 @@ class Aligned(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("backend, aligned", [("standard", True), ("deepep", False)])
-def test_only_the_hosts_permutation_is_trusted_to_align(tmp_path, monkeypatch, backend, aligned):
+@pytest.mark.parametrize(
+    "recipe, backend, aligned",
+    [
+        ("blockwise", "standard", True),
+        ("rowwise", "standard", False),
+        ("blockwise", "deepep", False),
+    ],
+)
+def test_only_the_hosts_permutation_is_trusted_to_align(
+    tmp_path, monkeypatch, recipe, backend, aligned
+):
+    """And only to multiples of 128, not to rowwise's 16."""
     # What DeepEP needs beyond its package is a GPU; its MoE class is the host's all the same.
     stub = SimpleNamespace(sync_combine=lambda: None)
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", stub)
-    flag = ("--parallelism.expert_parallel_comm_backend", backend)
-    model = converted(job(tmp_path, "deepseek_v3", *flag, flavor="tiny"))
+    flags = ("--parallelism.expert_parallel_comm_backend", backend)
+    flags += ("--quantize.linear.titan_fp8.recipe", recipe)
+    model = converted(job(tmp_path, "deepseek_v3", *flags, flavor="tiny"))
     experts = model.layers["1"].moe.experts.to_empty(device="cpu")
     for weight in experts.parameters():
         nn.init.normal_(weight, std=0.1)

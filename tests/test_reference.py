@@ -47,6 +47,7 @@ GROUPS = {
     "aligned": (384, [128, 128, 384], True),
     "aligned, rows past the end": (300, [0, 128, 256], True),
     "aligned, end beyond M": (200, [128, 256], True),
+    "multiples of 16": (90, [16, 48, 48, 80], False),
     "many empty": (140, [0] * 7 + [3] + [140] * 8, False),
 }
 """M, group ends, and whether the ops are told that these are aligned."""
@@ -295,10 +296,6 @@ def test_columns_of_groups(recipe, dtype, name):
     check_both(recipe, x, ends, aligned)
 
 
-def test_columns_of_groups_aligned_to_16():
-    check_columns("rowwise", awkward(90, 48, torch.float32), [16, 48, 48, 80], True)
-
-
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -390,13 +387,6 @@ def test_wide_magnitudes_outliers_and_zero_blocks(recipe):
     check_linear(recipe, x, w, g)
     ends = [3, 133, 140]
     check_grouped(recipe, x, torch.stack([w, -2 * w, w.flip(0)]), g, ends)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_aligned_to_16(recipe):
-    """What the rowwise recipes call aligned; the blockwise one needs 128."""
-    ends = [16, 48, 48, 80] if recipe != "blockwise" else [128, 128, 256, 384]
-    check_grouped(recipe, *grouped_case(ends[-1] + 10, ends), ends, True)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -362,9 +362,9 @@ def fp8_grouped_mm(
         offs: (E,) int32, the end of each group in rows of x, non-decreasing, on x's device. Rows
             past the last belong to no group: zero in y and in x's gradient, nothing in weight's.
         recipe, emulate, cache: as in `fp8_linear`; products that share a cache share offs.
-        aligned: the caller's word that every group end is a multiple of 128 (blockwise) or 16
-            (rowwise), which spares the rearrangement of any other groups. It is not checked: on
-            the GPU that would wait for the device.
+        aligned: the caller's word that every group end is a multiple of 128, which spares the
+            rearrangement of any other groups. It is not checked: on the GPU that would wait for
+            the device. The rowwise recipes lose little without.
 
     Returns:
         y (M, N). Nothing waits for the device, whatever the group sizes.

@@ -13,11 +13,11 @@ are contracted along both dimensions, hence the two layouts of one tensor:
     rows         q (M, K), as the tensor itself; scales along K
     columns _t   q (K, Mt), transposed; scales along the tokens
 
-In the transposed copy each group of tokens (an expert's) starts at a multiple of the alignment A
-(128 blockwise, 16 rowwise), so that no block holds tokens of two experts, and what no token fills
-is zero. When the caller knows the groups to be aligned already (`aligned=True`), or when there is
-just one (`offs=None`), token m stands in column m and Mt is M rounded up to A; otherwise
-Mt = ⌊(M + (A-1)E) / A⌋ · A, which is enough for any E groups and needs no look at their sizes.
+In the transposed copy each group of tokens (an expert's) starts at a multiple of 128, so that no
+block holds tokens of two experts, and what no token fills is zero. When the caller knows the groups
+to be aligned already (`aligned=True`), or when there is just one (`offs=None`), token m stands in
+column m and Mt is M rounded up to 128 (rowwise without groups: to 16); otherwise
+Mt = ⌊(M + 127E) / 128⌋ · 128, which is enough for any E groups and needs no look at their sizes.
 
 Scales. 1x128 scales are (rows, blocks), stride 1 along the rows, whose count is padded to a
 multiple of 4 in memory (TMA wants strides of 16 bytes; cuBLAS the same order). 128x128 scales are
@@ -39,9 +39,9 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-12
 BLOCK = 128
-"""Elements that share a scale along a dimension; the token alignment of the blockwise recipe."""
+"""Elements that share a scale along a dimension; the token alignment of groups."""
 ROW_ALIGNMENT = 16
-"""Token alignment of the rowwise recipe: 16 bytes of FP8."""
+"""Token alignment of the rowwise recipe without groups: 16 bytes of FP8."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -53,10 +53,13 @@ def round_up(a: int, b: int) -> int:
 
 
 def transposed_width(m: int, offs: Tensor | None, aligned: bool, alignment: int) -> int:
-    """Mt, the token columns of a transposed copy of M tokens (see the top of this file)."""
-    if offs is None or aligned:
+    """Mt, the token columns of a transposed copy of M tokens (see the top of this file).
+
+    `alignment` is that of a copy without groups: BLOCK or ROW_ALIGNMENT.
+    """
+    if offs is None:
         return round_up(m, alignment)
-    return (m + (alignment - 1) * offs.shape[0]) // alignment * alignment
+    return round_up(m, BLOCK) if aligned else (m + (BLOCK - 1) * offs.shape[0]) // BLOCK * BLOCK
 
 
 def scale_of(amax: Tensor) -> Tensor:
@@ -76,11 +79,11 @@ def group_bounds(offs: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return torch.cat([ends.new_zeros(1), ends[:-1]]), ends
 
 
-def column_starts(starts: Tensor, ends: Tensor, aligned: bool, alignment: int) -> Tensor:
+def column_starts(starts: Tensor, ends: Tensor, aligned: bool) -> Tensor:
     """First column (E,) of each group in a transposed copy."""
     if aligned:
         return starts
-    widths = (ends - starts + alignment - 1) // alignment * alignment
+    widths = (ends - starts + BLOCK - 1) // BLOCK * BLOCK
     return widths.cumsum(0) - widths
 
 
@@ -96,7 +99,7 @@ def lay_out(
     if offs is None:
         return torch.nn.functional.pad(x_MK, (0, 0, 0, width - m)), None
     starts, ends = group_bounds(offs, m)
-    firsts = column_starts(starts, ends, aligned, alignment)
+    firsts = column_starts(starts, ends, aligned)
     place = torch.arange(width, device=x_MK.device)
     group = torch.searchsorted(firsts, place, right=True) - 1
     row = starts[group] + place - firsts[group]
@@ -328,7 +331,7 @@ def matmul_tokens(
     return products[0] if offs is None else torch.stack(products)
 
 
-def column_slices(q_KM: Tensor, offs: Tensor | None, aligned: bool, alignment: int) -> list[slice]:
+def column_slices(q_KM: Tensor, offs: Tensor | None, aligned: bool) -> list[slice]:
     """The columns of each group in a transposed copy.
 
     A copy knows its width alone, not M; clamping the ends to the width is the same, for the
@@ -338,10 +341,10 @@ def column_slices(q_KM: Tensor, offs: Tensor | None, aligned: bool, alignment: i
     if offs is None:
         return [slice(0, width)]
     starts, ends = group_bounds(offs, width)
-    firsts = column_starts(starts, ends, aligned, alignment)
+    firsts = column_starts(starts, ends, aligned)
     sizes = (ends - starts).tolist()
     return [
-        slice(first, min(first + round_up(size, alignment), width))
+        slice(first, min(first + round_up(size, BLOCK), width))
         for first, size in zip(firsts.tolist(), sizes, strict=True)
     ]
 
@@ -370,7 +373,7 @@ def blockwise_wgrad(
 ) -> Tensor:
     """wgrad, 1x128 by 1x128 along tokens: a (N, Mt), b (K, Mt); (N, K), with groups (E, N, K)."""
     left, right = dequantize_1x128(a, sa), dequantize_1x128(b, sb)
-    columns = column_slices(a, offs, aligned, BLOCK)
+    columns = column_slices(a, offs, aligned)
     return matmul_tokens([(left[:, c], right[:, c]) for c in columns], offs, out_dtype)
 
 
@@ -398,7 +401,7 @@ def rowwise_wgrad(
 ) -> Tensor:
     """wgrad, a scale for each row and group of a (N, Mt) and b (K, Mt); (N, K) or (E, N, K)."""
     groups = []
-    for e, c in enumerate(column_slices(a, offs, aligned, ROW_ALIGNMENT)):
+    for e, c in enumerate(column_slices(a, offs, aligned)):
         left, right = (sa, sb) if offs is None else (sa[e], sb[e])
         groups.append((dequantize_row(a[:, c], left), dequantize_row(b[:, c], right)))
     return matmul_tokens(groups, offs, out_dtype)

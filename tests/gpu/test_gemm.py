@@ -130,7 +130,7 @@ def test_rowwise_mm(shape):
     b, sb = reference.quantize_row(uneven(*([] if ends is None else [len(ends)]), n, k))
     c = rowwise_gemm.rowwise_mm(a, sa, b, sb, ends_of(ends))
     left, right = (q.double() * s.double().unsqueeze(-1) for q, s in ((a, sa), (b, sb)))
-    want = product_by_rows(left, right.view(-1, n, k), groups_of(ends, m, 16))
+    want = product_by_rows(left, right.view(-1, n, k), groups_of(ends, m, 128))
     assert_close(c, want, ROWWISE_TOLERANCE)
 
 
@@ -141,7 +141,7 @@ def test_rowwise_wgrad(shape):
     a, sa = reference.quantize_col_t(uneven(m, n), offs)
     b, sb = reference.quantize_col_t(uneven(m, k), offs)
     c = rowwise_gemm.rowwise_wgrad(a, sa, b, sb, offs).view(-1, n, k)
-    for e, (_, columns) in enumerate(groups_of(ends, m, 16)):
+    for e, (_, columns) in enumerate(groups_of(ends, m, 128)):
         left, right = (
             q[:, columns].double() * s.view(-1, q.shape[0])[e].double()[:, None]
             for q, s in ((a, sa), (b, sb))

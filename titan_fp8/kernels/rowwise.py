@@ -51,7 +51,7 @@ from titan_fp8.kernels.tile import (
     tiles_of,
     transposing,
 )
-from titan_fp8.reference import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
+from titan_fp8.reference import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, transposed_width
 
 ROW_WORDS = 32768
 """The longest row that a program holds."""
@@ -103,17 +103,15 @@ def _maxima_kernel(
             pid -= tiles * blocks
             x, amax, K, KW = x2, amax2, K2, KW2
     word = pid // tiles * WORDS.shape[1]
-    row, column, first, rows, columns, group = locate(
-        pid % tiles, offs, M, MT, E, TOKENS, 16, GROUPS, False
-    )
+    row, _, _, rows, _, group = locate(pid % tiles, offs, M, MT, E, TOKENS, 128, GROUPS, False)
     if not ROWS:
         rows = gl.where(group < E, rows, 0)
     rows = gl.minimum(rows, TOKENS)
     x += gl.program_id(1).to(gl.int64) * M * KW
     amax += (gl.program_id(1) + group).to(gl.int64) * K
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
-    ahead = load_words(x, row + first, 0, rows - first, word, KW, WORDS)
-    for i in range(first, rows, WORDS.shape[0]):
+    ahead = load_words(x, row, 0, rows, word, KW, WORDS)
+    for i in range(0, rows, WORDS.shape[0]):
         words = ahead
         after = i + WORDS.shape[0]
         ahead = load_words(x, row + after, 0, rows - after, word, KW, WORDS)
@@ -130,7 +128,7 @@ def _maxima_kernel(
         most = gl.reshape(most, [PACK * WORDS.shape[1]])
     lined: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     j = gl.arange(0, PACK * WORDS.shape[1], lined)
-    inside = (j < K - word * PACK) & (group < E) & (rows > first)
+    inside = (j < K - word * PACK) & (group < E) & (rows > 0)
     most = gl.convert_layout(most, lined)
     gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
 
@@ -163,19 +161,17 @@ def _cast_kernel(
             at = tile.to(gl.int64) * K + (channel + i)
             scale, r = scale_of(gl.load(amax + at, mask=inside, other=0))
             gl.store(s_t + at, scale, mask=inside)
-    row, column, first, rows, columns, group = locate(
-        tile, offs, M, MT, E, FLIPPED.shape[1], 16, GROUPS, False
-    )
+    row, column, _, rows, columns, group = locate(tile, offs, M, MT, E, 128, 128, GROUPS, False)
     tokens = gl.where(group < E, rows, 0)
-    words = load_words(x, row, first, tokens, word, KW, WORDS)
+    words = load_words(x, row, 0, tokens, word, KW, WORDS)
     flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
-    keep = gl.where((t >= first) & (t < tokens), -1, 0).to(gl.int8)[None, :]
+    keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
     for i in gl.static_range(PACK):
         at = group.to(gl.int64) * K + (channel + i)
         scale, r = scale_of(gl.load(amax + at, mask=inside & (group < E), other=0))
         values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, LINES)
+        store_columns(q_t, values, column, 0, columns, word * PACK + i, PACK, K, MT, LINES)
 
 
 def _row_layout(words: int) -> tuple[gl.DistributedLinearLayout, int]:
@@ -241,7 +237,7 @@ def _quantize_columns(
         if rows:
             (tile, warps), tokens = _row_layout(a.k // pack), ROW_COLUMN_TOKENS
             out, s = rows[0].view((torch.int8, torch.int16)[pack - 1]), rows[1]
-        tiles = tiles_of(width, len(groups) and e, tokens, ROW_ALIGNMENT)
+        tiles = tiles_of(width, len(groups) and e, tokens, BLOCK)
         _maxima_kernel[grid(columns, tiles, tile.shape[1])](
             *a.maxima_args(), *b.maxima_args(), out, s, offs, m, width, e, tiles,
             cdiv(a.k // pack, tile.shape[1]), pack, bool(rows), len(columns) == 2, tokens, size,
@@ -254,7 +250,7 @@ def _quantize_columns(
             if some:
                 take_maxima(some, rows if some[0] is a else ())
     config = transposing(pack)
-    tiles = max(e, tiles_of(width, len(groups) and e, 128, ROW_ALIGNMENT))
+    tiles = max(e, tiles_of(width, len(groups) and e, 128, BLOCK))
     words = config["WORDS"].shape[1]
     _cast_kernel[grid(columns, tiles, words)](
         *a.cast_args(), *b.cast_args(), offs, m, width, e, tiles, cdiv(a.k // pack, words),

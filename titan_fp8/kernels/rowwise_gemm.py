@@ -2,7 +2,7 @@
 
 `torch._scaled_mm` takes any dense product. `torch._scaled_grouped_mm` wants group ends within the
 tensor. Groups of rows may end anywhere, for a row begins at a multiple of 16 bytes whatever its
-number; groups of the transposed copies' columns begin at multiples of 16, as the quantisers lay
+number; groups of the transposed copies' columns begin at multiples of 128, as the quantisers lay
 them out. What no group owns it does not write, and nothing says what it writes for an empty one: a
 kernel that writes those alone zeroes the rows of no group and the dW of empty groups. No step waits
 for the device.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.reference import ROW_ALIGNMENT, group_bounds, round_up
+from titan_fp8.reference import BLOCK, group_bounds, round_up
 
 
 def rowwise_mm(
@@ -66,7 +66,7 @@ def rowwise_wgrad(
     if offs is None:
         return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype, fast=False)
     starts, ends = group_bounds(offs, width)
-    sizes = round_up(ends - starts, ROW_ALIGNMENT)
+    sizes = round_up(ends - starts, BLOCK)
     ends_laid = sizes.cumsum(0).clamp(max=width)
     dw = _scaled_grouped_mm(a_NM, sa.reshape(-1), b_KM, sb.reshape(-1), ends_laid, fast=False)
     grid = (triton.cdiv(n * k, 4096), len(ends))

@@ -8,11 +8,11 @@ warp loads whole 128-byte lines of rows, and four along the tokens, half a line 
 memory only brings the halves together, 16 bytes at a time, before they leave: with requests for
 half lines the L2 cache is what the kernel waits for.
 
-Groups. Tiles are blocks of columns of the transposed copy, numbered group by group; where a group
-does not end with a block, the next begins in the same block but another tile, so that no tile holds
-tokens of two groups and every store begins at the same place of a line. What no group owns, the
-rows behind the last one and the columns that no token fills, is one group more. Each program finds
-its tile by sums over the groups, on the device; the host knows only how many tiles there can be.
+Groups. Tiles are blocks of columns of the transposed copy, numbered group by group from each one's
+first column, so that no tile holds tokens of two groups; as groups start at multiples of 128, every
+store begins at the same place of a line. What no group owns, the rows behind the last one and the
+columns that no token fills, is one group more. Each program finds its tile by sums over the groups,
+on the device; the host knows only how many tiles there can be.
 """
 
 import functools
@@ -109,11 +109,11 @@ def locate(
 ):  # fmt: skip
     """Where tile number `tile`, of TOKENS columns, lies, and what of it is its group's.
 
-    Returns the row and the column of its first token; the first of its tokens that is the group's;
-    how many rows and how many columns there are from the tile's first token to the group's end,
-    which may be more than TOKENS; the group, E for what no group owns. Groups begin at multiples of
-    ALIGN; ALIGNED says that their rows do, too. GROUPS is a power of two, at least E, and 0 where
-    there are no groups.
+    Returns the row and the column of its first token; 0, the first of its tokens that is the
+    group's; how many rows there are from the first to the group's end and how many columns to the
+    last, which may be more than TOKENS; the group, E for what no group owns. Groups begin at
+    multiples of ALIGN; ALIGNED says that their rows do, too. GROUPS is a power of two, at least E,
+    and 0 where there are no groups.
     """
     row = tile * TOKENS
     if GROUPS == 0:
@@ -129,9 +129,7 @@ def locate(
         begin = gl.minimum(gl.maximum(begin, 0), M)
         size = gl.maximum(end - begin, 0)
         width = (size + ALIGN - 1) // ALIGN * ALIGN
-        end = gl.associative_scan(width, 0, _sum)
-        tiles = (end + TOKENS - 1) // TOKENS - (end - width) // TOKENS
-        tiles = gl.where(size > 0, tiles, 0)
+        tiles = (width + TOKENS - 1) // TOKENS
         after = gl.associative_scan(tiles, 0, _sum)
         before = (g < E) & (after <= tile)
         here = (g < E) & (after > tile) & (after - tiles <= tile)
@@ -139,18 +137,12 @@ def locate(
         begin = gl.sum(gl.where(before, size, 0), 0)
         start = gl.sum(gl.where(before, width // ALIGN, 0), 0) * ALIGN
         size = gl.where(group < E, gl.sum(gl.where(here, size, 0), 0), M - begin)
-        column = (start // TOKENS + tile - gl.sum(gl.where(before, tiles, 0), 0)) * TOKENS
-        row = begin + column - start
-        rows = gl.minimum(begin + size, M) - row
-        if ALIGN % TOKENS == 0:
-            return row, column, 0, rows, MT - column, group
-        else:
-            stop = start + (size + ALIGN - 1) // ALIGN * ALIGN
-            stop = gl.minimum(gl.where(group < E, stop, MT), MT)
-            return row, column, gl.maximum(start - column, 0), rows, stop - column, group
+        inside = (tile - gl.sum(gl.where(before, tiles, 0), 0)) * TOKENS
+        row, column = begin + inside, start + inside
+        return row, column, 0, gl.minimum(begin + size, M) - row, MT - column, group
 
 
 def tiles_of(width: int, groups: int, tokens: int, alignment: int) -> int:
     """How many tiles `locate` may number, those of what no group owns included."""
-    shared = 0 if alignment % tokens == 0 else groups
-    return cdiv(width + (alignment if groups else 0), tokens) + shared
+    ragged = 0 if alignment % tokens == 0 else groups
+    return cdiv(width + (alignment if groups else 0), tokens) + ragged

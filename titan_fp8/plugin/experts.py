@@ -4,9 +4,9 @@ As with linears, conversion changes the class and leaves the parameters alone: w
 high-precision tensors that FSDP2, expert parallelism and tensor parallelism shard as before.
 
 Under expert parallelism the host's dispatch has sorted the tokens by local expert and padded every
-group to a multiple of its alignment, which the converter sets to the recipe's; `aligned` passes
-that on. Elsewhere (no expert parallelism, DeepEP's dispatch) the groups have any size, and the
-quantisers lay them out.
+group to a multiple of its alignment, which the converter sets to the recipe's; where that is one of
+128, as blockwise's is, `aligned` passes it on. Elsewhere (rowwise, no expert parallelism, DeepEP's
+dispatch) the quantisers lay the groups out.
 """
 
 import functools
@@ -20,7 +20,10 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8.feed_forward import fp8_swiglu
 from titan_fp8.linear import ConversionReport, check_patterns, check_recipe, check_shards
-from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.recipe import BF16
+
+ALIGNED = 128
+"""Of what all group ends are multiples where `aligned` is true."""
 
 
 def run_experts(
@@ -67,9 +70,7 @@ class FP8GroupedExperts(GroupedExperts):
         if isinstance(self.w1, DTensor):
             aligned = self.host_aligns and "ep" in self.w1.device_mesh.mesh_dim_names
             weights = tuple(w.to_local() for w in weights)
-        aligned = (
-            aligned and moe_utils.TOKEN_GROUP_ALIGN_SIZE_M % get_recipe(self.recipe).alignment == 0
-        )
+        aligned = aligned and moe_utils.TOKEN_GROUP_ALIGN_SIZE_M % ALIGNED == 0
         run = run_experts
         if self.compile_backend is not None:
             run = compiled_run_experts(self.compile_backend)
