@@ -4,7 +4,7 @@ Inputs are fresh in each test, rows and columns differ in size by orders of magn
 from the wrong place shows), and the memory an output is made of is filled with NaN beforehand (an
 element that is not written shows). Tolerances: rounding to bf16 is off by 2^-8 of a value at worst;
 the FP8 tensor cores add with some 14 bits, so a sum of 128 carries about 2^-12, and one of
-`rowwise`, over thousands without promotion, up to a few times 2^-9.
+rowwise fprop or dgrad, over thousands without promotion, up to a few times 2^-9.
 """
 
 import pytest
@@ -53,13 +53,13 @@ def ends_of(ends: tuple[int, ...] | None) -> Tensor | None:
     return None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
 
 
-def groups_of(ends: tuple[int, ...] | None, m: int, alignment: int) -> list[tuple[slice, slice]]:
+def groups_of(ends: tuple[int, ...] | None, m: int) -> list[tuple[slice, slice]]:
     """Of each group, its rows and its columns in an unaligned transposed copy."""
     if ends is None:
-        return [(slice(0, m), slice(0, reference.round_up(m, alignment)))]
+        return [(slice(0, m), slice(None))]
     groups, row, column = [], 0, 0
     for end in ends:
-        size = reference.round_up(min(end, m) - row, alignment)
+        size = reference.round_up(min(end, m) - row, 128)
         groups.append((slice(row, min(end, m)), slice(column, column + size)))
         row, column = min(end, m), column + size
     return groups
@@ -104,8 +104,7 @@ def blockwise_mm(m: int, n: int, k: int, ends, dtype: torch.dtype):
 def test_blockwise_mm(shape, dtype):
     m, n, k, ends = shape
     c, a, b = blockwise_mm(m, n, k, ends, dtype)
-    groups = groups_of(ends, m, 128)
-    want = product_by_rows(dequantize_1x128(*a), dequantize_128x128(*b), groups)
+    want = product_by_rows(dequantize_1x128(*a), dequantize_128x128(*b), groups_of(ends, m))
     assert c.dtype == dtype
     assert_close(c, want, TOLERANCE[dtype])
 
@@ -119,91 +118,116 @@ def test_blockwise_wgrad(shape, dtype):
     b, sb = reference.quantize_128x1_t(uneven(m, k), offs)
     c = gemm.blockwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype).view(-1, n, k)
     left, right = dequantize_1x128(a, sa), dequantize_1x128(b, sb)
-    for got, (_, columns) in zip(c, groups_of(ends, m, 128), strict=True):
+    for got, (_, columns) in zip(c, groups_of(ends, m), strict=True):
         assert_close(got, left[:, columns] @ right[:, columns].T, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rowwise_mm(shape):
+def test_rowwise_mm(shape, dtype):
     m, n, k, ends = shape
     a, sa = reference.quantize_row(uneven(m, k))
     b, sb = reference.quantize_row(uneven(*([] if ends is None else [len(ends)]), n, k))
-    c = rowwise_gemm.rowwise_mm(a, sa, b, sb, ends_of(ends))
+    c = rowwise_gemm.rowwise_mm(a, sa, b, sb, ends_of(ends), out_dtype=dtype)
     left, right = (q.double() * s.double().unsqueeze(-1) for q, s in ((a, sa), (b, sb)))
-    want = product_by_rows(left, right.view(-1, n, k), groups_of(ends, m, 128))
+    want = product_by_rows(left, right.view(-1, n, k), groups_of(ends, m))
+    assert c.dtype == dtype
     assert_close(c, want, ROWWISE_TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rowwise_wgrad(shape):
+def test_rowwise_wgrad(shape, dtype):
     m, n, k, ends = shape
     offs = ends_of(ends)
     a, sa = reference.quantize_col_t(uneven(m, n), offs)
     b, sb = reference.quantize_col_t(uneven(m, k), offs)
-    c = rowwise_gemm.rowwise_wgrad(a, sa, b, sb, offs).view(-1, n, k)
-    for e, (_, columns) in enumerate(groups_of(ends, m, 128)):
+    c = rowwise_gemm.rowwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype)
+    assert c.dtype == dtype
+    c = c.view(-1, n, k)
+    # The dense product is PyTorch's, which writes bf16 alone and promotes as it likes.
+    tolerance = ROWWISE_TOLERANCE if ends is None else TOLERANCE[dtype]
+    for e, (_, columns) in enumerate(groups_of(ends, m)):
         left, right = (
             q[:, columns].double() * s.view(-1, q.shape[0])[e].double()[:, None]
             for q, s in ((a, sa), (b, sb))
         )
-        assert_close(c[e], left @ right.T, ROWWISE_TOLERANCE)
+        assert_close(c[e], left @ right.T, tolerance)
 
 
+RECIPES = [
+    (gemm.blockwise_mm, gemm.blockwise_wgrad)
+    + (reference.quantize_1x128, reference.quantize_128x1_t, reference.quantize_128x128),
+    (rowwise_gemm.rowwise_mm, rowwise_gemm.rowwise_wgrad)
+    + (reference.quantize_row, reference.quantize_col_t, reference.quantize_row),
+]
+"""Of blockwise and rowwise, both products and the quantisers of rows, columns and weights."""
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["blockwise", "rowwise"])
+
+
+@each_recipe
 @pytest.mark.parametrize("ends", [(128, 128, 512), (0, 256, 384), (128, 256, 100000)], ids=str)
-def test_aligned_groups(ends):
+def test_aligned_groups(recipe, ends):
+    mm, wgrad, row, column, weight = recipe
     m, n, k, offs = 640, 272, 528, ends_of(ends)
     x, g, w = uneven(m, k), uneven(m, n), uneven(len(ends), n, k)
-    ops = [
-        (gemm.blockwise_mm, reference.quantize_1x128, reference.quantize_128x128),
-        (rowwise_gemm.rowwise_mm, reference.quantize_row, reference.quantize_row),
-    ]
-    for mm, quantize_x, quantize_w in ops:
-        operands = *quantize_x(x), *quantize_w(w), offs
-        torch.testing.assert_close(mm(*operands, aligned=True), mm(*operands))
-    ops = [
-        (gemm.blockwise_wgrad, reference.quantize_128x1_t),
-        (rowwise_gemm.rowwise_wgrad, reference.quantize_col_t),
-    ]
-    for wgrad, quantize in ops:
-        aligned, unaligned = (
-            wgrad(*quantize(g, offs, a), *quantize(x, offs, a), offs, aligned=a)
-            for a in (True, False)
-        )
-        torch.testing.assert_close(aligned, unaligned)
+    operands = *row(x), *weight(w), offs
+    torch.testing.assert_close(mm(*operands, aligned=True), mm(*operands))
+    aligned, unaligned = (
+        wgrad(*column(g, offs, a), *column(x, offs, a), offs, aligned=a) for a in (True, False)
+    )
+    torch.testing.assert_close(aligned, unaligned)
 
 
+@each_recipe
 @pytest.mark.parametrize("ends", [None, (100, 300)], ids=str)
-def test_nan_stays_in_what_depends_on_it(ends):
+def test_nan_stays_in_what_depends_on_it(recipe, ends):
+    mm, wgrad, row, column, weight = recipe
     m, n, k, offs = 333, 272, 400, ends_of(ends)
     x, g, w = uneven(m, k), uneven(m, n), uneven(*([] if ends is None else [2]), n, k)
     x[150, 390], g[150, 200] = torch.nan, torch.inf
-    y = gemm.blockwise_mm(*reference.quantize_1x128(x), *reference.quantize_128x128(w), offs)
+    if ends is not None:
+        x[310], g[320] = torch.nan, torch.nan  # of no group
+    y = mm(*row(x), *weight(w), offs)
     depends = torch.zeros(m, n, dtype=torch.bool, device="cuda")
     depends[150] = True
     assert torch.equal(~y.isfinite(), depends)
-    dw = gemm.blockwise_wgrad(
-        *reference.quantize_128x1_t(g, offs), *reference.quantize_128x1_t(x, offs), offs
-    )
+    dw = wgrad(*column(g, offs), *column(x, offs), offs)
     depends = torch.zeros(dw.shape, dtype=torch.bool, device="cuda")
     last = depends if ends is None else depends[1]
     last[200], last[:, 390] = True, True
     assert torch.equal(~dw.isfinite(), depends)
 
 
+def test_nan_of_a_weight_stays_in_its_column():
+    m, n, k, offs = 333, 272, 400, ends_of((100, 300))
+    x, w = uneven(m, k), uneven(2, n, k)
+    w[1, 130, 7] = torch.nan
+    y = rowwise_gemm.rowwise_mm(*reference.quantize_row(x), *reference.quantize_row(w), offs)
+    depends = torch.zeros(m, n, dtype=torch.bool, device="cuda")
+    depends[100:300, 130] = True
+    assert torch.equal(~y.isfinite(), depends)
+
+
+def test_rowwise_scales_of_nothing_count_for_nothing():
+    m, n, k, offs = 300, 272, 400, ends_of((0, 128, 128))
+    (g, sg), (x, sx) = (reference.quantize_col_t(uneven(m, size), offs) for size in (n, k))
+    sg[0], sx[2] = torch.nan, torch.nan
+    dw = rowwise_gemm.rowwise_wgrad(g, sg, x, sx, offs)
+    assert not dw[0].any() and not dw[2].any()
+    assert dw[1].any() and dw[1].isfinite().all()
+
+
+@each_recipe
 @pytest.mark.parametrize("ends", [None, (0, 0)], ids=str)
-def test_no_tokens(ends):
+def test_no_tokens(recipe, ends):
+    mm, wgrad, row, column, weight = recipe
     n, k, offs = 144, 272, ends_of(ends)
     lead = [] if ends is None else [2]
     x, g, w = (torch.randn(*shape, device="cuda") for shape in ((0, k), (0, n), (*lead, n, k)))
-    for mm, wgrad, row, column, weight in [
-        (gemm.blockwise_mm, gemm.blockwise_wgrad)
-        + (reference.quantize_1x128, reference.quantize_128x1_t, reference.quantize_128x128),
-        (rowwise_gemm.rowwise_mm, rowwise_gemm.rowwise_wgrad)
-        + (reference.quantize_row, reference.quantize_col_t, reference.quantize_row),
-    ]:
-        assert mm(*row(x), *weight(w), offs).shape == (0, n)
-        dw = wgrad(*column(g, offs), *column(x, offs), offs)
-        assert dw.shape == (*lead, n, k) and not dw.any()
+    assert mm(*row(x), *weight(w), offs).shape == (0, n)
+    dw = wgrad(*column(g, offs), *column(x, offs), offs)
+    assert dw.shape == (*lead, n, k) and not dw.any()
 
 
 @pytest.mark.parametrize("aligned", [True, False])

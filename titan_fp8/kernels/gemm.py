@@ -42,6 +42,8 @@ at the end of a group reads rows, columns and scales of its neighbours, but no s
 columns, and what is not the group's is not stored: full tiles leave by TMA, others through a mask.
 Rows of no group are tiles without blocks, hence zero, and so are the dW of empty groups.
 
+`rowwise_gemm.py` computes grouped products with a scale a row on the same rings, notes and stores.
+
 One configuration serves all shapes. cuBLAS knows these recipes too, for dense layers, but at none
 of the shapes measured by more than the noise faster (`docs/log.md`), so nothing is sent there.
 """
@@ -83,7 +85,7 @@ def blockwise_mm(
     """
     c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
     if c.numel():
-        _run(mm_launch(a_MK, sa, b, sb, c, offs))
+        run(mm_launch(a_MK, sa, b, sb, c, offs))
     return c
 
 
@@ -105,7 +107,7 @@ def blockwise_wgrad(
     c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
     if a_NM.shape[1] == 0:
         return c.zero_()
-    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
     return c
 
 
@@ -118,11 +120,11 @@ def mm_launch(
     assert b.numel() == groups * n * k and a_MK.is_contiguous() and b.is_contiguous()
     assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
     args = (
-        _matrix(a_MK, (128, 128)),
+        matrix(a_MK, (128, 128)),
         _vector(sa, 128),
-        _matrix(b.view(groups * n, k), (128, 128)),
-        _matrix(_rows_of(sb), (2, 16)),
-        _matrix(c_MN, (64, 128)),
+        matrix(b.view(groups * n, k), (128, 128)),
+        matrix(_rows_of(sb), (2, 16)),
+        matrix(c_MN, (64, 128)),
         c_MN,
         offs,
         *(m, n, k, groups, sa.stride(1)),
@@ -140,11 +142,11 @@ def wgrad_launch(
     assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
     assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
     args = (
-        _matrix(a_NM, (128, 128)),
+        matrix(a_NM, (128, 128)),
         _vector(sa, 256),
-        _matrix(b_KM, (128, 128)),
+        matrix(b_KM, (128, 128)),
         _vector(sb, 128),
-        _matrix(c.view(groups * n, k), (64, 128)),
+        matrix(c.view(groups * n, k), (64, 128)),
         c,
         offs,
         None if offs is None else torch.zeros(1, dtype=torch.int32, device=c.device),
@@ -154,7 +156,7 @@ def wgrad_launch(
     return k_grouped_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
 
 
-def _run(launch: Launch) -> None:
+def run(launch: Launch) -> None:
     kernel, args, options = launch
     device = args[5].device
     with torch.cuda.device(device):
@@ -166,7 +168,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+def matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """TMA's view of a matrix, in boxes; a row of a box is 128 bytes, swizzled, or 64, in order."""
     swizzle = 0 if box[1] * x.itemsize < 128 else 128
     return TensorDescriptor.from_tensor(x, list(box), _shared_layout(swizzle, x.itemsize * 8))

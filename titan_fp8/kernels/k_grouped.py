@@ -55,12 +55,16 @@ def next_ticket(ticket_ptr, ticket):
 
 @gluon.jit
 def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr):
-    """Works out the tiles, and loads their blocks as places in the ring become free."""
+    """Works out the tiles, and loads their blocks as places in the ring become free.
+
+    Without descriptors of scales, blocks have none.
+    """
     a_desc, sa_desc, b_desc, sb_desc = operands
     width, N, K, E, lda, ldb = sizes
     a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
     STAGES: gl.constexpr = b_ring.shape[0]
-    BYTES: gl.constexpr = 128 * 128 + 128 * 4 + 256 * 4
+    SCALES: gl.constexpr = 0 if sa_desc is None else 128 * 4 + 256 * 4
+    BYTES: gl.constexpr = 128 * 128 + SCALES
     n_tiles = gl.cdiv(N, 256)
     k_tiles = gl.cdiv(K, 128)
     zero = gl.to_tensor(0)
@@ -79,7 +83,7 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
         waves = gl.where(both, 2, 1)
         top = group * N
         slot, slot_phase = leave_note(
-            notes, slot, slot_phase, top + row, top, top + N, column, blocks, waves
+            notes, slot, slot_phase, top + row, top, top + N, column, blocks, waves, group
         )
         for i in range(block, block + blocks):
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -87,14 +91,15 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
             mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
             mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
             tma_load(b_desc, [column, i * 128], bar, b_ring.index(stage))
-            tma_load(sb_desc, [i * ldb + column], bar, sb_ring.index(stage))
-            tma_load(sa_desc, [i * lda + row], bar, sa_ring.index(stage))
+            if sa_desc is not None:
+                tma_load(sb_desc, [i * ldb + column], bar, sb_ring.index(stage))
+                tma_load(sa_desc, [i * lda + row], bar, sa_ring.index(stage))
             tma_load(a_desc, [row, i * 128], bar, a_ring.index(2 * stage))
             tma_load(a_desc, [row + 128, i * 128], bar, a_ring.index(2 * stage + 1), pred=both)
             stage, phase = advance(stage, phase, STAGES)
         ticket = next_ticket(ticket_ptr, ticket)
         tile, part = part_of(ticket, E * n_tiles * k_tiles)
-    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero)
+    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
 
 
 @gluon.jit
@@ -133,7 +138,7 @@ def consume(c_desc, c_ptr, K, ring, notes, buffers, PART: gl.constexpr):
     stage, phase = zero, zero
     first = buffers.index(PART * (LAST + 1))
     last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, blocks, waves, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(notes, zero, zero)
     while blocks >= 0:
         mine = row + PART * 64
         if waves == 2:
@@ -143,7 +148,7 @@ def consume(c_desc, c_ptr, K, ring, notes, buffers, PART: gl.constexpr):
         else:
             upper, lower, stage, phase = contract(blocks, stage, phase, ring, PART, 1)
             store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, blocks, waves, slot, slot_phase = read_note(
+        row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(
             notes, slot, slot_phase
         )
     tma.store_wait(0)

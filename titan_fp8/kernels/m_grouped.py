@@ -59,12 +59,16 @@ def part_of_dense(ticket, offs_ptr, M, n_tiles):
 
 @gluon.jit
 def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
-    """Works out the tiles, and loads their blocks as places in the ring become free."""
+    """Works out the tiles, and loads their blocks as places in the ring become free.
+
+    Without descriptors of scales, blocks have none.
+    """
     a_desc, sa_desc, b_desc, sb_desc = operands
     M, N, K, E, lda = sizes
     a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
     STAGES: gl.constexpr = a_ring.shape[0]
-    BYTES: gl.constexpr = 128 * 128 + 128 * 4 + 2 * 16 * 4
+    SCALES: gl.constexpr = 0 if sa_desc is None else 128 * 4 + 2 * 16 * 4
+    BYTES: gl.constexpr = 128 * 128 + SCALES
     n_tiles = gl.cdiv(N, 256)
     zero = gl.to_tensor(0)
     stage, phase, slot, slot_phase = zero, zero, zero, zero
@@ -82,7 +86,7 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
         waves = gl.where(both, 2, 1)
         blocks = gl.where(group < E, gl.cdiv(K, 128), 0)
         slot, slot_phase = leave_note(
-            notes, slot, slot_phase, row, row_begin, row_end, column, blocks, waves
+            notes, slot, slot_phase, row, row_begin, row_end, column, blocks, waves, group
         )
         b_row = group * N + column
         sb_row = group * gl.cdiv(N, 128) + column // 128
@@ -92,8 +96,9 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
             mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
             mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
             tma_load(a_desc, [row, k * 128], bar, a_ring.index(stage))
-            tma_load(sa_desc, [k * lda + row], bar, sa_ring.index(stage))
-            tma_load(sb_desc, [sb_row, k // 16 * 16], bar, sb_ring.index(stage))
+            if sa_desc is not None:
+                tma_load(sa_desc, [k * lda + row], bar, sa_ring.index(stage))
+                tma_load(sb_desc, [sb_row, k // 16 * 16], bar, sb_ring.index(stage))
             tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(2 * stage))
             tma_load(b_desc, [b_row + 128, k * 128], bar, b_ring.index(2 * stage + 1), pred=both)
             stage, phase = advance(stage, phase, STAGES)
@@ -102,7 +107,7 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
         group, first, row_begin, row_end = group_of(
             tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
         )
-    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero)
+    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
 
 
 @gluon.jit
@@ -149,7 +154,7 @@ def consume(c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, PART: gl.co
     stage, phase = zero, zero
     turn_phase = gl.to_tensor(1 - PART)
     buffer = buffers.index(PART)
-    row, begin, end, column, blocks, waves, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(notes, zero, zero)
     while blocks >= 0:
         mine = row + PART * 64
         if waves == 2:
@@ -163,7 +168,7 @@ def consume(c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, PART: gl.co
                 blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 1
             )
             store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-        row, begin, end, column, blocks, waves, slot, slot_phase = read_note(
+        row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(
             notes, slot, slot_phase
         )
     tma.store_wait(0)

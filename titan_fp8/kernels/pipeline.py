@@ -1,9 +1,9 @@
-"""What the two FP8 GEMM kernels are built of; `gemm.py` tells how they work.
+"""What the FP8 GEMM kernels are built of; `gemm.py` tells how they work.
 
 A kernel has three partitions, and two things connect them. The ring is the data: STAGES places in
-shared memory, each for one block of 128 along the contraction with its scales, filled by TMA and
-emptied by both consumers. The notes are the schedule: the producer alone works out which tile
-comes next and where its group ends, and leaves the consumers a note of six integers.
+shared memory, each for one block of 128 along the contraction and its scales, if it has any, filled
+by TMA and emptied by both consumers. The notes are the schedule: the producer alone works out which
+tile comes next and where its group ends, and leaves the consumers a note of seven integers.
 """
 
 from triton.experimental import gluon
@@ -30,8 +30,9 @@ COLUMNS = gl.constexpr(gl.SliceLayout(0, WAVE.value))
 VECTOR = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 SCALAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-FIELDS = gl.constexpr(6)
-"""Of a note: row, first and end row of what may be stored, column, blocks to contract, waves."""
+FIELDS = gl.constexpr(7)
+"""Of a note: row, first and end row of what may be stored, column, blocks to contract, waves and
+group."""
 NOTES = gl.constexpr(2)
 
 
@@ -68,12 +69,12 @@ def advance(place, phase, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks, waves):
+def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks, waves, group):
     """Producer: tell the consumers of a tile; negative `blocks`: there is none left."""
     values, full, empty = notes
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(empty.index(slot), phase ^ 1)
-    fields = (row, row_begin, row_end, column, blocks, waves)
+    fields = (row, row_begin, row_end, column, blocks, waves, group)
     for i in gl.static_range(FIELDS):
         values.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LANES))
     mbarrier.arrive(full.index(slot), count=1)
@@ -82,7 +83,7 @@ def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks, wave
 
 @gluon.jit
 def read_note(notes, slot, phase):
-    """Consumer: the next tile (row, row_begin, row_end, column, blocks, waves)."""
+    """Consumer: the next tile (row, row_begin, row_end, column, blocks, waves, group)."""
     values, full, empty = notes
     mbarrier.wait(full.index(slot), phase)
     row = _field(values, slot, 0)
@@ -91,9 +92,10 @@ def read_note(notes, slot, phase):
     column = _field(values, slot, 3)
     blocks = _field(values, slot, 4)
     waves = _field(values, slot, 5)
+    group = _field(values, slot, 6)
     mbarrier.arrive(empty.index(slot), count=1)
     slot, phase = advance(slot, phase, NOTES)
-    return row, row_begin, row_end, column, blocks, waves, slot, phase
+    return row, row_begin, row_end, column, blocks, waves, group, slot, phase
 
 
 @gluon.jit

@@ -1,23 +1,25 @@
-"""The rowwise GEMMs: PyTorch's own, CUTLASS underneath, and what they leave to their caller.
+"""The rowwise GEMMs: PyTorch's own for dense layers, ours for groups.
 
-`torch._scaled_mm` takes any dense product. `torch._scaled_grouped_mm` wants group ends within the
-tensor. Groups of rows may end anywhere, for a row begins at a multiple of 16 bytes whatever its
-number; groups of the transposed copies' columns begin at multiples of 128, as the quantisers lay
-them out. What no group owns it does not write, and nothing says what it writes for an empty one: a
-kernel that writes those alone zeroes the rows of no group and the dW of empty groups. No step waits
-for the device.
+`torch._scaled_mm` (CUTLASS underneath) takes any dense product. `torch._scaled_grouped_mm` takes
+grouped ones, but of 64 groups its wgrad takes more than 3 times as long as the blockwise one, and
+fprop and dgrad up to 1.6 times. So these run as the blockwise kernels do (`gemm.py`), with a scale
+a row instead of one a block, multiplied in when a tile is done:
 
-fprop and dgrad accumulate in the tensor cores alone (`use_fast_accum`), in some 14 bits, which is
-what makes rowwise fast. wgrad adds up all tokens of a batch and steers every later step, so there
-the partial sums are promoted to FP32 on the way.
+    M-grouped  `rowwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          a row by a row
+    K-grouped  `rowwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    a row and group, likewise
+
+fprop and dgrad accumulate in the tensor cores alone (`use_fast_accum` in the dense case), in some
+14 bits, which is what makes rowwise fast: a consumer has two waves in one accumulator, and the next
+block's product is issued before the last one is done. wgrad adds up all tokens of a batch and
+steers every later step, so there partial sums are promoted to FP32 on the way, in the grouped
+kernel every 128 tokens; that is one addition an element where blockwise multiplies, too.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from titan_fp8.reference import BLOCK, group_bounds, round_up
+from titan_fp8.kernels.gemm import BAND, E4M3, OPTIONS, Launch, matrix, run
+from titan_fp8.kernels.rowwise_grouped import k_grouped_row_kernel, m_grouped_row_kernel
 
 
 def rowwise_mm(
@@ -34,15 +36,13 @@ def rowwise_mm(
     A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero. Groups may
     start at any row, so `aligned` is of no consequence here.
     """
-    m, n = a_MK.shape[0], b.shape[-2]
-    if m == 0:
-        return a_MK.new_empty(m, n, dtype=out_dtype)
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if not c.numel():
+        return c
     if offs is None:
         return _scaled_mm(a_MK, sa, b, sb, out_dtype, fast=True)
-    _, ends = group_bounds(offs, m)
-    y = _scaled_grouped_mm(a_MK, sa, b, sb, ends, fast=True)
-    _zero_behind[(triton.cdiv(m * n, 4096),)](y, ends, m * n, n, len(ends), BLOCK=4096)
-    return y.to(out_dtype)
+    run(mm_launch(a_MK, sa, b, sb, c, offs))
+    return c
 
 
 def rowwise_wgrad(
@@ -57,21 +57,67 @@ def rowwise_wgrad(
     """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
 
     A scale a row, or a row and group: sa (N,) or (E, N), sb (K,) or (E, K). Returns (N, K), or
-    (E, N, K) with zeros for empty groups.
+    (E, N, K) with zeros for empty groups. The columns at which groups start follow from `offs`,
+    `aligned` or not.
     """
-    (n, width), k = a_NM.shape, b_KM.shape[0]
-    if width == 0:
-        lead = () if offs is None else (offs.shape[0],)
-        return a_NM.new_zeros(*lead, n, k, dtype=out_dtype)
+    lead = () if offs is None else (offs.shape[0],)
+    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
+    if a_NM.shape[1] == 0:
+        return c.zero_()
     if offs is None:
         return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype, fast=False)
-    starts, ends = group_bounds(offs, width)
-    sizes = round_up(ends - starts, BLOCK)
-    ends_laid = sizes.cumsum(0).clamp(max=width)
-    dw = _scaled_grouped_mm(a_NM, sa.reshape(-1), b_KM, sb.reshape(-1), ends_laid, fast=False)
-    grid = (triton.cdiv(n * k, 4096), len(ends))
-    _zero_empty[grid](dw, ends_laid, n * k, BLOCK=4096)
-    return dw.to(out_dtype)
+    run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    return c
+
+
+def mm_launch(
+    a_MK: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c_MN: Tensor, offs: Tensor
+) -> Launch:
+    """How to compute the grouped `rowwise_mm` into `c_MN`."""
+    (m, k), (groups, n, _) = a_MK.shape, b.shape
+    assert b.shape[2] == k and a_MK.is_contiguous() and b.is_contiguous()
+    assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
+    assert sa.shape == (m,) and sb.shape == (groups, n)
+    args = (
+        matrix(a_MK, (128, 128)),
+        _scales(sa),
+        matrix(b.view(groups * n, k), (128, 128)),
+        _scales(sb),
+        matrix(c_MN, (64, 128)),
+        c_MN,
+        offs,
+        *(m, n, k, groups),
+    )
+    # An FP32 buffer of results takes the room of a place in the ring.
+    return m_grouped_row_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
+
+
+def wgrad_launch(
+    a_NM: Tensor, sa: Tensor, b_KM: Tensor, sb: Tensor, c_ENK: Tensor, offs: Tensor
+) -> Launch:
+    """How to compute the grouped `rowwise_wgrad` into `c_ENK`."""
+    (n, width), k, groups = a_NM.shape, b_KM.shape[0], offs.shape[0]
+    assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
+    assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
+    assert sa.shape == (groups, n) and sb.shape == (groups, k)
+    args = (
+        matrix(a_NM, (128, 128)),
+        _scales(sa),
+        matrix(b_KM, (128, 128)),
+        _scales(sb),
+        matrix(c_ENK.view(groups * n, k), (64, 128)),
+        c_ENK,
+        offs,
+        torch.zeros(1, dtype=torch.int32, device=c_ENK.device),
+        *(width, n, k, groups),
+    )
+    buffers = 4 // c_ENK.itemsize
+    return k_grouped_row_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+
+
+def _scales(s: Tensor) -> Tensor:
+    assert s.dtype == torch.float32 and s.is_contiguous()
+    return s
 
 
 def _scaled_mm(
@@ -80,34 +126,3 @@ def _scaled_mm(
     scales = {"scale_a": sa[:, None], "scale_b": sb[None, :]}
     y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
     return y.to(out_dtype)
-
-
-def _scaled_grouped_mm(
-    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, ends: Tensor, fast: bool
-) -> Tensor:
-    return torch._scaled_grouped_mm(
-        a, b.mT, sa, sb, offs=ends.int(), out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
-
-
-@triton.jit
-def _zero_behind(y_ptr, ends_ptr, size, N, E, BLOCK: tl.constexpr):
-    """Zeroes the rows of y (M, N) behind the last group's end."""
-    begin = tl.load(ends_ptr + E - 1) * N
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    if first + BLOCK > begin:
-        at = first + tl.arange(0, BLOCK)
-        tl.store(
-            y_ptr + at, tl.zeros([BLOCK], y_ptr.dtype.element_ty), mask=(at >= begin) & (at < size)
-        )
-
-
-@triton.jit
-def _zero_empty(dw_ptr, ends_ptr, size, BLOCK: tl.constexpr):
-    """Zeroes the dW of groups without tokens."""
-    group = tl.program_id(1)
-    begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
-    if tl.load(ends_ptr + group) == begin:
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        base = dw_ptr + group.to(tl.int64) * size
-        tl.store(base + at, tl.zeros([BLOCK], dw_ptr.dtype.element_ty), mask=at < size)
