@@ -3,10 +3,11 @@
     python scripts/bench_gemm.py [--json FILE] [--only dense|grouped]
 
 Each layer's fprop, dgrad and wgrad stand beside bf16 and the libraries' FP8: cuBLAS with the same
-scales for dense layers (nothing in PyTorch has them grouped), rowwise scales, and DeepGEMM where it
-is installed. `of roof` is the share of the fastest tensorwise FP8 product of this run, which no
-scaled one can reach. Group ends are uneven multiples of 128, in one more row
-arbitrary ones. The inputs of a call are not in the L2 cache.
+scales for dense layers (nothing in PyTorch has them grouped), PyTorch with rowwise scales, and
+DeepGEMM where it is installed. The grouped ones follow with rowwise scales. `of roof` is the share
+of the fastest tensorwise FP8 product of this run, which no scaled one can reach. Group ends are
+uneven multiples of 128, in one more row arbitrary ones; PyTorch takes multiples of 16 where it
+needs them. The inputs of a call are not in the L2 cache.
 
 No speed is printed for an op whose result is wrong.
 """
@@ -29,10 +30,13 @@ except ImportError:
 
 ERROR = 2.5e-3
 """Of a result in bf16 against the FP32 product of the dequantised operands: rounding, mostly."""
+FAST_ERROR = 7168 / 32 * 2**-13
+"""Where tensor cores alone accumulate: some 14 bits of the sum stay at each 32 of up to 7168."""
 ROWS = 128
 """Rows of each result that are checked."""
 
 Product = Callable[[], Tensor]
+Dims = tuple[int, int, int, int]
 
 
 def sets(make: Callable[[], Product], bytes_of_one: int) -> list[Product]:
@@ -111,7 +115,48 @@ def row(name: str, dims: tuple, ours: tuple, bf16: float, roof: float, others: d
     }
 
 
-def mm_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top: float) -> dict:
+def bf16_mm(dims: Dims, offs: Tensor | None) -> Product:
+    e, m, n, k = dims
+    if offs is None:
+        x, w = randn(m, k), randn(n, k)
+        return lambda: x @ w.T
+    x, w = randn(m, k), randn(e, n, k)
+    return lambda: torch._grouped_mm(x, w.mT, offs=offs)
+
+
+def bf16_wgrad(dims: Dims, offs: Tensor | None) -> Product:
+    _, m, n, k = dims
+    g, x = randn(m, n), randn(m, k)
+    if offs is None:
+        return lambda: g.T @ x
+    return lambda: torch._grouped_mm(g.T, x, offs=offs)
+
+
+def torch_rowwise_mm(dims: Dims, offs: Tensor | None) -> Product:
+    e, m, n, k = dims
+    if offs is None:
+        operands = *kernels.quantize_row(randn(m, k)), *kernels.quantize_row(randn(n, k))
+        return lambda: kernels.rowwise_mm(*operands)
+    (a, sa), (b, sb) = kernels.quantize_row(randn(m, k)), kernels.quantize_row(randn(e, n, k))
+    options = {"offs": offs, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return lambda: torch._scaled_grouped_mm(a, b.mT, sa, sb, **options)
+
+
+def torch_rowwise_wgrad(dims: Dims, offs: Tensor | None) -> Product:
+    e, m, n, k = dims
+    if offs is None:
+        operands = *kernels.quantize_col_t(randn(m, n)), *kernels.quantize_col_t(randn(m, k))
+        return lambda: kernels.rowwise_wgrad(*operands)
+    # It wants groups of columns at multiples of 16. Here all have the same scales.
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    ends = ((sizes + 15) // 16 * 16).cumsum(0).int()
+    (a, sa), (b, sb) = (kernels.quantize_row(randn(size, int(ends[-1]))) for size in (n, k))
+    options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": False}
+    sa, sb = sa.repeat(e), sb.repeat(e)
+    return lambda: torch._scaled_grouped_mm(a, b.t(), sa, sb, **options)
+
+
+def mm_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> dict:
     """fprop or dgrad; dims are those of the product, contraction last."""
     e, m, n, k = dims
     flop, size = 2 * m * n * k, m * k + e * n * k
@@ -129,10 +174,6 @@ def mm_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top:
         recipes = (scaling.BlockWise1x128, sb, scaling.BlockWise128x128)
         return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
 
-    def rowwise() -> Product:
-        operands = *kernels.quantize_row(randn(m, k)), *kernels.quantize_row(randn(*weight))
-        return lambda: kernels.rowwise_mm(*operands, offs, True)
-
     def deepgemm() -> Product:
         a, b = kernels.quantize_1x128(randn(m, k)), kernels.quantize_128x128(randn(*weight))
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
@@ -141,12 +182,6 @@ def mm_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top:
         group = torch.searchsorted(offs, torch.arange(m, device="cuda"), right=True).int()
         return lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, y, group)
 
-    def bf16() -> Product:
-        x, w = randn(m, k), randn(*weight)
-        if offs is None:
-            return lambda: x @ w.T
-        return lambda: torch._grouped_mm(x, w.mT, offs=offs)
-
     # Checked after it is timed: what runs before a product decides at which clock it starts.
     ours = tflops(sets(make, size), flop)
     operands = *kernels.quantize_1x128(randn(m, k)), *kernels.quantize_128x128(randn(*weight))
@@ -154,13 +189,14 @@ def mm_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top:
     assert right, f"{name} {dims}: wrong result"
     others = {
         "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
-        "rowwise": attempt(rowwise, size, flop),
+        "rowwise": attempt(lambda: torch_rowwise_mm(dims, offs), size, flop),
         "DeepGEMM": attempt(deepgemm, size, flop),
     }
-    return row(name, dims, ours, tflops(sets(bf16, 2 * size), flop)[1], top, others)
+    bf16 = tflops(sets(lambda: bf16_mm(dims, offs), 2 * size), flop)[1]
+    return row(name, dims, ours, bf16, top, others)
 
 
-def wgrad_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, top: float) -> dict:
+def wgrad_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> dict:
     """wgrad: dims are the layer's (E, M, N, K); M is contracted."""
     e, m, n, k = dims
     flop, size = 2 * m * n * k, m * (n + k)
@@ -176,26 +212,51 @@ def wgrad_row(name: str, dims: tuple[int, int, int, int], offs: Tensor | None, t
         recipes = (scaling, sb, scaling)
         return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
 
-    def rowwise() -> Product:
-        g, x = (kernels.quantize_col_t(randn(m, width), offs, True) for width in (n, k))
-        return lambda: kernels.rowwise_wgrad(*g, *x, offs, True)
-
-    def bf16() -> Product:
-        g, x = randn(m, n), randn(m, k)
-        if offs is None:
-            return lambda: g.T @ x
-        return lambda: torch._grouped_mm(g.T, x, offs=offs)
-
     ours = tflops(sets(make, size), flop)
     g, x = (kernels.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
     dw = kernels.blockwise_wgrad(*g, *x, offs).view(-1, n, k)
     assert check_wgrad(dw, *g, *x, ends), f"{name} {dims}: wrong result"
     others = {
         "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
-        "rowwise": attempt(rowwise, size, flop),
+        "rowwise": attempt(lambda: torch_rowwise_wgrad(dims, offs), size, flop),
         "DeepGEMM": None,
     }
-    return row(name, dims, ours, tflops(sets(bf16, 2 * size), flop)[1], top, others)
+    bf16 = tflops(sets(lambda: bf16_wgrad(dims, offs), 2 * size), flop)[1]
+    return row(name, dims, ours, bf16, top, others)
+
+
+def rowwise_row(name: str, dims: Dims, offs: Tensor, top: float, wgrad: bool) -> dict:
+    """A grouped product with a scale a row; dims are as in `mm_row` or in `wgrad_row`."""
+    e, m, n, k = dims
+    flop, size = 2 * m * n * k, m * (n + k) if wgrad else m * k + e * n * k
+    op, definition = (
+        (kernels.rowwise_wgrad, reference.rowwise_wgrad)
+        if wgrad
+        else (kernels.rowwise_mm, reference.rowwise_mm)
+    )
+
+    def operands() -> tuple:
+        if wgrad:
+            g, x = (kernels.quantize_col_t(randn(m, width), offs) for width in (n, k))
+            return *g, *x, offs
+        return *kernels.quantize_row(randn(m, k)), *kernels.quantize_row(randn(e, n, k)), offs
+
+    def make() -> Product:
+        args = operands()
+        return lambda: op(*args)
+
+    ours = tflops(sets(make, size), flop)
+    args = operands()
+    error = relative(op(*args), definition(*args, out_dtype=torch.float32))
+    assert error < (ERROR if wgrad else FAST_ERROR), f"{name} {dims}: wrong result"
+    library, bf16 = (torch_rowwise_wgrad, bf16_wgrad) if wgrad else (torch_rowwise_mm, bf16_mm)
+    others = {
+        "cuBLAS": None,
+        "rowwise": attempt(lambda: library(dims, offs), size, flop),
+        "DeepGEMM": None,
+    }
+    plain = tflops(sets(lambda: bf16(dims, offs), 2 * size), flop)[1]
+    return row(name, dims, ours, plain, top, others)
 
 
 def main() -> None:
@@ -216,6 +277,8 @@ def main() -> None:
             kind = "" if alignment == 128 else " any ends"
             rows.append(mm_row("M-grouped" + kind, (e, m, n, k), offs, top))
             rows.append(wgrad_row("K-grouped" + kind, (e, m, n, k), offs, top))
+            rows.append(rowwise_row("M-grouped rowwise" + kind, (e, m, n, k), offs, top, False))
+            rows.append(rowwise_row("K-grouped rowwise" + kind, (e, m, n, k), offs, top, True))
     report(rows, args.json)
 
 
