@@ -56,6 +56,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_fp8.kernels.k_grouped import k_grouped_kernel
+from titan_fp8.kernels.launch import descriptor
 from titan_fp8.kernels.m_grouped import m_grouped_kernel
 from titan_fp8.kernels.pipeline import VECTOR
 
@@ -122,8 +123,8 @@ def mm_launch(
     args = (
         matrix(a_MK, (128, 128)),
         _vector(sa, 128),
-        matrix(b.view(groups * n, k), (128, 128)),
-        matrix(_rows_of(sb), (2, 16)),
+        matrix(b, (128, 128)),
+        _rows_of(sb),
         matrix(c_MN, (64, 128)),
         c_MN,
         offs,
@@ -146,7 +147,7 @@ def wgrad_launch(
         _vector(sa, 256),
         matrix(b_KM, (128, 128)),
         _vector(sb, 128),
-        matrix(c.view(groups * n, k), (64, 128)),
+        matrix(c, (64, 128)),
         c,
         offs,
         None if offs is None else torch.zeros(1, dtype=torch.int32, device=c.device),
@@ -158,9 +159,7 @@ def wgrad_launch(
 
 def run(launch: Launch) -> None:
     kernel, args, options = launch
-    device = args[5].device
-    with torch.cuda.device(device):
-        kernel[(_multiprocessors(device),)](*args, **options)
+    kernel[(_multiprocessors(args[5].device),)](*args, **options)
 
 
 @functools.cache
@@ -169,9 +168,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """TMA's view of a matrix, in boxes; a row of a box is 128 bytes, swizzled, or 64, in order."""
-    swizzle = 0 if box[1] * x.itemsize < 128 else 128
-    return TensorDescriptor.from_tensor(x, list(box), _shared_layout(swizzle, x.itemsize * 8))
+    """TMA's view of x (..., K), contiguous, as one matrix, in boxes.
+
+    A row of a box is 128 bytes, swizzled.
+    """
+    k = x.shape[-1]
+    return descriptor(x, (x.numel() // k, k), (k, 1), box, _shared_layout(128, x.itemsize * 8))
 
 
 @functools.cache
@@ -185,13 +187,14 @@ def _vector(s: Tensor, box: int) -> TensorDescriptor:
     stride = s.stride(1)
     assert s.dtype == torch.float32 and (s.stride(0) == 1 or rows == 1)
     assert stride % 4 == 0 or blocks == 1
-    size = (blocks - 1) * stride + rows
-    return TensorDescriptor(s.as_strided((size,), (1,)), [size], [1], [box], VECTOR.value)
+    return descriptor(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
 
 
-def _rows_of(s: Tensor) -> Tensor:
-    """A 128x128 scale (..., row blocks, column blocks) as a matrix of all its rows."""
+def _rows_of(s: Tensor) -> TensorDescriptor:
+    """TMA's view of a 128x128 scale (..., row blocks, column blocks) as a matrix of all rows."""
+    *lead, rows, blocks = s.shape
     stride = s.stride(-2)
     assert s.dtype == torch.float32 and s.stride(-1) == 1 and stride % 4 == 0
-    assert s.dim() == 2 or s.shape[0] == 1 or s.stride(0) == s.shape[1] * stride
-    return s.as_strided((s.numel() // s.shape[-1], s.shape[-1]), (stride, 1))
+    assert not lead or s.shape[0] == 1 or s.stride(0) == rows * stride
+    shape = s.numel() // blocks, blocks
+    return descriptor(s, shape, (stride, 1), (2, 16), _shared_layout(0, 32))

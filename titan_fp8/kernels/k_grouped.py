@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.pipeline import (
     COLUMNS,
     ROWS,
@@ -154,7 +155,7 @@ def consume(c_desc, c_ptr, K, ring, notes, buffers, PART: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["width", "E", "lda", "ldb"])
+@kernel(do_not_specialize=["width", "E", "lda", "ldb"])
 def k_grouped_kernel(
     a_desc,
     sa_desc,

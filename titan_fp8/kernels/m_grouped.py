@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.pipeline import (
     ROWS,
     SCALAR_2D,
@@ -174,7 +175,7 @@ def consume(c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, PART: gl.co
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "E", "lda"])
+@kernel(do_not_specialize=["M", "E", "lda"])
 def m_grouped_kernel(
     a_desc,
     sa_desc,

@@ -38,6 +38,7 @@ from titan_fp8.kernels.cast import (
     scale_of,
     words_of,
 )
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.tile import (
     layout,
     load_words,
@@ -118,7 +119,7 @@ def quantize_columns(
         store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, lines)
 
 
-@gluon.jit(do_not_specialize=["M", "S", "blocks"])
+@kernel(do_not_specialize=["M", "S", "blocks"])
 def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.constexpr):
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
@@ -126,7 +127,7 @@ def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.conste
     quantize_rows(words, q, s, row, 0, M - row, block, KW, S, PACK, True, WORDS)
 
 
-@gluon.jit(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
+@kernel(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
 def _tokens_kernel(
     x, q, s, q_t, s_t, offs, M, K, KW, MT, S, E, tiles, blocks,
     PACK: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
@@ -152,7 +153,7 @@ def _tokens_kernel(
         quantize_rows(words, q, s, row, first, rows, block, KW, S, PACK, True, OUT)
 
 
-@gluon.jit(do_not_specialize=["S"])
+@kernel(do_not_specialize=["S"])
 def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
     block = gl.program_id(0)
     row = gl.program_id(1) * 128
@@ -165,7 +166,7 @@ def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
     store_rows(q + expert * N * KW, values, row, 0, N - row, word, KW, WORDS)
 
 
-@gluon.jit(do_not_specialize=["S"])
+@kernel(do_not_specialize=["S"])
 def _square_t_kernel(
     w, q_t, s_t, N, K, KW, S,
     PACK: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,

@@ -28,7 +28,6 @@ the copy bandwidth, 4212 GB/s, two reads counted for columns; see docs/log.md.
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.cast import (
@@ -42,6 +41,7 @@ from titan_fp8.kernels.cast import (
     scale_of,
     words_of,
 )
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.tile import (
     layout,
     load_words,
@@ -65,7 +65,7 @@ MAXIMA = layout((1, 4), (1, 32), (4, 1), (8, 1))
 """How it holds 32 of them."""
 
 
-@gluon.jit(do_not_specialize=["R"])
+@kernel(do_not_specialize=["R"])
 def _row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(0) * WORDS.shape[0]
     words = load_words(x, row, 0, R - row, 0, KW, WORDS)
@@ -75,7 +75,7 @@ def _row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     store_rows(q, cast_rows(words, r[:, None], PACK), row, 0, R - row, 0, KW, WORDS)
 
 
-@gluon.jit(do_not_specialize=["R"])
+@kernel(do_not_specialize=["R"])
 def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(0) * WORDS.shape[0]
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
@@ -90,7 +90,7 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
         store_rows(q, cast_rows(words, r[:, None], PACK), row, 0, R - row, word, KW, WORDS)
 
 
-@gluon.jit(do_not_specialize=["M", "E", "tiles", "blocks"])
+@kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
 def _maxima_kernel(
     x, amax, K, KW, x2, amax2, K2, KW2, q, s, offs, M, MT, E, tiles, blocks,
     PACK: gl.constexpr, ROWS: gl.constexpr, PAIR: gl.constexpr, TOKENS: gl.constexpr,
@@ -133,7 +133,7 @@ def _maxima_kernel(
     gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
 
 
-@gluon.jit(do_not_specialize=["M", "E", "tiles", "blocks"])
+@kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
 def _cast_kernel(
     x, amax, q_t, s_t, K, KW, x2, amax2, q_t2, s_t2, K2, KW2, offs, M, MT, E, tiles, blocks,
     PACK: gl.constexpr, PAIR: gl.constexpr, GROUPS: gl.constexpr,

@@ -81,7 +81,7 @@ def mm_launch(
     args = (
         matrix(a_MK, (128, 128)),
         _scales(sa),
-        matrix(b.view(groups * n, k), (128, 128)),
+        matrix(b, (128, 128)),
         _scales(sb),
         matrix(c_MN, (64, 128)),
         c_MN,
@@ -105,7 +105,7 @@ def wgrad_launch(
         _scales(sa),
         matrix(b_KM, (128, 128)),
         _scales(sb),
-        matrix(c_ENK.view(groups * n, k), (64, 128)),
+        matrix(c_ENK, (64, 128)),
         c_ENK,
         offs,
         torch.zeros(1, dtype=torch.int32, device=c_ENK.device),

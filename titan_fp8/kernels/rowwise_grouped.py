@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_fp8.kernels import k_grouped, m_grouped
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.pipeline import (
     COLUMNS,
     ROWS,
@@ -109,7 +110,7 @@ def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, PART: g
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "E"])
+@kernel(do_not_specialize=["M", "E"])
 def m_grouped_row_kernel(
     a_desc,
     sa_ptr,
@@ -203,7 +204,7 @@ def consume_columns(c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, notes, buffers, PART
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["width", "E"])
+@kernel(do_not_specialize=["width", "E"])
 def k_grouped_row_kernel(
     a_desc,
     sa_ptr,

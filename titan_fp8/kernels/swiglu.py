@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from titan_fp8 import reference
 from titan_fp8.kernels import quantize
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.quantize import ROWS, allocate_scales, quantize_columns, quantize_rows
 from titan_fp8.kernels.tile import layout, load_words, locate, tiles_of
 from titan_fp8.reference import BLOCK, E4M3, cdiv, transposed_width
@@ -109,7 +110,7 @@ def _fetch(tile, x, row, rows, word, KW, FETCH: gl.constexpr):
     async_load(tile, x + (i[:, None] * KW + j[None, :]), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["M", "S", "blocks"])
+@kernel(do_not_specialize=["M", "S", "blocks"])
 def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
@@ -121,7 +122,7 @@ def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
     quantize_rows(words, q, s, row, 0, M - row, block, KW, S, 2, True, WORDS)
 
 
-@gluon.jit(do_not_specialize=["M", "S", "E", "blocks"])
+@kernel(do_not_specialize=["M", "S", "E", "blocks"])
 def _backward_kernel(
     dh, a, b, da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t, h_q_t, h_s_t, offs,
     M, K, KW, MT, S, E, blocks,
