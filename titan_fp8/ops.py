@@ -6,9 +6,9 @@ Ops are functional: they write to none of their arguments and return fresh tenso
 torch.compile merges equal ones, such as the quantisation of an input that wq, wk and wv share.
 
 The quantisers of transposed weights take one more argument, `after`, which they do not read. Given
-the gradient that arrives in backward, it keeps torch.compile from running them in forward already
-and saving an FP8 copy of the weight until backward, which it otherwise does for weights that are
-not parameters of the compiled module (experts).
+a tensor that only backward has, the quantised gradient, it keeps torch.compile from running them in
+forward already and saving an FP8 copy of the weight until backward, which it otherwise does for
+weights that are not parameters of the compiled module (experts).
 
 The ops on rows have nothing to do with FP8: no `emulate`, and kernels for any CUDA GPU.
 
@@ -17,7 +17,6 @@ are explained in `reference.py`.
 """
 
 import functools
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,29 +27,27 @@ from titan_fp8.reference import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, tran
 _library = torch.library.Library("titan_fp8", "DEF")
 
 
+@functools.cache
 def require_kernels(device: torch.device) -> None:
     """RuntimeError, with what would do, where the Hopper kernels cannot run on a CUDA `device`."""
-    capability = _capability(device.index)
-    if capability[0] != 9:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
         raise RuntimeError(
             f"titan_fp8: the FP8 kernels need a Hopper GPU (compute capability 9.0), and "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; "
             "emulate = true computes the same numbers on any device"
         )
 
 
-@functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def _implementation(x: Tensor, emulate: bool) -> ModuleType:
-    if emulate or not x.is_cuda:
-        return reference
-    require_kernels(x.device)
+def _run_kernel(name: str, x: Tensor, args: tuple):
+    """The kernels' function of that name, on the GPU that x is on."""
     from titan_fp8 import kernels
 
-    return kernels
+    function = getattr(kernels, name)
+    if x.get_device() == torch.cuda.current_device():
+        return function(x, *args)
+    with torch.cuda.device(x.device):
+        return function(x, *args)
 
 
 def _register(fake) -> None:
@@ -62,7 +59,11 @@ def _register(fake) -> None:
     _library.define(f"{name}{arguments[:-1]}, {keywords}) -> {result}")
 
     def run(x, *args, emulate=False, after=None):
-        return getattr(_implementation(x, emulate), name)(x.contiguous(), *args)
+        x = x.contiguous()
+        if emulate or not x.is_cuda:
+            return getattr(reference, name)(x, *args)
+        require_kernels(x.device)
+        return _run_kernel(name, x, args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
 
@@ -193,17 +194,17 @@ def _register_on_rows(fake) -> None:
     _library.define(name + torch.library.infer_schema(getattr(reference, name), mutates_args=()))
 
     def run(*args):
-        implementation = reference
-        if args[0].is_cuda:
-            from titan_fp8 import kernels as implementation
-        return getattr(implementation, name)(*(t if t is None else t.contiguous() for t in args))
+        x, *args = (t.contiguous() if isinstance(t, Tensor) else t for t in args)
+        if not x.is_cuda:
+            return getattr(reference, name)(x, *args)
+        return _run_kernel(name, x, args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"titan_fp8::{name}", fake, lib=_library)
 
 
-def _gather_rows(x, index, weight=None):
-    return x.new_empty(index.shape[0], x.shape[1])
+def _gather_rows(x, slots, weight=None, k=1):
+    return x.new_empty(slots.shape[0], x.shape[1])
 
 
 def _combine_rows(y, index, weight=None):
