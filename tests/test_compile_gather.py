@@ -34,7 +34,7 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
     x, index = torch.empty(64, k, dtype=dtype), torch.zeros(20, top, dtype=torch.int32)
     copies, summands = (gather.COPIES, gather.SUMMANDS) if k % 8 == 0 else (0, 0)
     for weight in (None, torch.zeros(20, top)):
-        gather.gather_rows(x, index.flatten(), weight if weight is None else weight.flatten())
+        gather.gather_rows(x, index.flatten(), weight, top)
         gather.combine_rows(x, index, weight)
         gather.dot_rows(x[:20], x, index)
         assert compiled == {

@@ -83,9 +83,10 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
 def row_calls(x, index):
     """The ops on rows of x, of an even number of rows or none."""
     pairs = index.view(-1, 2)
-    for weight in (None, torch.randn(index.shape)):
-        yield ops.gather_rows, (x, index, weight), {}
-        yield ops.combine_rows, (x, pairs, weight if weight is None else weight.view(-1, 2)), {}
+    yield ops.gather_rows, (x, index, None), {}
+    yield ops.gather_rows, (x, index, torch.randn(len(x), 3), 3), {}
+    for weight in (None, torch.randn(pairs.shape)):
+        yield ops.combine_rows, (x, pairs, weight), {}
     yield ops.dot_rows, (torch.randn(len(pairs), x.shape[1], dtype=x.dtype), x, pairs), {}
 
 

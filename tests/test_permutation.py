@@ -62,8 +62,11 @@ def test_rows_are_weighted_summed_and_multiplied_in_fp32(dtype):
     assert got.dtype == torch.float32
     want = (rows * a.double()[:, None]).sum(-1)
     torch.testing.assert_close(got.double(), want, **{"rtol": 1e-5, "atol": 1e-5})
-    got = reference.gather_rows(y, index[:, 0], weight[:, 0])
-    assert torch.equal(got, (weight[:, :1] * rows[:, 0].float()).to(dtype))
+    for k, (of_row, choice) in ((1, (0, 0)), (3, (3, 2)), (3, (8, 0))):
+        weight, slot = torch.randn(9, k), of_row * k + choice
+        got = reference.gather_rows(y, torch.tensor([-1, slot, 9 * k]), weight, k)
+        assert torch.equal(got[1], (weight[of_row, choice] * y[of_row].float()).to(dtype))
+        assert not got[0].any() and not got[2].any()
 
 
 def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype: torch.dtype):
@@ -100,6 +103,15 @@ def test_gathers_are_the_hosts_permutation(monkeypatch, counts, alignment, dtype
     tokens, _, rows, _, _, g = got
     assert (tokens < 0).any()
     assert not rows[tokens < 0].any() and not g[tokens < 0].any()
+
+
+def test_opcheck():
+    counts = torch.tensor([5, 9, 6, 0])
+    places = torch.ops.titan_fp8_plugin.places_of_tokens.default
+    torch.library.opcheck(places, (counts, 2, 2, 20, 64, 16))
+    index = torch.tensor([4, -1, 0, 2], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.titan_fp8_plugin.invert.default, (index, 6))
+    assert permutation.invert(index, 6).tolist() == [2, -1, 3, -1, 0, -1]
 
 
 def test_nothing_but_indices_is_kept_for_backward():

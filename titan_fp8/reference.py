@@ -426,15 +426,20 @@ def bf16_wgrad(
 # Permutation
 
 
-def gather_rows(x: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Row index[i] of x (M, K) as row i, times weight[i] if given, zeros where x has no such row.
+def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
+    """The row of x (M, K) that has each of the slots, k slots a row, times the slot's weight.
 
-    index (R,) integers, weight (R,) FP32; (R, K) in x's dtype.
+    slots (R,) integers: slot s is of row ⌊s/k⌋, zeros where x has no such row; weight (M, k) FP32,
+    if given. Returns (R, K) in x's dtype.
     """
-    inside = (index >= 0) & (index < x.shape[0])
+    inside = (slots >= 0) & (slots < x.shape[0] * k)
+    slots = torch.where(inside, slots, 0)
     rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # so that there is a row to take
-    rows = torch.where(inside[:, None], rows[torch.where(inside, index, 0)], 0)
-    return rows if weight is None else (weight[:, None] * rows.float()).to(x.dtype)
+    rows = torch.where(inside[:, None], rows[slots // k], 0)
+    if weight is None:
+        return rows
+    weight = torch.nn.functional.pad(weight.flatten(), (0, 1))[slots]
+    return (weight[:, None] * rows.float()).to(x.dtype)
 
 
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -102,14 +102,16 @@ def test_nothing_to_copy(dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("top", [1, 2, 6, 8])
 @pytest.mark.parametrize("k", [16, 576, 2048, 7168, 2049])
-def test_rows_are_weighted_once_rounded(k, dtype):
+def test_rows_of_slots_are_weighted_and_once_rounded(k, top, dtype):
     x = torch.randn(300, k, device="cuda").to(dtype)
-    index = torch.randint(-1, 301, (517,), device="cuda")
-    weight = torch.randn(517, device="cuda")
-    with poisoned_outputs():
-        got = kernels.gather_rows(x, index, weight)
-    torch.testing.assert_close(got, reference.gather_rows(x, index, weight), rtol=0, atol=0)
+    slots = torch.randint(-2 * top, 302 * top, (517,), device="cuda")
+    for weight in (None, torch.randn(300, top, device="cuda")):
+        with poisoned_outputs():
+            got = kernels.gather_rows(x, slots, weight, top)
+        want = reference.gather_rows(x, slots, weight, top)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @every_dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.tile import layout
 from titan_fp8.reference import cdiv
 
@@ -24,12 +25,11 @@ ACROSS = 4
 
 
 @gluon.jit
-def _load_rows(x, index, valid, M, column, K, TILE: gl.constexpr):
-    """The rows of x (M, K) that `index` names where `valid`, from `column` on; zeros elsewhere."""
-    source = gl.load(index, mask=valid, other=-1).to(gl.int64)
+def _load_rows(x, source, M, column, K, TILE: gl.constexpr):
+    """The rows `source` of x (M, K) from `column` on; zeros where x has no such row."""
     j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
     inside = ((source >= 0) & (source < M))[:, None] & (j < K)[None, :]
-    return gl.load(x + (source[:, None] * K + j[None, :]), mask=inside, other=0)
+    return gl.load(x + (source.to(gl.int64)[:, None] * K + j[None, :]), mask=inside, other=0)
 
 
 @gluon.jit
@@ -42,21 +42,24 @@ def _store_rows(out, values, i, valid, column, K, TILE: gl.constexpr):
 # K is the number of loads of a row times UNIT, so that the compiler knows it as a multiple of that.
 
 
-@gluon.jit(do_not_specialize=["M", "R"])
+@kernel(do_not_specialize=["M", "R"])
 def _gather_kernel(
-    x, index, weight, out, M, R, units, blocks, UNIT: gl.constexpr, TILE: gl.constexpr
-):
+    x, slots, weight, out, M, R, units, blocks,
+    SLOTS: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
     row = gl.program_id(0) // blocks * TILE.shape[0]
     column = gl.program_id(0) % blocks * TILE.shape[1]
     i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
-    values = _load_rows(x, index + i, i < R, M, column, units * UNIT, TILE)
+    slot = gl.load(slots + i, mask=i < R, other=-1)
+    source = gl.where(slot < 0, -1, slot // SLOTS)
+    values = _load_rows(x, source, M, column, units * UNIT, TILE)
     if weight is not None:
-        w = gl.load(weight + i, mask=i < R, other=0)
+        w = gl.load(weight + slot, mask=(source >= 0) & (source < M), other=0)
         values = (values.to(gl.float32) * w[:, None]).to(values.dtype)
     _store_rows(out, values, i, i < R, column, units * UNIT, TILE)
 
 
-@gluon.jit(do_not_specialize=["M", "T"])
+@kernel(do_not_specialize=["M", "T"])
 def _combine_kernel(
     y, index, weight, out, M, T, units, blocks,
     TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
@@ -66,7 +69,8 @@ def _combine_kernel(
     i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
     total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
     for k in gl.static_range(TOP):
-        values = _load_rows(y, index + (i * TOP + k), i < T, M, column, units * UNIT, TILE)
+        source = gl.load(index + (i * TOP + k), mask=i < T, other=-1)
+        values = _load_rows(y, source, M, column, units * UNIT, TILE)
         if weight is None:
             total += values.to(gl.float32)
         else:
@@ -75,19 +79,20 @@ def _combine_kernel(
     _store_rows(out, total.to(out.dtype.element_ty), i, i < T, column, units * UNIT, TILE)
 
 
-@gluon.jit(do_not_specialize=["M", "T"])
+@kernel(do_not_specialize=["M", "T"])
 def _dot_kernel(
     a, b, index, out, M, T, units, TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr
 ):
     i = gl.program_id(0) * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
     K = units * UNIT
+    source = gl.load(index + i, mask=i < T * TOP, other=-1)
     total = gl.full([TILE.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, TILE))
     for column in range(0, K, TILE.shape[1]):
         j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
         inside = (i < T * TOP)[:, None] & (j < K)[None, :]
         token = (i // TOP).to(gl.int64)[:, None]
         left = gl.load(a + (token * K + j[None, :]), mask=inside, other=0)
-        right = _load_rows(b, index + i, i < T * TOP, M, column, K, TILE)
+        right = _load_rows(b, source, M, column, K, TILE)
         total += gl.sum(left.to(gl.float32) * right.to(gl.float32), 1)
     gl.store(out + i, total, mask=i < T * TOP)
 
@@ -102,18 +107,19 @@ def _tiling(x: Tensor, loads: int) -> tuple[int, int, gl.DistributedLinearLayout
     return k // unit, unit, layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
 
 
-def gather_rows(x: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Row index[i] of x (M, K) as row i, times weight[i] if given, zeros where x has no such row.
+def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
+    """The row of x (M, K) that has each of the slots, k slots a row, times the slot's weight.
 
-    index (R,) integers, weight (R,) FP32; (R, K) in x's dtype.
+    slots (R,) integers: slot s is of row ⌊s/k⌋, zeros where x has no such row; weight (M, k) FP32,
+    if given. Returns (R, K) in x's dtype.
     """
-    (m, k), r = x.shape, index.shape[0]
-    out = x.new_empty(r, k)
+    (m, width), r = x.shape, slots.shape[0]
+    out = x.new_empty(r, width)
     units, unit, tile = _tiling(x, COPIES)
-    blocks = cdiv(k, tile.shape[1])
+    blocks = cdiv(width, tile.shape[1])
     if out.numel():
         _gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
-            x, index, weight, out, m, r, units, blocks, unit, tile, num_warps=WARPS
+            x, slots, weight, out, m, r, units, blocks, k, unit, tile, num_warps=WARPS
         )
     return out
 

@@ -33,8 +33,7 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, *(() if scores is None else (x, scores)))
-        weight = None if scores is None else scores.flatten()[slots]
-        return _ops.gather_rows(x, slots // rows.shape[1], weight)
+        return _ops.gather_rows(x, slots, scores, rows.shape[1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -58,12 +57,9 @@ class _Combine(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor):
         slots, rows, *weighted = ctx.saved_tensors
-        tokens = slots // rows.shape[1]
-        if not weighted:
-            return _ops.gather_rows(g, tokens), None, None, None
-        y, scores = weighted
-        dy = _ops.gather_rows(g, tokens, scores.flatten()[slots])
-        return dy, None, None, _ops.dot_rows(g, y, rows)
+        y, scores = weighted or (None, None)
+        dy = _ops.gather_rows(g, slots, scores, rows.shape[1])
+        return dy, None, None, None if scores is None else _ops.dot_rows(g, y, rows)
 
 
 class GatherMoE(MoE):

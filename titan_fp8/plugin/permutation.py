@@ -8,8 +8,13 @@ of `_permute`, and copies the tensor to add a row that stands for the padding.
 But every token has one place, so each direction is also a gather: by the token of each place, -1
 for padding, or by the place of each token. Forward takes the one, backward the other, and padding
 is zero in either. The indices, and with them the routing, come from the host's own function.
+
+To make the indices takes a score of operations on short vectors, each of which would pass by the
+policy of activation checkpointing, forward and recomputed: more work for the host than the experts
+are. As two ops, they pass by it once.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +25,43 @@ from torchtitan.models.moe import utils as moe_utils
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 
 _gather_rows = torch.ops.titan_fp8.gather_rows.default
+_library = torch.library.Library("titan_fp8_plugin", "DEF")
+
+
+def _one_op(fake: Callable) -> Callable:
+    """Makes the decorated function an op of its name; `fake` makes its empty result."""
+
+    def register(function: Callable) -> Callable:
+        name = function.__name__
+        _library.define(name + torch.library.infer_schema(function, mutates_args=()))
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"titan_fp8_plugin::{name}", fake, lib=_library)
+        return getattr(torch.ops.titan_fp8_plugin, name).default
+
+    return register
+
+
+def _fake_places(counts, experts, ranks, tokens, length, alignment):
+    index = counts.new_empty(length, dtype=torch.int32)
+    return index, index.new_empty(tokens), index.new_empty(experts)
+
+
+@_one_op(fake=lambda index, count: index.new_empty(count))
+def invert(index: Tensor, count: int) -> Tensor:
+    """Where in `index` each number below `count` stands, -1 for one that does not: (count,)."""
+    inverse = index.new_full((count + 1,), -1)
+    # Padding, -1, writes to the last element.
+    inverse[index] = torch.arange(len(index), device=index.device, dtype=index.dtype)
+    return inverse[:-1]
+
+
+@_one_op(fake=_fake_places)
+def places_of_tokens(
+    counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Permutation` of `tokens` tokens to `length` places, and the aligned group sizes."""
+    index, sizes, _ = moe_utils.generate_permute_indices(counts, experts, ranks, length, alignment)
+    return index, invert(index, tokens), sizes
 
 
 class Permutation(NamedTuple):
@@ -55,25 +97,16 @@ def permute(
     """
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     longest = moe_utils._round_up(x.shape[0] + num_local_experts * alignment, alignment)
-    with torch.no_grad():
-        tokens, sizes, _ = moe_utils.generate_permute_indices(
-            num_tokens_per_expert, num_local_experts, ep_degree, longest, alignment
-        )
-        permutation = Permutation(tokens, invert(tokens, x.shape[0]))
+    *permutation, sizes = places_of_tokens(
+        num_tokens_per_expert, num_local_experts, ep_degree, x.shape[0], longest, alignment
+    )
+    permutation = Permutation(*permutation)
     return x.shape, _Gather.apply(x, *permutation), permutation, sizes
 
 
 def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:
     """The host's `_unpermute`: rows (R, dim), sorted by expert, back as `input_shape` (S, dim)."""
     return _Gather.apply(out, permutation.places, permutation.tokens)
-
-
-def invert(index: Tensor, count: int) -> Tensor:
-    """Where in `index` each number below `count` stands, -1 for one that does not: (count,)."""
-    inverse = index.new_full((count + 1,), -1)
-    # Padding, -1, writes to the last element.
-    inverse[index] = torch.arange(len(index), device=index.device, dtype=index.dtype)
-    return inverse[:-1]
 
 
 def permute_by_gathers() -> None:
