@@ -1,0 +1,96 @@
+"""Where the milliseconds of a training step go, from a trace that torchtitan's profiler left:
+
+    ./scripts/train.sh CONFIG ... --profiling.enable_profiling
+    python scripts/summarize_trace.py outputs/profile_traces/iteration_10/rank0_trace.json
+
+Prints the GPU time by kind of kernel, the time in which the GPU had nothing to do, and what the
+host was at. Profiling slows the host down: idle time is an upper bound, GPU time is what it is.
+"""
+
+import argparse
+import gzip
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+KINDS = {
+    "NCCL": r"nccl",
+    "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|_scaled|e4m3|f8",
+    "quantisers": r"^_(rows|tokens|square|square_t|row|col|row_col|pair|weight)\w*_kernel|quantize",
+    "SwiGLU": r"swiglu",
+    "permutation": r"^_(gather|combine|dot)_kernel|index|scatter|gather|sort|fill_indices|radix",
+    "attention": r"flash|fmha|cudnn.*sdpa|attention",
+    "optimizer": r"multi_tensor|adam|lpnorm",
+    "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
+    "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",
+    "inductor": r"^triton_",
+    "elementwise": r"",
+}
+"""Kinds of kernels and what their names match, the first that does."""
+
+
+def kind_of(event: dict) -> str:
+    if event["cat"] in ("gpu_memcpy", "gpu_memset"):
+        return "copies"
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.I))
+
+
+def busy(events: list[dict]) -> tuple[float, list[tuple[float, dict]]]:
+    """Microseconds in which any of the events ran, and the gaps, each with the event behind it."""
+    total, gaps, end = 0.0, [], None
+    for event in sorted(events, key=lambda e: e["ts"]):
+        begin, stop = event["ts"], event["ts"] + event["dur"]
+        if end is not None and begin > end:
+            gaps.append((begin - end, event))
+        total += max(0.0, stop - max(begin, end or begin))
+        end = max(stop, end or stop)
+    return total, gaps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--top", type=int, default=30, help="kernels and host calls to list")
+    args = parser.parse_args()
+    opened = gzip.open if args.trace.suffix == ".gz" else open
+    with opened(args.trace, "rt") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] != "cpu_op"]
+    if not gpu:
+        parser.error(f"{args.trace}: no GPU kernels in it")
+
+    total, gaps = busy(gpu)
+    compute, _ = busy([e for e in gpu if kind_of(e) != "NCCL"])
+    count = max(1, len({e["name"] for e in steps}))
+    print(f"{args.trace}: {count} step(s), ms")
+    print(f"  GPU busy {total / 1e3:8.1f}, of it with more than NCCL {compute / 1e3:.1f}")
+    idle = sum(gap for gap, _ in gaps)
+    print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")
+    for floor in (20, 100, 500, 2000):
+        long = [gap for gap, _ in gaps if gap > floor]
+        print(f"    longer than {floor:4} us: {sum(long) / 1e3:8.1f} in {len(long)}")
+
+    _table("GPU time by kind", gpu, kind_of, len(KINDS) + 1)
+    _table("GPU time by kernel", gpu, lambda e: e["name"][:90], args.top)
+    before = [dict(event, dur=gap) for gap, event in gaps if gap > 20]
+    _table("idle before (gaps over 20 us)", before, lambda e: e["name"][:90], args.top // 2)
+    runtime = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    _table("host in the CUDA runtime", runtime, lambda e: e["name"], args.top // 2)
+    ops = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("titan_fp8")]
+    _table("host in this project's ops", ops, lambda e: e["name"], args.top)
+
+
+def _table(title: str, events: list[dict], key, rows: int) -> None:
+    time, count = Counter(), Counter()
+    for event in events:
+        time[key(event)] += event["dur"]
+        count[key(event)] += 1
+    print(f"\n{title}:      ms  calls  us each")
+    for name, spent in time.most_common(rows):
+        print(f"  {spent / 1e3:9.2f} {count[name]:6} {spent / count[name]:8.1f}  {name}")
+
+
+if __name__ == "__main__":
+    main()
