@@ -196,7 +196,7 @@ def test_what_needs_no_gradient_costs_none(needed):
         leaf.requires_grad_(needs)
     with Count() as count:
         y = fp8_swiglu(*leaves)
-        assert count.calls["blockwise_mm"] == 3
+        assert count.calls["blockwise_fprop"] == 3
         assert ("quantize_1x128_128x1_t" in count.calls) == (needed[1] or needed[3])
         if not any(needed):
             assert not y.requires_grad
@@ -204,7 +204,8 @@ def test_what_needs_no_gradient_costs_none(needed):
         _, *got = outputs(y, leaves)
     assert all(map(torch.equal, got, [t for t, needs in zip(every, needed) if needs]))
     needs_dx, *needs_dw = needed
-    assert count.calls["blockwise_mm"] == 3 + 1 + 2 * needs_dx
+    assert count.calls["blockwise_fprop"] == 3
+    assert count.calls["blockwise_dgrad"] == 1 + 2 * needs_dx
     assert count.calls.get("blockwise_wgrad", 0) == sum(needs_dw)
 
 

@@ -31,7 +31,8 @@ from torchtitan.tools import utils
 import titan_fp8
 from titan_fp8.plugin.experts import FP8GroupedExperts
 
-GEMMS = (torch.ops.titan_fp8.blockwise_mm.default, torch.ops.titan_fp8.rowwise_mm.default)
+OPS = torch.ops.titan_fp8
+GEMMS = (OPS.blockwise_fprop.default, OPS.rowwise_fprop.default)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_op_level_checkpointing_takes_dense_fp8_gemms_for_mm(tmp_path, gemm):
     forward, _ = module.checkpoint_fn.keywords["context_fn"]()
     a, b, s = torch.empty(3, 32), torch.empty(48, 32), torch.empty(3, 1)
     for offs in (None, torch.tensor([3], dtype=torch.int32)):
-        forward.policy_fn(None, gemm, a, s, b, s, offs, False, torch.bfloat16)
+        forward.policy_fn(None, gemm, a, s, b, offs, False, torch.bfloat16)
     assert asked == [(torch.ops.aten.mm.default, (32, 48)), (gemm, (3, 1))]
 
 

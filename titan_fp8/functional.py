@@ -9,9 +9,9 @@ place of x. Products that share an input, as wq, wk and wv do, share these copie
 merges the equal calls, and without it an `InputCache` remembers them while the input lives. The
 three GEMMs are functions of their own, of which `feed_forward.py` makes another autograd function.
 
-W is quantised anew in backward, from the parameter as it is then, with another op than in forward:
+W is quantised by the op that multiplies by it, anew in backward, from the parameter as it is then:
 no FP8 copy of a weight outlives its GEMM, whether FSDP2 has freed the parameter in between or
-torch.compile looks for equal calls to merge.
+torch.compile looks for what to keep.
 """
 
 import weakref
@@ -39,9 +39,8 @@ class _Kit:
     columns: OpOverload
     rows_and_columns: OpOverload
     pair: OpOverload | None
-    weight: OpOverload
-    weight_t: OpOverload
-    mm: OpOverload
+    fprop: OpOverload
+    dgrad: OpOverload
     wgrad: OpOverload
 
 
@@ -51,9 +50,8 @@ _KITS = {
         columns=_ops.quantize_128x1_t.default,
         rows_and_columns=_ops.quantize_1x128_128x1_t.default,
         pair=None,
-        weight=_ops.quantize_128x128.default,
-        weight_t=_ops.quantize_128x128_t.default,
-        mm=_ops.blockwise_mm.default,
+        fprop=_ops.blockwise_fprop.default,
+        dgrad=_ops.blockwise_dgrad.default,
         wgrad=_ops.blockwise_wgrad.default,
     ),
     Scaling.ROW: _Kit(
@@ -61,9 +59,8 @@ _KITS = {
         columns=_ops.quantize_col_t.default,
         rows_and_columns=_ops.quantize_row_col_t.default,
         pair=_ops.quantize_row_col_t_pair.default,
-        weight=_ops.quantize_row.default,
-        weight_t=_ops.quantize_weight_col_t.default,
-        mm=_ops.rowwise_mm.default,
+        fprop=_ops.rowwise_fprop.default,
+        dgrad=_ops.rowwise_dgrad.default,
         wgrad=_ops.rowwise_wgrad.default,
     ),
 }
@@ -137,9 +134,8 @@ def _quantize_input(
 
 def fprop(x_rows: tuple[Tensor, ...], w: Tensor, offs: Tensor | None, spec: Spec) -> Tensor:
     """y (M, N) = x Wᵀ: the rows of x (M, K) and W (N, K) or (E, N, K), contracting K."""
-    wq, sw = spec.kit.weight(w.to(spec.dtype), emulate=spec.emulate)
-    layout = offs, spec.aligned
-    return spec.kit.mm(*x_rows, wq, sw, *layout, spec.dtype, emulate=spec.emulate)
+    w, layout = w.to(spec.dtype), (offs, spec.aligned)
+    return spec.kit.fprop(*x_rows, w, *layout, spec.dtype, emulate=spec.emulate)
 
 
 def dgrad(
@@ -149,11 +145,9 @@ def dgrad(
     spec: Spec,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """dx (M, K) = g W: the rows of g (M, N) and Wᵀ (K, N) or (E, K, N), contracting N."""
-    # After g's rows, which the product reads as well: after g itself, g would live longer.
-    wq_t, sw_t = spec.kit.weight_t(w.to(spec.dtype), emulate=spec.emulate, after=g_rows[0])
-    layout = offs, spec.aligned
-    return spec.kit.mm(*g_rows, wq_t, sw_t, *layout, out_dtype, emulate=spec.emulate)
+    """dx (M, K) = g W: the rows of g (M, N) and W (N, K) or (E, N, K), contracting N."""
+    w, layout = w.to(spec.dtype), (offs, spec.aligned)
+    return spec.kit.dgrad(*g_rows, w, *layout, out_dtype, emulate=spec.emulate)
 
 
 def wgrad(

@@ -5,10 +5,9 @@ runs the Hopper kernels on CUDA tensors, and the reference on the CPU or with `e
 Ops are functional: they write to none of their arguments and return fresh tensors, so that
 torch.compile merges equal ones, such as the quantisation of an input that wq, wk and wv share.
 
-The quantisers of transposed weights take one more argument, `after`, which they do not read. Given
-a tensor that only backward has, the quantised gradient, it keeps torch.compile from running them in
-forward already and saving an FP8 copy of the weight until backward, which it otherwise does for
-weights that are not parameters of the compiled module (experts).
+The products with a weight, fprop and dgrad, quantise it themselves. So torch.compile never sees an
+FP8 copy of a weight, which it would else make in forward for backward and keep until then, and the
+host dispatches one op for two kernels.
 
 The ops on rows have nothing to do with FP8: no `emulate`, and kernels for any CUDA GPU.
 
@@ -55,10 +54,9 @@ def _register(fake) -> None:
     name = fake.__name__.removeprefix("_")
     schema = torch.library.infer_schema(getattr(reference, name), mutates_args=())
     arguments, result = schema.rsplit(" -> ", 1)
-    keywords = "*, bool emulate=False" + (", Tensor? after=None" if fake in WEIGHTS_T else "")
-    _library.define(f"{name}{arguments[:-1]}, {keywords}) -> {result}")
+    _library.define(f"{name}{arguments[:-1]}, *, bool emulate=False) -> {result}")
 
-    def run(x, *args, emulate=False, after=None):
+    def run(x, *args, emulate=False):
         x = x.contiguous()
         if emulate or not x.is_cuda:
             return getattr(reference, name)(x, *args)
@@ -67,7 +65,7 @@ def _register(fake) -> None:
 
     _library.impl(name, run, "CompositeExplicitAutograd")
 
-    def run_fake(*args, emulate=False, after=None):
+    def run_fake(*args, emulate=False):
         return fake(*args)
 
     torch.library.register_fake(f"titan_fp8::{name}", run_fake, lib=_library)
@@ -147,6 +145,14 @@ def _blockwise_mm(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
+def _blockwise_fprop(a, sa, w, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return a.new_empty(a.shape[0], w.shape[-2], dtype=out_dtype)
+
+
+def _blockwise_dgrad(a, sa, w, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return a.new_empty(a.shape[0], w.shape[-1], dtype=out_dtype)
+
+
 def _blockwise_wgrad(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
     groups = [] if offs is None else [offs.shape[0]]
     return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
@@ -154,6 +160,14 @@ def _blockwise_wgrad(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfl
 
 def _rowwise_mm(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
     return _blockwise_mm(a, sa, b, sb, offs, aligned, out_dtype)
+
+
+def _rowwise_fprop(a, sa, w, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return _blockwise_fprop(a, sa, w, offs, aligned, out_dtype)
+
+
+def _rowwise_dgrad(a, sa, w, offs=None, aligned=False, out_dtype=torch.bfloat16):
+    return _blockwise_dgrad(a, sa, w, offs, aligned, out_dtype)
 
 
 def _rowwise_wgrad(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
@@ -177,9 +191,18 @@ QUANTIZERS = (
     _quantize_row_col_t_pair,
     _quantize_weight_col_t,
 )
-WEIGHTS_T = (_quantize_128x128_t, _quantize_weight_col_t)
 SWIGLU = (_swiglu_1x128, _swiglu_backward_1x128_128x1_t)
-GEMMS = (_blockwise_mm, _blockwise_wgrad, _rowwise_mm, _rowwise_wgrad, _bf16_wgrad)
+GEMMS = (
+    _blockwise_mm,
+    _blockwise_fprop,
+    _blockwise_dgrad,
+    _blockwise_wgrad,
+    _rowwise_mm,
+    _rowwise_fprop,
+    _rowwise_dgrad,
+    _rowwise_wgrad,
+    _bf16_wgrad,
+)
 
 for _fake in (*QUANTIZERS, *SWIGLU, *GEMMS):
     _register(_fake)

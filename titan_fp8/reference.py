@@ -362,6 +362,30 @@ def blockwise_mm(
     return matmul_nt(dequantize_1x128(a, sa), dequantize_128x128(b, sb), offs, out_dtype)
 
 
+def blockwise_fprop(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a Wᵀ for a (M, K) and W (N, K) or (E, N, K), quantised in tiles of 128x128; (M, N)."""
+    return blockwise_mm(a, sa, *quantize_128x128(w), offs, aligned, out_dtype)
+
+
+def blockwise_dgrad(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a W for a (M, N) and W (N, K) or (E, N, K), quantised in tiles of 128x128; (M, K)."""
+    return blockwise_mm(a, sa, *quantize_128x128_t(w), offs, aligned, out_dtype)
+
+
 def blockwise_wgrad(
     a: Tensor,
     sa: Tensor,
@@ -388,6 +412,30 @@ def rowwise_mm(
 ) -> Tensor:
     """fprop and dgrad, a scale for each row of a (M, K) and b (N, K) or (E, N, K); (M, N)."""
     return matmul_nt(dequantize_row(a, sa), dequantize_row(b, sb), offs, out_dtype)
+
+
+def rowwise_fprop(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a Wᵀ for a (M, K) and W (N, K) or (E, N, K), quantised with a scale a row; (M, N)."""
+    return rowwise_mm(a, sa, *quantize_row(w), offs, aligned, out_dtype)
+
+
+def rowwise_dgrad(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a W for a (M, N) and W (N, K) or (E, N, K), quantised with a scale a column; (M, K)."""
+    return rowwise_mm(a, sa, *quantize_weight_col_t(w), offs, aligned, out_dtype)
 
 
 def rowwise_wgrad(

@@ -3,6 +3,12 @@
 from titan_fp8.kernels.bf16_gemm import bf16_wgrad
 from titan_fp8.kernels.gather import combine_rows, dot_rows, gather_rows
 from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
+from titan_fp8.kernels.products import (
+    blockwise_dgrad,
+    blockwise_fprop,
+    rowwise_dgrad,
+    rowwise_fprop,
+)
 from titan_fp8.kernels.quantize import (
     quantize_1x128,
     quantize_1x128_128x1_t,
@@ -22,6 +28,8 @@ from titan_fp8.kernels.swiglu import swiglu_1x128, swiglu_backward_1x128_128x1_t
 
 __all__ = [
     "bf16_wgrad",
+    "blockwise_dgrad",
+    "blockwise_fprop",
     "blockwise_mm",
     "blockwise_wgrad",
     "combine_rows",
@@ -37,6 +45,8 @@ __all__ = [
     "quantize_row_col_t",
     "quantize_row_col_t_pair",
     "quantize_weight_col_t",
+    "rowwise_dgrad",
+    "rowwise_fprop",
     "rowwise_mm",
     "rowwise_wgrad",
     "swiglu_1x128",

@@ -187,25 +187,38 @@ def _square_t_kernel(
         store_columns(q_t, values, row, 0, N - row, word * PACK + i, PACK, K, N, LINES)
 
 
-def allocate_scales(x: Tensor, *shape: int) -> Tensor:
+def _allocate_scales(x: Tensor, *shape: int) -> Tensor:
     """Storage of scales, the last dim padded to a multiple of 4; zeros where there is padding."""
     new = x.new_zeros if shape[-1] % 4 else x.new_empty
     return new(*shape[:-1], round_up(shape[-1], 4), dtype=torch.float32)
 
 
+def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Room for the scales (rows, blocks) of 1x128, one block behind the other in memory."""
+    blocks = cdiv(columns, BLOCK)
+    if rows % 4:
+        return _allocate_scales(x, blocks, rows)[:, :rows].t()
+    return scales_128x1_t(x, rows, blocks * BLOCK)
+
+
+def scales_128x1_t(x: Tensor, channels: int, width: int) -> Tensor:
+    """Room for the scales (channels, blocks) of 128x1, one block behind the other in memory."""
+    shape, strides = (channels, width // BLOCK), (1, max(channels, 1))
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+
+
 def quantize_1x128(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises x (M, K) in blocks of 1x128: q (M, K), s (M, ⌈K/128⌉). The last may be short."""
     m, k = x.shape
-    q = torch.empty_like(x, dtype=E4M3)
-    blocks = cdiv(k, BLOCK)
-    s = allocate_scales(x, blocks, m)
+    q, s = torch.empty_like(x, dtype=E4M3), scales_1x128(x, m, k)
+    blocks = s.shape[1]
     words, out, pack = words_of(x, q)
     tile, warps = ROWS[pack]
     if m:
         _rows_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
-            words, out, s, m, k // pack, s.shape[1], blocks, pack, tile, num_warps=warps
+            words, out, s, m, k // pack, s.stride(1), blocks, pack, tile, num_warps=warps
         )
-    return q, s[:, :m].t()
+    return q, s
 
 
 def _quantize_tokens(
@@ -216,9 +229,8 @@ def _quantize_tokens(
     width = transposed_width(m, offs, aligned, BLOCK)
     blocks = cdiv(k, BLOCK)
     q = x.new_empty((m, k) if rows else 0, dtype=E4M3)
-    s = allocate_scales(x, blocks, m if rows else 0)
-    q_t = x.new_empty(k, width, dtype=E4M3)
-    s_t = x.new_empty(width // BLOCK, k, dtype=torch.float32)
+    s = scales_1x128(x, m if rows else 0, k)
+    q_t, s_t = x.new_empty(k, width, dtype=E4M3), scales_128x1_t(x, k, width)
     words, out, pack = words_of(x, q)
     groups = 0 if offs is None else offs.shape[0]
     # With rows the tokens of no group need their tiles, too: one more than columns are left for.
@@ -226,12 +238,12 @@ def _quantize_tokens(
     if tiles:
         _tokens_kernel[(tiles * blocks,)](
             words, out, s, q_t.view(torch.int8), s_t, offs,
-            m, k, k // pack, width, s.shape[1], groups, tiles, blocks,
+            m, k, k // pack, width, s.stride(1), groups, tiles, blocks,
             pack, rows, groups and max(32, triton.next_power_of_2(groups)), aligned,
             OUT=ROWS_OUT[pack], maxnreg=REGISTERS["both" if rows else "columns", pack],
             **transposing(pack),
         )  # fmt: skip
-    return q, s[:, :m].t(), q_t, s_t.t()
+    return q, s, q_t, s_t
 
 
 def quantize_128x1_t(
@@ -255,7 +267,7 @@ def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     q = torch.empty_like(w, dtype=E4M3)
-    s = allocate_scales(w, *lead, rows, blocks)
+    s = _allocate_scales(w, *lead, rows, blocks)
     words, out, pack = words_of(w, q)
     tile, warps = SQUARE[pack]
     _square_kernel[(blocks, rows, *(lead or [1]))](
@@ -269,7 +281,7 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     q_t = w.new_empty(*lead, k, n, dtype=E4M3)
-    s_t = allocate_scales(w, *lead, blocks, rows)
+    s_t = _allocate_scales(w, *lead, blocks, rows)
     words, _, pack = words_of(w, q_t)
     _square_t_kernel[(rows, blocks, *(lead or [1]))](
         words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,

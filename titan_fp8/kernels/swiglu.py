@@ -25,7 +25,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from titan_fp8 import reference
 from titan_fp8.kernels import quantize
 from titan_fp8.kernels.launch import kernel
-from titan_fp8.kernels.quantize import ROWS, allocate_scales, quantize_columns, quantize_rows
+from titan_fp8.kernels.quantize import (
+    ROWS,
+    quantize_columns,
+    quantize_rows,
+    scales_1x128,
+    scales_128x1_t,
+)
 from titan_fp8.kernels.tile import layout, load_words, locate, tiles_of
 from titan_fp8.reference import BLOCK, E4M3, cdiv, transposed_width
 
@@ -192,16 +198,15 @@ def swiglu_1x128(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if not _in_bf16(a=a, b=b):
         return quantize.quantize_1x128(reference.swiglu(a, b))
     m, k = a.shape
-    q = a.new_empty(m, k, dtype=E4M3)
-    blocks = cdiv(k, BLOCK)
-    s = allocate_scales(a, blocks, m)
+    q, s = a.new_empty(m, k, dtype=E4M3), scales_1x128(a, m, k)
+    blocks = s.shape[1]
     tile, warps = ROWS[2]
     if m:
         _forward_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
-            _words(a), _words(b), q.view(torch.int16), s, m, k // 2, s.shape[1], blocks,
+            _words(a), _words(b), q.view(torch.int16), s, m, k // 2, s.stride(1), blocks,
             tile, num_warps=warps,
         )  # fmt: skip
-    return q, s[:, :m].t()
+    return q, s
 
 
 def swiglu_backward_1x128_128x1_t(
@@ -225,9 +230,9 @@ def swiglu_backward_1x128_128x1_t(
     width = transposed_width(m, offs, aligned, BLOCK)
     blocks = cdiv(k, BLOCK)
     qs = [a.new_empty(m, k, dtype=E4M3) for _ in range(2)]
-    ss = [allocate_scales(a, blocks, m) for _ in range(2)]
+    ss = [scales_1x128(a, m, k) for _ in range(2)]
     qs_t = [a.new_empty(k, width, dtype=E4M3) for _ in range(3)]
-    ss_t = [a.new_empty(width // BLOCK, k, dtype=torch.float32) for _ in range(3)]
+    ss_t = [scales_128x1_t(a, k, width) for _ in range(3)]
     groups = 0 if offs is None else offs.shape[0]
     tiles = tiles_of(width, 0 if aligned else groups, BLOCK, BLOCK)
     if tiles:
@@ -235,11 +240,9 @@ def swiglu_backward_1x128_128x1_t(
         columns = [(q.view(torch.int8), s) for q, s in zip(qs_t, ss_t, strict=True)]
         _backward_kernel[(tiles * blocks,)](
             _words(dh), _words(a), _words(b), *rows[0], *columns[0], *rows[1], *columns[1],
-            *columns[2], offs, m, k, k // 2, width, ss[0].shape[1], groups, blocks,
+            *columns[2], offs, m, k, k // 2, width, ss[0].stride(1), groups, blocks,
             groups and max(32, triton.next_power_of_2(groups)), aligned,
             STAGED, FETCH, PART, **COLUMNS, num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
-    da, db = [
-        (q, s[:, :m].t(), q_t, s_t.t()) for q, s, q_t, s_t in zip(qs, ss, qs_t, ss_t, strict=False)
-    ]
-    return (*da, *db, qs_t[2], ss_t[2].t())
+    da, db = zip(qs, ss, qs_t[:2], ss_t[:2], strict=True)
+    return (*da, *db, qs_t[2], ss_t[2])
