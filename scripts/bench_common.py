@@ -2,6 +2,7 @@
 
 Times are medians of CUDA graph replays, so that they are the GPU's and not the launching thread's.
 Every replay takes the next of several sets of random inputs, which together exceed the L2 cache.
+A rest goes before them: a GEMM that draws all of the card's power lowers the clock for the next.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ import triton
 from torch import Tensor
 
 L2_BYTES = 60 << 20
+REST_S = 0.1
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 FP8_ERROR = 0.08
 """Relative error of a product on Gaussian data: 0.037 for e4m3, 0.059 with the e5m2 gradients of
@@ -42,6 +45,8 @@ def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> f
         with torch.cuda.graph(graph):
             function()
         graphs.append(graph)
+    torch.cuda.synchronize()
+    time.sleep(REST_S)
     times = []
     for i in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -38,11 +38,16 @@ def require_kernels(device: torch.device) -> None:
         )
 
 
-def _run_kernel(name: str, x: Tensor, args: tuple):
-    """The kernels' function of that name, on the GPU that x is on."""
+@functools.cache
+def _kernels():
     from titan_fp8 import kernels
 
-    function = getattr(kernels, name)
+    return kernels
+
+
+def _run_kernel(name: str, x: Tensor, args: tuple):
+    """The kernels' function of that name, on the GPU that x is on."""
+    function = getattr(_kernels(), name)
     if x.get_device() == torch.cuda.current_device():
         return function(x, *args)
     with torch.cuda.device(x.device):

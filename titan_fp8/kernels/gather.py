@@ -5,6 +5,8 @@ of its own and reads them 512 bytes at a time, several 16-byte loads a thread un
 which rows they are is known from one load of the index, and no thread waits for another.
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -97,12 +99,12 @@ def _dot_kernel(
     gl.store(out + i, total, mask=i < T * TOP)
 
 
-def _tiling(x: Tensor, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
-    """Of rows like those of x (M, K): how many loads they take, of how many elements, and a tile
-    of them with so many a thread."""
-    k = x.shape[1]
+@functools.cache
+def _tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
+    """Of rows of k elements: how many loads they take, of how many elements, and a tile of them
+    with so many a thread."""
     # Rows that do not begin at multiples of 16 bytes are read element by element.
-    unit = 16 // x.element_size() if k * x.element_size() % 16 == 0 else 1
+    unit = 16 // itemsize if k * itemsize % 16 == 0 else 1
     across = min(ACROSS, triton.next_power_of_2(cdiv(max(k, 1), 32 * unit)))
     return k // unit, unit, layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
 
@@ -115,7 +117,7 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
     """
     (m, width), r = x.shape, slots.shape[0]
     out = x.new_empty(r, width)
-    units, unit, tile = _tiling(x, COPIES)
+    units, unit, tile = _tiling(width, x.element_size(), COPIES)
     blocks = cdiv(width, tile.shape[1])
     if out.numel():
         _gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
@@ -131,7 +133,7 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
     """
     (m, k), (t, top) = y.shape, index.shape
     out = y.new_empty(t, k)
-    units, unit, tile = _tiling(y, SUMMANDS)
+    units, unit, tile = _tiling(k, y.element_size(), SUMMANDS)
     blocks = cdiv(k, tile.shape[1])
     if out.numel():
         _combine_kernel[(cdiv(t, tile.shape[0]) * blocks,)](
@@ -147,7 +149,7 @@ def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     """
     t, top = index.shape
     out = a.new_empty(t, top, dtype=torch.float32)
-    units, unit, tile = _tiling(a, SUMMANDS)
+    units, unit, tile = _tiling(a.shape[1], a.element_size(), SUMMANDS)
     if out.numel():
         _dot_kernel[(cdiv(out.numel(), tile.shape[0]),)](
             a, b, index, out, b.shape[0], t, units, top, unit, tile, num_warps=WARPS

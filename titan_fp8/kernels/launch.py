@@ -7,6 +7,7 @@ runs. Here a launch is found by those traits of its arguments that Triton compil
 descriptors are not checked again: the callers' shapes, strides and dtypes are.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ class Kernel(GluonJITFunction):
         super().__init__(*args, **options)
         self._launches: dict[tuple, tuple] = {}
         self._constant = [p.is_constexpr for p in self.params]
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return functools.partial(self.run, grid=grid, warmup=False)
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any):
         """As the base class's, which compiles and launches what is new."""

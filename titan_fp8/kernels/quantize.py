@@ -24,7 +24,6 @@ the copy bandwidth, 4212 GB/s; in memory cut up by other tensors bf16 takes up t
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,6 +39,7 @@ from titan_fp8.kernels.cast import (
 )
 from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.tile import (
+    group_lanes,
     layout,
     load_words,
     locate,
@@ -69,7 +69,7 @@ REGISTERS = {("columns", 2): 128, ("columns", 1): 128, ("both", 2): 168, ("both"
 
 @gluon.jit
 def quantize_rows(
-    words, q, s, row, first, rows, block, KW, S,
+    words, q, s, row, rows, block, KW, S,
     PACK: gl.constexpr, SHARED: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Scales and casts the rows of a tile of 128 channels, number `block` of them.
@@ -85,12 +85,12 @@ def quantize_rows(
     gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < rows)
     r = gl.convert_layout(r, tokens)
     values = cast_rows(words, r[:, None], PACK)
-    store_rows(q, values, row, first, rows, block * WORDS.shape[1], KW, OUT)
+    store_rows(q, values, row, rows, block * WORDS.shape[1], KW, OUT)
 
 
 @gluon.jit
 def quantize_columns(
-    words, q_t, s_t, column, first, owned, tokens, columns, word, K, KW, MT,
+    words, q_t, s_t, column, owned, tokens, columns, word, K, KW, MT,
     PACK: gl.constexpr, STRANGERS: gl.constexpr, SHARED: gl.constexpr,
     FLIPPED: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
@@ -116,15 +116,15 @@ def quantize_columns(
         gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
         r = gl.convert_layout(r, channels)
         values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, first, columns, word * PACK + i, PACK, K, MT, lines)
+        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, lines)
 
 
 @kernel(do_not_specialize=["M", "S", "blocks"])
 def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.constexpr):
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
-    words = load_words(x, row, 0, M - row, block * WORDS.shape[1], KW, WORDS)
-    quantize_rows(words, q, s, row, 0, M - row, block, KW, S, PACK, True, WORDS)
+    words = load_words(x, row, M - row, block * WORDS.shape[1], KW, WORDS)
+    quantize_rows(words, q, s, row, M - row, block, KW, S, PACK, True, WORDS)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
@@ -139,18 +139,16 @@ def _tokens_kernel(
     else:
         tile = gl.program_id(0) % tiles
         block = gl.program_id(0) // tiles
-    row, column, first, rows, columns, group = locate(
-        tile, offs, M, MT, E, 128, 128, GROUPS, ALIGNED
-    )
+    row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, ALIGNED)
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
     word = block * WORDS.shape[1]
-    words = load_words(x, row, first, rows if ROWS else tokens, word, KW, WORDS)
+    words = load_words(x, row, rows if ROWS else tokens, word, KW, WORDS)
     quantize_columns(
-        words, q_t, s_t, column, first, group < E, tokens, columns, word, K, KW, MT,
+        words, q_t, s_t, column, group < E, tokens, columns, word, K, KW, MT,
         PACK, ROWS and GROUPS > 0, not ROWS, FLIPPED, LINES,
     )  # fmt: skip
     if ROWS:
-        quantize_rows(words, q, s, row, first, rows, block, KW, S, PACK, True, OUT)
+        quantize_rows(words, q, s, row, rows, block, KW, S, PACK, True, OUT)
 
 
 @kernel(do_not_specialize=["S"])
@@ -159,11 +157,11 @@ def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(1) * 128
     expert = gl.program_id(2).to(gl.int64)
     word = block * WORDS.shape[1]
-    words = load_words(w + expert * N * KW, row, 0, N - row, word, KW, WORDS)
+    words = load_words(w + expert * N * KW, row, N - row, word, KW, WORDS)
     scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
     gl.store(s + (expert * gl.num_programs(1) + gl.program_id(1)) * S + block, scale)
     values = cast_rows(words, gl.full([1, 1], 0.0, gl.float32, WORDS) + r, PACK)
-    store_rows(q + expert * N * KW, values, row, 0, N - row, word, KW, WORDS)
+    store_rows(q + expert * N * KW, values, row, N - row, word, KW, WORDS)
 
 
 @kernel(do_not_specialize=["S"])
@@ -175,7 +173,7 @@ def _square_t_kernel(
     block = gl.program_id(1)
     expert = gl.program_id(2).to(gl.int64)
     word = block * WORDS.shape[1]
-    words = load_words(w + expert * N * KW, row, 0, N - row, word, KW, WORDS)
+    words = load_words(w + expert * N * KW, row, N - row, word, KW, WORDS)
     scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
     gl.store(s_t + (expert * gl.num_programs(1) + block) * S + gl.program_id(0), scale)
     flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
@@ -184,7 +182,7 @@ def _square_t_kernel(
     q_t += expert * K * N
     for i in gl.static_range(PACK):
         values = cast_columns(flipped, r, keep, i, PACK)
-        store_columns(q_t, values, row, 0, N - row, word * PACK + i, PACK, K, N, LINES)
+        store_columns(q_t, values, row, N - row, word * PACK + i, PACK, K, N, LINES)
 
 
 def _allocate_scales(x: Tensor, *shape: int) -> Tensor:
@@ -234,12 +232,12 @@ def _quantize_tokens(
     words, out, pack = words_of(x, q)
     groups = 0 if offs is None else offs.shape[0]
     # With rows the tokens of no group need their tiles, too: one more than columns are left for.
-    tiles = tiles_of(width, groups if rows and not aligned else 0, BLOCK, BLOCK)
+    tiles = tiles_of(width, groups if rows and not aligned else 0, BLOCK)
     if tiles:
         _tokens_kernel[(tiles * blocks,)](
             words, out, s, q_t.view(torch.int8), s_t, offs,
             m, k, k // pack, width, s.stride(1), groups, tiles, blocks,
-            pack, rows, groups and max(32, triton.next_power_of_2(groups)), aligned,
+            pack, rows, group_lanes(groups), aligned,
             OUT=ROWS_OUT[pack], maxnreg=REGISTERS["both" if rows else "columns", pack],
             **transposing(pack),
         )  # fmt: skip

@@ -25,6 +25,8 @@ the copy bandwidth, 4212 GB/s, two reads counted for columns; see docs/log.md.
     rows and columns           367   91        583   96
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -43,6 +45,7 @@ from titan_fp8.kernels.cast import (
 )
 from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.tile import (
+    group_lanes,
     layout,
     load_words,
     locate,
@@ -51,7 +54,7 @@ from titan_fp8.kernels.tile import (
     tiles_of,
     transposing,
 )
-from titan_fp8.reference import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, transposed_width
+from titan_fp8.reference import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
 
 ROW_WORDS = 32768
 """The longest row that a program holds."""
@@ -68,11 +71,11 @@ MAXIMA = layout((1, 4), (1, 32), (4, 1), (8, 1))
 @kernel(do_not_specialize=["R"])
 def _row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(0) * WORDS.shape[0]
-    words = load_words(x, row, 0, R - row, 0, KW, WORDS)
+    words = load_words(x, row, R - row, 0, KW, WORDS)
     scale, r = scale_of(largest_bits(words, PACK))
     i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
     gl.store(s + row + i, scale, mask=i < R - row)
-    store_rows(q, cast_rows(words, r[:, None], PACK), row, 0, R - row, 0, KW, WORDS)
+    store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, 0, KW, WORDS)
 
 
 @kernel(do_not_specialize=["R"])
@@ -80,14 +83,14 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     row = gl.program_id(0) * WORDS.shape[0]
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
     for word in range(0, KW, WORDS.shape[1]):
-        words = load_words(x, row, 0, R - row, word, KW, WORDS)
+        words = load_words(x, row, R - row, word, KW, WORDS)
         most = larger(most, magnitudes(words, PACK), PACK)
     scale, r = scale_of(largest_bits(most, PACK))
     i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
     gl.store(s + row + i, scale, mask=i < R - row)
     for word in range(0, KW, WORDS.shape[1]):
-        words = load_words(x, row, 0, R - row, word, KW, WORDS)
-        store_rows(q, cast_rows(words, r[:, None], PACK), row, 0, R - row, word, KW, WORDS)
+        words = load_words(x, row, R - row, word, KW, WORDS)
+        store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, word, KW, WORDS)
 
 
 @kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
@@ -103,22 +106,22 @@ def _maxima_kernel(
             pid -= tiles * blocks
             x, amax, K, KW = x2, amax2, K2, KW2
     word = pid // tiles * WORDS.shape[1]
-    row, _, _, rows, _, group = locate(pid % tiles, offs, M, MT, E, TOKENS, 128, GROUPS, False)
+    row, _, rows, _, group = locate(pid % tiles, offs, M, MT, E, TOKENS, GROUPS, False)
     if not ROWS:
         rows = gl.where(group < E, rows, 0)
     rows = gl.minimum(rows, TOKENS)
     x += gl.program_id(1).to(gl.int64) * M * KW
     amax += (gl.program_id(1) + group).to(gl.int64) * K
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
-    ahead = load_words(x, row, 0, rows, word, KW, WORDS)
+    ahead = load_words(x, row, rows, word, KW, WORDS)
     for i in range(0, rows, WORDS.shape[0]):
         words = ahead
         after = i + WORDS.shape[0]
-        ahead = load_words(x, row + after, 0, rows - after, word, KW, WORDS)
+        ahead = load_words(x, row + after, rows - after, word, KW, WORDS)
         if ROWS:
             scale, r = scale_of(largest_bits(words, PACK))
             values = cast_rows(words, r[:, None], PACK)
-            store_rows(q, values, row + i, 0, rows - i, word, KW, WORDS)
+            store_rows(q, values, row + i, rows - i, word, KW, WORDS)
             k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
             gl.store(s + (row + i) + k, scale, mask=k < rows - i)
         most = larger(most, magnitudes(words, PACK), PACK)
@@ -161,9 +164,9 @@ def _cast_kernel(
             at = tile.to(gl.int64) * K + (channel + i)
             scale, r = scale_of(gl.load(amax + at, mask=inside, other=0))
             gl.store(s_t + at, scale, mask=inside)
-    row, column, _, rows, columns, group = locate(tile, offs, M, MT, E, 128, 128, GROUPS, False)
+    row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, False)
     tokens = gl.where(group < E, rows, 0)
-    words = load_words(x, row, 0, tokens, word, KW, WORDS)
+    words = load_words(x, row, tokens, word, KW, WORDS)
     flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
     keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
@@ -171,9 +174,10 @@ def _cast_kernel(
         at = group.to(gl.int64) * K + (channel + i)
         scale, r = scale_of(gl.load(amax + at, mask=inside & (group < E), other=0))
         values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, 0, columns, word * PACK + i, PACK, K, MT, LINES)
+        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, LINES)
 
 
+@functools.cache
 def _row_layout(words: int) -> tuple[gl.DistributedLinearLayout, int]:
     """Layout of some rows of that many words, at least four 16-byte loads a thread; its warps."""
     words = max(128, triton.next_power_of_2(words))
@@ -225,7 +229,7 @@ def _quantize_columns(
     columns = [_Columns(x, width, groups) for x in tensors]
     a, b = columns[0], columns[-1]
     pack, e = a.pack, groups[0] if groups else 1
-    size = max(32, triton.next_power_of_2(e)) if groups else 0
+    size = group_lanes(groups[0] if groups else 0)
     rows = () if q is None else (q, q.new_empty(m, dtype=torch.float32))
 
     def grid(columns: list[_Columns], tiles: int, words: int) -> tuple[int, ...]:
@@ -237,7 +241,7 @@ def _quantize_columns(
         if rows:
             (tile, warps), tokens = _row_layout(a.k // pack), ROW_COLUMN_TOKENS
             out, s = rows[0].view((torch.int8, torch.int16)[pack - 1]), rows[1]
-        tiles = tiles_of(width, len(groups) and e, tokens, BLOCK)
+        tiles = tiles_of(width, len(groups) and e, tokens)
         _maxima_kernel[grid(columns, tiles, tile.shape[1])](
             *a.maxima_args(), *b.maxima_args(), out, s, offs, m, width, e, tiles,
             cdiv(a.k // pack, tile.shape[1]), pack, bool(rows), len(columns) == 2, tokens, size,
@@ -250,7 +254,7 @@ def _quantize_columns(
             if some:
                 take_maxima(some, rows if some[0] is a else ())
     config = transposing(pack)
-    tiles = max(e, tiles_of(width, len(groups) and e, 128, BLOCK))
+    tiles = max(e, tiles_of(width, len(groups) and e, 128))
     words = config["WORDS"].shape[1]
     _cast_kernel[grid(columns, tiles, words)](
         *a.cast_args(), *b.cast_args(), offs, m, width, e, tiles, cdiv(a.k // pack, words),

@@ -16,7 +16,6 @@ waits for memory.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +31,7 @@ from titan_fp8.kernels.quantize import (
     scales_1x128,
     scales_128x1_t,
 )
-from titan_fp8.kernels.tile import layout, load_words, locate, tiles_of
+from titan_fp8.kernels.tile import group_lanes, layout, load_words, locate, tiles_of
 from titan_fp8.reference import BLOCK, E4M3, cdiv, transposed_width
 
 # Triton 3.9 has another name for it.
@@ -122,10 +121,10 @@ def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     word = block * WORDS.shape[1]
     words = _swiglu(
-        load_words(a, row, 0, M - row, word, KW, WORDS),
-        load_words(b, row, 0, M - row, word, KW, WORDS),
+        load_words(a, row, M - row, word, KW, WORDS),
+        load_words(b, row, M - row, word, KW, WORDS),
     )
-    quantize_rows(words, q, s, row, 0, M - row, block, KW, S, 2, True, WORDS)
+    quantize_rows(words, q, s, row, M - row, block, KW, S, 2, True, WORDS)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "blocks"])
@@ -138,9 +137,7 @@ def _backward_kernel(
 ):  # fmt: skip
     tile = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks
-    row, column, first, rows, columns, group = locate(
-        tile, offs, M, MT, E, 128, 128, GROUPS, ALIGNED
-    )
+    row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, ALIGNED)
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
     word = block * WORDS.shape[1]
     dh_to_h = gl.allocate_shared_memory(gl.int32, WORDS.shape, STAGED)
@@ -162,18 +159,18 @@ def _backward_kernel(
         dh_to_h.slice(t, T).store(h)
         a_to_da.slice(t, T).store(da)
         b_to_db.slice(t, T).store(db)
-        quantize_rows(da, da_q, da_s, row + t, 0, rows - t, block, KW, S, 2, False, PART)
-        quantize_rows(db, db_q, db_s, row + t, 0, rows - t, block, KW, S, 2, False, PART)
+        quantize_rows(da, da_q, da_s, row + t, rows - t, block, KW, S, 2, False, PART)
+        quantize_rows(db, db_q, db_s, row + t, rows - t, block, KW, S, 2, False, PART)
     quantize_columns(
-        dh_to_h.load(WORDS), h_q_t, h_s_t, column, first, group < E, tokens, columns, word,
+        dh_to_h.load(WORDS), h_q_t, h_s_t, column, group < E, tokens, columns, word,
         K, KW, MT, 2, GROUPS > 0, True, FLIPPED, LINES,
     )  # fmt: skip
     quantize_columns(
-        a_to_da.load(WORDS), da_q_t, da_s_t, column, first, group < E, tokens, columns, word,
+        a_to_da.load(WORDS), da_q_t, da_s_t, column, group < E, tokens, columns, word,
         K, KW, MT, 2, GROUPS > 0, True, FLIPPED, LINES,
     )  # fmt: skip
     quantize_columns(
-        b_to_db.load(WORDS), db_q_t, db_s_t, column, first, group < E, tokens, columns, word,
+        b_to_db.load(WORDS), db_q_t, db_s_t, column, group < E, tokens, columns, word,
         K, KW, MT, 2, GROUPS > 0, True, FLIPPED, LINES,
     )  # fmt: skip
 
@@ -234,14 +231,14 @@ def swiglu_backward_1x128_128x1_t(
     qs_t = [a.new_empty(k, width, dtype=E4M3) for _ in range(3)]
     ss_t = [scales_128x1_t(a, k, width) for _ in range(3)]
     groups = 0 if offs is None else offs.shape[0]
-    tiles = tiles_of(width, 0 if aligned else groups, BLOCK, BLOCK)
+    tiles = tiles_of(width, 0 if aligned else groups, BLOCK)
     if tiles:
         rows = [(q.view(torch.int16), s) for q, s in zip(qs, ss, strict=True)]
         columns = [(q.view(torch.int8), s) for q, s in zip(qs_t, ss_t, strict=True)]
         _backward_kernel[(tiles * blocks,)](
             _words(dh), _words(a), _words(b), *rows[0], *columns[0], *rows[1], *columns[1],
             *columns[2], offs, m, k, k // 2, width, ss[0].stride(1), groups, blocks,
-            groups and max(32, triton.next_power_of_2(groups)), aligned,
+            group_lanes(groups), aligned,
             STAGED, FETCH, PART, **COLUMNS, num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
     da, db = zip(qs, ss, qs_t[:2], ss_t[:2], strict=True)

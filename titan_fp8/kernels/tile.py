@@ -20,7 +20,7 @@ import functools
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8.reference import cdiv
+from titan_fp8.reference import BLOCK, cdiv
 
 Pair = tuple[int, int]
 
@@ -52,6 +52,13 @@ def layout(
     return gl.DistributedLinearLayout(*bases, size)
 
 
+@functools.cache
+def group_lanes(groups: int) -> int:
+    """Of how many groups, a power of two, `locate` reads the ends; 0 of none."""
+    return groups and max(32, 1 << (groups - 1).bit_length())
+
+
+@functools.cache
 def transposing(pack: int) -> dict[str, object]:
     """Launch arguments of a kernel that transposes tiles of `pack` channels a word."""
     thread, lanes, warps = TRANSPOSED[pack]
@@ -64,35 +71,35 @@ def transposing(pack: int) -> dict[str, object]:
 
 
 @gluon.jit
-def load_words(x, row, first, rows, word, KW, WORDS: gl.constexpr):
-    """The tile of x (M, KW words) at (row, word), zeros outside its rows `first` to `rows`."""
+def load_words(x, row, rows, word, KW, WORDS: gl.constexpr):
+    """The tile of x (M, KW words) at (row, word), zeros behind its first `rows` rows."""
     i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
     j = gl.arange(0, WORDS.shape[1], gl.SliceLayout(0, WORDS))
-    inside = ((i >= first) & (i < rows))[:, None] & (j < KW - word)[None, :]
+    inside = (i < rows)[:, None] & (j < KW - word)[None, :]
     tile = x + (row.to(gl.int64) * KW + word)
     return gl.load(tile + (i[:, None] * KW + j[None, :]), mask=inside, other=0)
 
 
 @gluon.jit
-def store_rows(q, values, row, first, rows, word, KW, OUT: gl.constexpr):
+def store_rows(q, values, row, rows, word, KW, OUT: gl.constexpr):
     """Writes what `cast_rows` made of the tile at (row, word)."""
     values = gl.convert_layout(values, OUT)
     i = gl.arange(0, OUT.shape[0], gl.SliceLayout(1, OUT))
     j = gl.arange(0, OUT.shape[1], gl.SliceLayout(0, OUT))
-    inside = ((i >= first) & (i < rows))[:, None] & (j < KW - word)[None, :]
+    inside = (i < rows)[:, None] & (j < KW - word)[None, :]
     tile = q + (row.to(gl.int64) * KW + word)
     gl.store(tile + (i[:, None] * KW + j[None, :]), values, mask=inside)
 
 
 @gluon.jit
 def store_columns(
-    q_t, values, column, first, columns, channel, STEP: gl.constexpr, K, MT, OUT: gl.constexpr
+    q_t, values, column, columns, channel, STEP: gl.constexpr, K, MT, OUT: gl.constexpr
 ):
     """Writes what `cast_columns` made of every STEP-th channel, from `channel` on, at `column`."""
     values = gl.convert_layout(values, OUT)
     j = gl.arange(0, OUT.shape[0], gl.SliceLayout(1, OUT)) * STEP
     t = gl.arange(0, OUT.shape[1], gl.SliceLayout(0, OUT))
-    inside = (j < K - channel)[:, None] & ((t >= first) & (t < columns))[None, :]
+    inside = (j < K - channel)[:, None] & (t < columns)[None, :]
     tile = q_t + (channel.to(gl.int64) * MT + column)
     gl.store(tile + (j[:, None] * MT + t[None, :]), values, mask=inside)
 
@@ -105,22 +112,21 @@ def _sum(a, b):
 @gluon.jit
 def locate(
     tile, offs, M, MT, E,
-    TOKENS: gl.constexpr, ALIGN: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
+    TOKENS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Where tile number `tile`, of TOKENS columns, lies, and what of it is its group's.
 
-    Returns the row and the column of its first token; 0, the first of its tokens that is the
-    group's; how many rows there are from the first to the group's end and how many columns to the
-    last, which may be more than TOKENS; the group, E for what no group owns. Groups begin at
-    multiples of ALIGN; ALIGNED says that their rows do, too. GROUPS is a power of two, at least E,
-    and 0 where there are no groups.
+    Returns the row and the column of its first token; how many rows there are from there to the
+    group's end and how many columns to the last, which may be more than TOKENS; the group, E for
+    what no group owns. Groups begin at columns that are multiples of 128; ALIGNED says that their
+    rows are, too. GROUPS is a power of two, at least E, and 0 where there are no groups.
     """
     row = tile * TOKENS
     if GROUPS == 0:
-        return row, row, 0, M - row, MT - row, tile * 0
-    elif ALIGNED and ALIGN % TOKENS == 0:
+        return row, row, M - row, MT - row, tile * 0
+    elif ALIGNED and 128 % TOKENS == 0:
         group = gl.where(row < gl.load(offs + E - 1), 0, E)
-        return row, row, 0, M - row, MT - row, group
+        return row, row, M - row, MT - row, group
     else:
         g = gl.arange(0, GROUPS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         end = gl.load(offs + g, mask=g < E, other=0)
@@ -128,21 +134,21 @@ def locate(
         end = gl.minimum(gl.maximum(end, 0), M)
         begin = gl.minimum(gl.maximum(begin, 0), M)
         size = gl.maximum(end - begin, 0)
-        width = (size + ALIGN - 1) // ALIGN * ALIGN
+        width = (size + 127) // 128 * 128
         tiles = (width + TOKENS - 1) // TOKENS
         after = gl.associative_scan(tiles, 0, _sum)
         before = (g < E) & (after <= tile)
         here = (g < E) & (after > tile) & (after - tiles <= tile)
         group = gl.sum(before.to(gl.int32), 0)
         begin = gl.sum(gl.where(before, size, 0), 0)
-        start = gl.sum(gl.where(before, width // ALIGN, 0), 0) * ALIGN
+        start = gl.sum(gl.where(before, width // 128, 0), 0) * 128
         size = gl.where(group < E, gl.sum(gl.where(here, size, 0), 0), M - begin)
         inside = (tile - gl.sum(gl.where(before, tiles, 0), 0)) * TOKENS
         row, column = begin + inside, start + inside
-        return row, column, 0, gl.minimum(begin + size, M) - row, MT - column, group
+        return row, column, gl.minimum(begin + size, M) - row, MT - column, group
 
 
-def tiles_of(width: int, groups: int, tokens: int, alignment: int) -> int:
+def tiles_of(width: int, groups: int, tokens: int) -> int:
     """How many tiles `locate` may number, those of what no group owns included."""
-    ragged = 0 if alignment % tokens == 0 else groups
-    return cdiv(width + (alignment if groups else 0), tokens) + ragged
+    ragged = 0 if BLOCK % tokens == 0 else groups
+    return cdiv(width + (BLOCK if groups else 0), tokens) + ragged
