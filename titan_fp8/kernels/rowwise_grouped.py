@@ -60,7 +60,8 @@ def accumulate(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constex
     a_ring, b_ring, full, empty = ring
     LAYOUT: gl.constexpr = WIDE if WAVES == 2 else WAVE
     sums = gl.zeros([64, WAVES * 128], gl.float32, LAYOUT)
-    before = stage
+    # Not `stage`, or Triton takes the assignment in the loop for one of the same value.
+    before = gl.to_tensor(0)
     for i in range(blocks):
         mbarrier.wait(full.index(stage), phase)
         a = a_ring.index(stage).slice(PART * 64, 64)
