@@ -16,9 +16,9 @@ from pathlib import Path
 
 KINDS = {
     "NCCL": r"nccl",
-    "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|_scaled|e4m3|f8",
-    "quantisers": r"^_(rows|tokens|square|square_t|row|col|row_col|pair|weight)\w*_kernel|quantize",
-    "SwiGLU": r"swiglu",
+    "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|e4m3",
+    "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast)_kernel",
+    "SwiGLU": r"^_(forward|backward)_kernel",
     "permutation": r"^_(gather|combine|dot)_kernel|index|scatter|gather|sort|fill_indices|radix",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
     "optimizer": r"multi_tensor|adam|lpnorm",
