@@ -19,13 +19,12 @@ KINDS = {
     "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|e4m3",
     "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast)_kernel",
     "SwiGLU": r"^_(forward|backward)_kernel",
-    "permutation": r"^_(gather|combine|dot)_kernel|index|scatter|gather|sort|fill_indices|radix",
+    "permutation": r"^_(gather|combine|dot)_kernel|fill_indices|index|scatter|gather|sort|radix",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
     "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",
-    "inductor": r"^triton_",
-    "elementwise": r"",
+    "other": r"",
 }
 """Kinds of kernels and what their names match, the first that does."""
 
@@ -33,6 +32,8 @@ KINDS = {
 def kind_of(event: dict) -> str:
     if event["cat"] in ("gpu_memcpy", "gpu_memset"):
         return "copies"
+    if event["name"].startswith("triton_"):  # by torch.compile, named after all that it fused
+        return "attention" if event["name"].startswith("triton_tem") else "inductor"
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.I))
 
 
@@ -57,14 +58,14 @@ def main() -> None:
     with opened(args.trace, "rt") as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    steps = [e for e in events if e["name"].startswith("ProfilerStep") and e["cat"] != "cpu_op"]
+    steps = [e for e in events if e["name"].startswith("ProfilerStep")]
     if not gpu:
         parser.error(f"{args.trace}: no GPU kernels in it")
 
     total, gaps = busy(gpu)
     compute, _ = busy([e for e in gpu if kind_of(e) != "NCCL"])
     count = max(1, len({e["name"] for e in steps}))
-    print(f"{args.trace}: {count} step(s), ms")
+    print(f"{args.trace}: {count} step(s) in all, ms")
     print(f"  GPU busy {total / 1e3:8.1f}, of it with more than NCCL {compute / 1e3:.1f}")
     idle = sum(gap for gap, _ in gaps)
     print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")

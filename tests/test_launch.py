@@ -1,16 +1,20 @@
-"""A kernel's launches are told apart by all that Triton compiles for, and by nothing else."""
+"""A kernel's launches are told apart by all that Triton compiles for."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from compile_utils import HOPPER
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import create_function_from_signature
 
 from titan_fp8.kernels import launch
 from titan_fp8.kernels.tile import layout
 
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+NARROW = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 TALL, WIDE = layout((4, 1), (4, 8), (4, 1)), layout((1, 4), (4, 8), (4, 1))
 
 
@@ -23,8 +27,17 @@ def tensor(rows=32, dtype=torch.float8_e4m3fn, first=0):
     return torch.zeros(first + rows * 128, dtype=torch.int8)[first:].view(dtype).view(-1, 128)
 
 
-def described(x):
-    return launch.descriptor(x, x.shape, x.stride(), (16, 128), BOX)
+def described(x, box=(16, 128), layout=BOX):
+    return launch.descriptor(x, x.shape, x.stride(), box, layout)
+
+
+BIND = create_function_from_signature(example.signature, example.params, make_backend(HOPPER))
+
+
+def compiled_for(arguments: dict) -> list:
+    """What Triton compiles for of these arguments and options."""
+    _, specialization, options = BIND(**arguments)
+    return [specialization, options]
 
 
 @pytest.fixture
@@ -65,6 +78,8 @@ def test_a_second_launch_goes_to_the_same_kernel(launches):
         ("x", tensor(dtype=torch.int8)),
         ("x", tensor(first=8, dtype=torch.int8).view(torch.float8_e4m3fn)),
         ("desc", described(torch.zeros(32, 128, dtype=torch.bfloat16))),
+        ("desc", described(tensor(), box=(32, 128))),
+        ("desc", described(tensor(), layout=NARROW)),
         ("offs", torch.zeros(4, dtype=torch.int32)),
         ("m", 1),
         ("m", 47),
@@ -73,16 +88,27 @@ def test_a_second_launch_goes_to_the_same_kernel(launches):
         ("FLAG", False),
         ("LAYOUT", WIDE),
         ("num_warps", 8),
+        ("maxnreg", 128),
     ],
 )
 def test_what_triton_compiles_for_is_another_kernel(launches, name, other):
     compiled, again = launches
     x = tensor()
     first = {"desc": described(x), "x": x, "offs": None, "m": 48, "n": 7, "FLAG": True}
-    first |= {"LAYOUT": TALL, "num_warps": 4}
-    for arguments in (first, {**first, name: other}):
-        example[(1,)](*[arguments[n] for n in example.arg_names], num_warps=arguments["num_warps"])
+    first |= {"LAYOUT": TALL, "num_warps": 4, "maxnreg": 168}
+    second = {**first, name: other}
+    assert compiled_for(first) != compiled_for(second)
+    for arguments in (first, second):
+        example[(1,)](**arguments)
     assert len(compiled) == 2 and not again
+
+
+def test_a_kernel_is_compiled_for_each_device(launches, monkeypatch):
+    compiled, again = launches
+    for device in (0, 1, 0):
+        monkeypatch.setattr(launch.driver.active, "get_current_device", lambda at=device: at)
+        example[(1,)](described(x := tensor()), x, None, 48, 7, True, TALL, num_warps=4)
+    assert len(compiled) == 2 and len(again) == 1
 
 
 def test_no_tensor_is_kept_alive(launches):

@@ -53,27 +53,27 @@ ON_ROWS = (ops.gather_rows, ops.combine_rows, ops.dot_rows)
 
 
 def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 32, 16))):
-    """(op, arguments, keywords) of every op in all its forms, for these (M, K) and (M, N, K)."""
+    """(op, arguments) of every op in all its forms, for these (M, K) and (M, N, K)."""
     for (m, k), dtype in itertools.product(tokens, DTYPES):
         x = torch.randn(m, k, dtype=dtype)
-        yield ops.quantize_1x128, (x,), {}
-        yield ops.quantize_row, (x,), {}
+        yield ops.quantize_1x128, (x,)
+        yield ops.quantize_row, (x,)
         for index in ([-1, 7, m - 1, -1, 0, m], []):
             yield from row_calls(x, torch.tensor(index, dtype=torch.int32))
         a, b = torch.randn(2, m, k, dtype=dtype)
-        yield ops.swiglu_1x128, (a, b), {}
+        yield ops.swiglu_1x128, (a, b)
         g = torch.randn(m, 80, dtype=dtype)
         for offs, aligned in LAYOUTS.values():
             if m > 256 or not aligned:
                 for op in token_ops():
-                    yield op, (x, offs, aligned), {}
-                yield ops.quantize_row_col_t_pair, (g, x, offs, aligned), {}
-                yield ops.swiglu_backward_1x128_128x1_t, (x, a, b, offs, aligned), {}
+                    yield op, (x, offs, aligned)
+                yield ops.quantize_row_col_t_pair, (g, x, offs, aligned)
+                yield ops.swiglu_backward_1x128_128x1_t, (x, a, b, offs, aligned)
     for shape in ((272, 144), (512, 640), (1, 16, 16), (3, 144, 272), (2, 512, 48)):
         for op in (ops.quantize_128x128, ops.quantize_row):
-            yield op, (torch.randn(shape),), {}
+            yield op, (torch.randn(shape),)
         for op in (ops.quantize_128x128_t, ops.quantize_weight_col_t):
-            yield op, (torch.randn(shape, dtype=torch.bfloat16),), {}
+            yield op, (torch.randn(shape, dtype=torch.bfloat16),)
     for (m, n, k), (offs, aligned), dtype in itertools.product(gemms, LAYOUTS.values(), DTYPES):
         if m > 256 or not aligned:
             yield from gemm_calls(m, n, k, offs, aligned, dtype)
@@ -82,11 +82,11 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
 def row_calls(x, index):
     """The ops on rows of x, of an even number of rows or none."""
     pairs = index.view(-1, 2)
-    yield ops.gather_rows, (x, index, None), {}
-    yield ops.gather_rows, (x, index, torch.randn(len(x), 3), 3), {}
+    yield ops.gather_rows, (x, index, None)
+    yield ops.gather_rows, (x, index, torch.randn(len(x), 3), 3)
     for weight in (None, torch.randn(pairs.shape)):
-        yield ops.combine_rows, (x, pairs, weight), {}
-    yield ops.dot_rows, (torch.randn(len(pairs), x.shape[1], dtype=x.dtype), x, pairs), {}
+        yield ops.combine_rows, (x, pairs, weight)
+    yield ops.dot_rows, (torch.randn(len(pairs), x.shape[1], dtype=x.dtype), x, pairs)
 
 
 def gemm_calls(m, n, k, offs, aligned, dtype):
@@ -94,26 +94,26 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
     w = torch.randn(n, k) if offs is None else torch.randn(len(offs), n, k)
     layout = (offs, aligned)
     end = (*layout, dtype)
-    yield ops.blockwise_mm, (*ops.quantize_1x128(x), *ops.quantize_128x128(w), *end), {}
-    yield ops.rowwise_mm, (*ops.quantize_row(x), *ops.quantize_row(w), *end), {}
-    yield ops.blockwise_fprop, (*ops.quantize_1x128(x), w, *end), {}
-    yield ops.blockwise_dgrad, (*ops.quantize_1x128(g), w, *end), {}
-    yield ops.rowwise_fprop, (*ops.quantize_row(x), w, *end), {}
-    yield ops.rowwise_dgrad, (*ops.quantize_row(g), w, *end), {}
+    yield ops.blockwise_mm, (*ops.quantize_1x128(x), *ops.quantize_128x128(w), *end)
+    yield ops.rowwise_mm, (*ops.quantize_row(x), *ops.quantize_row(w), *end)
+    yield ops.blockwise_fprop, (*ops.quantize_1x128(x), w, *end)
+    yield ops.blockwise_dgrad, (*ops.quantize_1x128(g), w, *end)
+    yield ops.rowwise_fprop, (*ops.quantize_row(x), w, *end)
+    yield ops.rowwise_dgrad, (*ops.quantize_row(g), w, *end)
     operands = *ops.quantize_128x1_t(g, *layout), *ops.quantize_128x1_t(x, *layout)
-    yield ops.blockwise_wgrad, (*operands, *end), {}
+    yield ops.blockwise_wgrad, (*operands, *end)
     operands = *ops.quantize_col_t(g, *layout), *ops.quantize_col_t(x, *layout)
-    yield ops.rowwise_wgrad, (*operands, *end), {}
-    yield ops.bf16_wgrad, (g.bfloat16(), x.bfloat16(), *end), {}
+    yield ops.rowwise_wgrad, (*operands, *end)
+    yield ops.bf16_wgrad, (g.bfloat16(), x.bfloat16(), *end)
 
 
-def outputs(op, args, keywords):
-    result = op(*args, **keywords)
+def outputs(op, args):
+    result = op(*args)
     return result if isinstance(result, tuple) else (result,)
 
 
 def test_every_op_is_called():
-    called = {op.__name__ for op, _, _ in calls()}
+    called = {op.__name__ for op, _ in calls()}
     assert called == {name.split("::")[1] for name in registered()}
 
 
@@ -122,10 +122,10 @@ def registered() -> set[str]:
     return {name.split(".")[0] for name in names if name.startswith("titan_fp8::")}
 
 
-def signature(op, args, keywords) -> str:
+def signature(op, args) -> str:
     """The types and dimensions of the arguments, in words."""
     types = [f"{a.dim()}d" if isinstance(a, torch.Tensor) else str(a) for a in args]
-    return ", ".join([op.__name__, *types, *keywords])
+    return ", ".join([op.__name__, *types])
 
 
 CHECKED = {signature(*call): call for call in calls(tokens=[(257, 48)], gemms=[(257, 32, 48)])}
@@ -134,22 +134,21 @@ CHECKED = {signature(*call): call for call in calls(tokens=[(257, 48)], gemms=[(
 
 @pytest.mark.parametrize("call", CHECKED.values(), ids=CHECKED)
 def test_opcheck(call):
-    op, args, keywords = call
+    op, args = call
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(isinstance(a, torch.Tensor) and a.dtype == E4M3 for a in args):
         # It compares inputs by allclose, which FP8 lacks; the next test does so for every op.
         tests.append("test_schema")
-    if op not in ON_ROWS:
-        keywords = {**keywords, "emulate": True}
+    keywords = {} if op in ON_ROWS else {"emulate": True}
     torch.library.opcheck(op.default, args, keywords, test_utils=tests)
 
 
 def test_outputs_are_as_the_fakes_say_and_inputs_as_they_were():
-    for op, args, keywords in calls():
+    for op, args in calls():
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-        real = outputs(op, args, keywords)
+        real = outputs(op, args)
         meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
-        fake = outputs(op, meta, {name: t.to("meta") for name, t in keywords.items()})
+        fake = outputs(op, meta)
         what = f"{op.__name__} of {tuple(args[0].shape)}"
         for got, said in zip(real, fake, strict=True):
             assert got.shape == said.shape and got.dtype == said.dtype, what

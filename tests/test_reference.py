@@ -703,6 +703,7 @@ ERRORS = [
     (grouped(w=(16, 32)), "weight (16, 32): allowed are (M, K) and (E, N, K)"),
     (grouped(offs=(3,)), "offs is torch.int32 of shape (3,): allowed is torch.int32 of shape (2,)"),
     (grouped(offs_dtype=torch.int64), "offs is torch.int64 of shape (2,): allowed is torch.int32"),
+    (grouped(w=(0, 16, 32), offs=(0,)), "weights of 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
 ]  # fmt: skip
 

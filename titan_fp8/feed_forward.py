@@ -20,7 +20,7 @@ from titan_fp8.functional import (
     InputCache,
     Spec,
     check_multiples_of_16,
-    check_offs,
+    checked_offs,
     compute_dtype,
     dgrad,
     fp8_grouped_mm,
@@ -120,6 +120,8 @@ def fp8_swiglu(
         ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
     """
     _check_shapes(x, w1, w2, w3, offs)
+    if offs is not None:
+        offs = checked_offs(offs, w1.shape[0])
     if get_recipe(recipe).fprop.left is not Scaling.BLOCK_1X128:
         if offs is None:
             mm = functools.partial(fp8_linear, recipe=recipe, emulate=emulate)
@@ -153,5 +155,3 @@ def _check_shapes(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offs: Tensor | 
         )
     check_multiples_of_16("w1", w1)
     check_multiples_of_16("w2", w2)
-    if grouped:
-        check_offs(offs, w1.shape[0])

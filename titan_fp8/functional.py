@@ -289,12 +289,16 @@ def check_multiples_of_16(name: str, weight: Tensor) -> None:
         )
 
 
-def check_offs(offs: Tensor, groups: int) -> None:
+def checked_offs(offs: Tensor, groups: int) -> Tensor:
+    """offs, contiguous, as kernels read it; ValueError unless it suits so many groups."""
+    if not groups:
+        raise ValueError("weights of 0 groups: at least one is needed")
     if offs.dtype != torch.int32 or offs.shape != (groups,):
         raise ValueError(
             f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
             f"allowed is torch.int32 of shape ({groups},)"
         )
+    return offs.contiguous()
 
 
 def fp8_linear(
@@ -372,7 +376,7 @@ def fp8_grouped_mm(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
             "allowed are (M, K) and (E, N, K)"
         )
-    check_offs(offs, weight.shape[0])
+    offs = checked_offs(offs, weight.shape[0])
     check_multiples_of_16("weight", weight)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, weight=weight))
     return _product(x, weight, None, offs, spec, cache)

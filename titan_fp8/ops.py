@@ -7,7 +7,7 @@ torch.compile merges equal ones, such as the quantisation of an input that wq, w
 
 The products with a weight, fprop and dgrad, quantise it themselves. So torch.compile never sees an
 FP8 copy of a weight, which it would else make in forward for backward and keep until then, and the
-host dispatches one op for two kernels.
+host dispatches one op for the kernels of both. Their parts are ops as well, for benchmarks.
 
 The ops on rows have nothing to do with FP8: no `emulate`, and kernels for any CUDA GPU.
 

@@ -371,7 +371,7 @@ def blockwise_fprop(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a Wᵀ for a (M, K) and W (N, K) or (E, N, K), quantised in tiles of 128x128; (M, N)."""
-    return blockwise_mm(a, sa, *quantize_128x128(w), offs, aligned, out_dtype)
+    return blockwise_mm(a, sa, *quantize_128x128(w.contiguous()), offs, aligned, out_dtype)
 
 
 def blockwise_dgrad(
@@ -383,7 +383,7 @@ def blockwise_dgrad(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a W for a (M, N) and W (N, K) or (E, N, K), quantised in tiles of 128x128; (M, K)."""
-    return blockwise_mm(a, sa, *quantize_128x128_t(w), offs, aligned, out_dtype)
+    return blockwise_mm(a, sa, *quantize_128x128_t(w.contiguous()), offs, aligned, out_dtype)
 
 
 def blockwise_wgrad(
@@ -423,7 +423,7 @@ def rowwise_fprop(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a Wᵀ for a (M, K) and W (N, K) or (E, N, K), quantised with a scale a row; (M, N)."""
-    return rowwise_mm(a, sa, *quantize_row(w), offs, aligned, out_dtype)
+    return rowwise_mm(a, sa, *quantize_row(w.contiguous()), offs, aligned, out_dtype)
 
 
 def rowwise_dgrad(
@@ -435,7 +435,7 @@ def rowwise_dgrad(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a W for a (M, N) and W (N, K) or (E, N, K), quantised with a scale a column; (M, K)."""
-    return rowwise_mm(a, sa, *quantize_weight_col_t(w), offs, aligned, out_dtype)
+    return rowwise_mm(a, sa, *quantize_weight_col_t(w.contiguous()), offs, aligned, out_dtype)
 
 
 def rowwise_wgrad(

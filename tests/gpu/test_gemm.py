@@ -16,6 +16,7 @@ from titan_fp8 import reference
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from titan_fp8 import kernels
 from titan_fp8.kernels import gemm, rowwise_gemm
 
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 6e-4}
@@ -197,6 +198,22 @@ def test_nan_stays_in_what_depends_on_it(recipe, ends):
     last = depends if ends is None else depends[1]
     last[200], last[:, 390] = True, True
     assert torch.equal(~dw.isfinite(), depends)
+
+
+@pytest.mark.parametrize("ends", [None, (100, 300)], ids=str)
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_products_quantise_their_weight(recipe, ends):
+    m, n, k, offs = 333, 272, 400, ends_of(ends)
+    w = uneven(*([] if ends is None else [2]), k, n).mT
+    row, weight, weight_t = {
+        "blockwise": ("quantize_1x128", "quantize_128x128", "quantize_128x128_t"),
+        "rowwise": ("quantize_row", "quantize_row", "quantize_weight_col_t"),
+    }[recipe]
+    mm = getattr(kernels, f"{recipe}_mm")
+    for product, quantise, width in (("fprop", weight, k), ("dgrad", weight_t, n)):
+        a = getattr(kernels, row)(uneven(m, width))
+        got = getattr(kernels, f"{recipe}_{product}")(*a, w, offs)
+        assert torch.equal(got, mm(*a, *getattr(kernels, quantise)(w.contiguous()), offs))
 
 
 def test_nan_of_a_weight_stays_in_its_column():

@@ -62,7 +62,7 @@ def test_linear_is_its_emulation(recipe: str, shape: tuple[int, int, int], dtype
 @pytest.mark.parametrize("aligned", [True, False])
 def test_grouped_is_its_emulation_and_waits_for_nothing(recipe: str, aligned: bool):
     ends = [128, 128, 512, 640] if aligned else [5, 5, 400, 633]
-    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    offs = torch.tensor([[end, -1] for end in ends], dtype=torch.int32, device="cuda")[:, 0]
     x = torch.randn(768, 704, device="cuda", dtype=torch.bfloat16)
     x[ends[-1] :] = torch.nan
     x.requires_grad_()

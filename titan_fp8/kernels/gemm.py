@@ -59,8 +59,8 @@ from titan_fp8.kernels.k_grouped import k_grouped_kernel
 from titan_fp8.kernels.launch import descriptor
 from titan_fp8.kernels.m_grouped import m_grouped_kernel
 from titan_fp8.kernels.pipeline import VECTOR
+from titan_fp8.reference import E4M3
 
-E4M3 = torch.float8_e4m3fn
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """168 registers for each of 12 warps at the start; the consumers then take 240, the producer 24."""
 BAND = 8
@@ -173,6 +173,7 @@ def matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     A row of a box is 128 bytes, swizzled.
     """
     k = x.shape[-1]
+    assert x.data_ptr() % 16 == 0
     return descriptor(x, (x.numel() // k, k), (k, 1), box, _shared_layout(128, x.itemsize * 8))
 
 
@@ -186,7 +187,7 @@ def _vector(s: Tensor, box: int) -> TensorDescriptor:
     rows, blocks = s.shape
     stride = s.stride(1)
     assert s.dtype == torch.float32 and (s.stride(0) == 1 or rows == 1)
-    assert stride % 4 == 0 or blocks == 1
+    assert s.data_ptr() % 16 == 0 and (stride % 4 == 0 or blocks == 1)
     return descriptor(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
 
 
@@ -195,6 +196,7 @@ def _rows_of(s: Tensor) -> TensorDescriptor:
     *lead, rows, blocks = s.shape
     stride = s.stride(-2)
     assert s.dtype == torch.float32 and s.stride(-1) == 1 and stride % 4 == 0
+    assert s.data_ptr() % 16 == 0
     assert not lead or s.shape[0] == 1 or s.stride(0) == rows * stride
     shape = s.numel() // blocks, blocks
     return descriptor(s, shape, (stride, 1), (2, 16), _shared_layout(0, 32))

@@ -27,10 +27,9 @@ class Kernel(GluonJITFunction):
         self._constant = [p.is_constexpr for p in self.params]
 
     def __getitem__(self, grid: tuple[int, ...]):
-        return functools.partial(self.run, grid=grid, warmup=False)
+        return functools.partial(self._launch, grid)
 
-    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any):
-        """As the base class's, which compiles and launches what is new."""
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any):
         values = (*args, *(options.pop(name) for name in self.arg_names[len(args) :]))
         traits: list[Any] = [driver.active.get_current_device()]
         for value, constant in zip(values, self._constant, strict=True):
@@ -47,18 +46,17 @@ class Kernel(GluonJITFunction):
                 traits += (value.base.dtype, id(value.layout), *value.block_shape)
             else:
                 traits += (value.dtype, value.data_ptr() % 16 == 0)
-        traits += options.values()
+        traits += options.items()
         key = tuple(traits)
-        found = None if warmup else self._launches.get(key)
-        if found is None:
-            compiled = super().run(*values, grid=grid, warmup=warmup, **options)
-            if not warmup:
-                # What was told apart by identity has to live as long.
-                layouts = [getattr(value, "layout", value) for value in values]
-                self._launches[key] = compiled, [x for x in layouts if not isinstance(x, Tensor)]
-            return compiled
-        found[0][(*grid, 1, 1)[:3]](*values)
-        return found[0]
+        found = self._launches.get(key)
+        if found is not None:
+            found[0][(*grid, 1, 1)[:3]](*values)
+            return
+        compiled = self.run(*values, grid=grid, warmup=False, **options)
+        if compiled is not None:
+            # What was told apart by identity has to live as long. Of a tensor this keeps no more
+            # than torch.strided.
+            self._launches[key] = compiled, [getattr(value, "layout", value) for value in values]
 
 
 def kernel(function=None, **options: Any):
@@ -75,7 +73,10 @@ def descriptor(
     box: Sequence[int],
     layout: gl.NVMMASharedLayout,
 ) -> TensorDescriptor:
-    """TMA's view of memory that starts at `base`, without the checks of the class."""
+    """TMA's view of memory that starts at `base`, without the checks of the class.
+
+    The caller sees to them: base and rows start at multiples of 16 bytes, no dimension is 0.
+    """
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.base, made.shape, made.strides = base, shape, strides
     made.block_shape, made.layout = box, layout

@@ -196,13 +196,17 @@ def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
     blocks = cdiv(columns, BLOCK)
     if rows % 4:
         return _allocate_scales(x, blocks, rows)[:, :rows].t()
-    return scales_128x1_t(x, rows, blocks * BLOCK)
+    return _blocks_behind_each_other(x, rows, blocks)
 
 
 def scales_128x1_t(x: Tensor, channels: int, width: int) -> Tensor:
-    """Room for the scales (channels, blocks) of 128x1, one block behind the other in memory."""
-    shape, strides = (channels, width // BLOCK), (1, max(channels, 1))
-    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+    """Room for the scales (channels, blocks) of 128x1 of an even number of channels."""
+    return _blocks_behind_each_other(x, channels, width // BLOCK)
+
+
+def _blocks_behind_each_other(x: Tensor, rows: int, blocks: int) -> Tensor:
+    strides = (1, max(rows, 1))
+    return torch.empty_strided((rows, blocks), strides, dtype=torch.float32, device=x.device)
 
 
 def quantize_1x128(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ kernel every 128 tokens; that is one addition an element where blockwise multipl
 import torch
 from torch import Tensor
 
-from titan_fp8.kernels.gemm import BAND, E4M3, OPTIONS, Launch, matrix, run
+from titan_fp8.kernels.gemm import BAND, OPTIONS, Launch, matrix, run
 from titan_fp8.kernels.rowwise_grouped import k_grouped_row_kernel, m_grouped_row_kernel
+from titan_fp8.reference import E4M3
 
 
 def rowwise_mm(
@@ -36,12 +37,12 @@ def rowwise_mm(
     A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero. Groups may
     start at any row, so `aligned` is of no consequence here.
     """
-    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
-    if not c.numel():
-        return c
-    if offs is None:
+    m, n = a_MK.shape[0], b.shape[-2]
+    if offs is None and m:
         return _scaled_mm(a_MK, sa, b, sb, out_dtype, fast=True)
-    run(mm_launch(a_MK, sa, b, sb, c, offs))
+    c = a_MK.new_empty(m, n, dtype=out_dtype)
+    if m:
+        run(mm_launch(a_MK, sa, b, sb, c, offs))
     return c
 
 
@@ -60,12 +61,12 @@ def rowwise_wgrad(
     (E, N, K) with zeros for empty groups. The columns at which groups start follow from `offs`,
     `aligned` or not.
     """
-    lead = () if offs is None else (offs.shape[0],)
-    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
-    if a_NM.shape[1] == 0:
-        return c.zero_()
-    if offs is None:
+    (n, width), k = a_NM.shape, b_KM.shape[0]
+    if offs is None and width:
         return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype, fast=False)
+    c = a_NM.new_empty(*([] if offs is None else offs.shape), n, k, dtype=out_dtype)
+    if not width:
+        return c.zero_()
     run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
     return c
 

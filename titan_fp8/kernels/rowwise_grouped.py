@@ -1,8 +1,9 @@
 """The rowwise grouped kernels: fprop and dgrad M-grouped, wgrad K-grouped.
 
-They are the blockwise ones, which `gemm.py` explains, down to their producers, but load no scales
-with a block. Those of a tile, one a row and one a column, are read as it begins and multiplied in
-as it ends.
+They share producers, ring, notes and stores with the blockwise ones, which `gemm.py` explains, but
+load no scales with a block. Those of a tile, one a row and one a column, are read as it begins and
+multiplied in as it ends. M-grouped consumers take no turns and have both waves in one accumulator,
+with one product under way while the next is issued.
 """
 
 from triton.experimental import gluon

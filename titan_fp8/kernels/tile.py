@@ -119,12 +119,13 @@ def locate(
     Returns the row and the column of its first token; how many rows there are from there to the
     group's end and how many columns to the last, which may be more than TOKENS; the group, E for
     what no group owns. Groups begin at columns that are multiples of 128; ALIGNED says that their
-    rows are, too. GROUPS is a power of two, at least E, and 0 where there are no groups.
+    rows are, too, and TOKENS divides 128 then. GROUPS is a power of two, at least E, and 0 where
+    there are no groups.
     """
     row = tile * TOKENS
     if GROUPS == 0:
         return row, row, M - row, MT - row, tile * 0
-    elif ALIGNED and 128 % TOKENS == 0:
+    elif ALIGNED:
         group = gl.where(row < gl.load(offs + E - 1), 0, E)
         return row, row, M - row, MT - row, group
     else:

@@ -9,7 +9,7 @@ Grouped GEMMs are recomputed, as torchtitan's own are.
 In the parts of MoE blocks, which torchtitan compiles one by one, the policy sees FP8 GEMMs but none
 of bf16: these parts keep every second output, and recompute less, where in bf16 they keep none.
 
-The indices of the permutation around the experts are kept: they are small, and making them again
+The indices of the permutation around FP8 experts are kept: they are small, and making them again
 would take the host longer than the GPU.
 """
 
