@@ -9,6 +9,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 
 import bench_common
+import summarize_trace
 from bench_shapes import uneven_ends
 
 INPUTS = [(torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)) for _ in range(2)]
@@ -59,3 +60,28 @@ def test_uneven_ends(groups, alignment):
     sizes = ends.diff(prepend=ends.new_zeros(1))
     assert ends.shape == (groups,) and ends[-1] == 16640 and not (ends % alignment).any()
     assert sizes.min() > 0 and (groups == 1 or sizes.max() >= 3 * sizes.min())
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
+        ("m_grouped_kernel", "FP8 GEMM"),
+        ("k_grouped_row_kernel", "FP8 GEMM"),
+        ("_square_t_kernel", "quantisers"),
+        ("_backward_kernel", "SwiGLU"),
+        ("_gather_kernel", "permutation"),
+        ("triton_poi_fused_index_put_3", "inductor"),
+        ("triton_tem_fused_flex_attention_backward_transpose_view_1", "attention"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "GEMM"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kernels_of_a_trace_are_told_apart(name, kind):
+    assert summarize_trace.kind_of({"cat": "kernel", "name": name}) == kind
+    assert summarize_trace.kind_of({"cat": "gpu_memcpy", "name": name}) == "copies"
+
+
+def test_busy_and_idle_time_of_a_trace():
+    first, inside, later = ({"ts": t, "dur": d} for t, d in ((0, 10), (2, 3), (15, 5)))
+    assert summarize_trace.busy([later, first, inside]) == (15, [(5, later)])

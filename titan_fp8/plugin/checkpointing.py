@@ -9,7 +9,7 @@ Grouped GEMMs are recomputed, as torchtitan's own are.
 In the parts of MoE blocks, which torchtitan compiles one by one, the policy sees FP8 GEMMs but none
 of bf16: these parts keep every second output, and recompute less, where in bf16 they keep none.
 
-The indices of the permutation around FP8 experts are kept: they are small, and making them again
+The indices of the permutation around the experts are kept: they are small, and making them again
 would take the host longer than the GPU.
 """
 
@@ -29,25 +29,25 @@ _GEMMS = (_ops.blockwise_fprop.default, _ops.rowwise_fprop.default)
 _INDICES = (permutation.invert, permutation.places_of_tokens)
 
 
-def checkpoint_gemms_as_mm() -> None:
-    """Has the host's checkpointing ask for `aten.mm` in place of dense FP8 GEMMs; idempotent."""
+def adapt_checkpointing() -> None:
+    """Has the host's op-level checkpointing treat our ops as the module says; idempotent."""
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
-    if not hasattr(wrapper, "counts_fp8_gemms"):
-        activation_checkpoint.ptd_checkpoint_wrapper = _counting_fp8_gemms(wrapper)
+    if not hasattr(wrapper, "knows_titan_fp8"):
+        activation_checkpoint.ptd_checkpoint_wrapper = _adapted(wrapper)
 
 
-def _counting_fp8_gemms(wrapper: Callable) -> Callable:
+def _adapted(wrapper: Callable) -> Callable:
     @functools.wraps(wrapper)
     def wrap(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         if "context_fn" in options:
-            options["context_fn"] = _asking_for_mm(options["context_fn"])
+            options["context_fn"] = _with_our_ops(options["context_fn"])
         return wrapper(module, **options)
 
-    wrap.counts_fp8_gemms = True
+    wrap.knows_titan_fp8 = True
     return wrap
 
 
-def _asking_for_mm(context_fn: Callable) -> Callable:
+def _with_our_ops(context_fn: Callable) -> Callable:
     """`context_fn` with contexts whose policy is asked about `aten.mm` for FP8 GEMMs."""
 
     def make_contexts() -> tuple:

@@ -17,7 +17,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8.linear import ConversionReport, convert_linears
 from titan_fp8.ops import require_kernels
-from titan_fp8.plugin.checkpointing import checkpoint_gemms_as_mm
+from titan_fp8.plugin.checkpointing import adapt_checkpointing
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
 from titan_fp8.plugin.feed_forward import fuse_feed_forwards
@@ -44,7 +44,7 @@ class _Converter(QuantizationConverter):
             announce_emulation()
         else:
             require_kernels(torch.device("cuda", torch.cuda.current_device()))
-        checkpoint_gemms_as_mm()
+        adapt_checkpointing()
         if self.compiles:
             recompute_fp8_inputs()
         if self.job_config.parallelism.enable_async_tensor_parallel:
@@ -102,6 +102,7 @@ class GroupedMMConverter(_Converter):
 
     def permute_by_gathers(self, model: nn.Module, asked: bool) -> None:
         """Replaces the host's permutation; warns where it was `asked` for and there is none."""
+        adapt_checkpointing()
         layers = route_by_gathers(model)
         if layers and self.parallel_dims.ep_enabled:
             permute_by_gathers()
