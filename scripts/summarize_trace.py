@@ -16,11 +16,12 @@ from pathlib import Path
 
 KINDS = {
     "NCCL": r"nccl",
+    "inductor": r"^triton_(?!tem_)",  # named after all that it fused; templates are attention's
     "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|e4m3",
     "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast)_kernel",
     "SwiGLU": r"^_(forward|backward)_kernel",
-    "permutation": r"^_(gather|combine|dot)_kernel|fill_indices|index|scatter|gather|sort|radix",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
+    "permutation": r"^_(gather|combine|dot)_kernel|fill_indices|index|scatter|gather|sort|radix",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
     "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",
@@ -32,8 +33,6 @@ KINDS = {
 def kind_of(event: dict) -> str:
     if event["cat"] in ("gpu_memcpy", "gpu_memset"):
         return "copies"
-    if event["name"].startswith("triton_"):  # by torch.compile, named after all that it fused
-        return "attention" if event["name"].startswith("triton_tem") else "inductor"
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.I))
 
 

@@ -59,11 +59,9 @@ class Kernel(GluonJITFunction):
             self._launches[key] = compiled, [getattr(value, "layout", value) for value in values]
 
 
-def kernel(function=None, **options: Any):
+def kernel(**options: Any) -> functools.partial[Kernel]:
     """`gluon.jit` for a kernel, rather than for a function that kernels call."""
-    if function is None:
-        return lambda function: Kernel(function, **options)
-    return Kernel(function, **options)
+    return functools.partial(Kernel, **options)
 
 
 def descriptor(

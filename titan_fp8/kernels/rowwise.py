@@ -248,11 +248,13 @@ def _quantize_columns(
             tile, num_warps=warps,
         )  # fmt: skip
 
-    if m:
+    if m and rows:
         # A program with rows holds all channels of one tensor: the other's maxima go by themselves.
-        for some in (columns[:1], columns[1:]) if rows else (columns,):
-            if some:
-                take_maxima(some, rows if some[0] is a else ())
+        take_maxima([a], rows)
+        if b is not a:
+            take_maxima([b], ())
+    elif m:
+        take_maxima(columns, ())
     config = transposing(pack)
     tiles = max(e, tiles_of(width, len(groups) and e, 128))
     words = config["WORDS"].shape[1]

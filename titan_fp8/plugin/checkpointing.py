@@ -48,19 +48,19 @@ def _adapted(wrapper: Callable) -> Callable:
 
 
 def _with_our_ops(context_fn: Callable) -> Callable:
-    """`context_fn` with contexts whose policy is asked about `aten.mm` for FP8 GEMMs."""
+    """`context_fn` with contexts whose policy knows our ops."""
 
     def make_contexts() -> tuple:
         contexts = context_fn()
         for context in contexts:
             if getattr(context, "policy_fn", None) is not None:
-                context.policy_fn = _as_mm(context.policy_fn)
+                context.policy_fn = _knowing_our_ops(context.policy_fn)
         return contexts
 
     return make_contexts
 
 
-def _as_mm(policy: Callable) -> Callable:
+def _knowing_our_ops(policy: Callable) -> Callable:
     def ask(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func in _INDICES:
             return CheckpointPolicy.MUST_SAVE
