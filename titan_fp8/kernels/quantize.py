@@ -185,17 +185,16 @@ def _square_t_kernel(
         store_columns(q_t, values, row, N - row, word * PACK + i, PACK, K, N, LINES)
 
 
-def _allocate_scales(x: Tensor, *shape: int) -> Tensor:
-    """Storage of scales, the last dim padded to a multiple of 4; zeros where there is padding."""
-    new = x.new_zeros if shape[-1] % 4 else x.new_empty
-    return new(*shape[:-1], round_up(shape[-1], 4), dtype=torch.float32)
+def _padded_scales(x: Tensor, *shape: int) -> Tensor:
+    """Room for scales, the last dim at multiples of 4 in memory; what lies between is not read."""
+    return x.new_empty(*shape[:-1], round_up(shape[-1], 4), dtype=torch.float32)
 
 
 def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
     """Room for the scales (rows, blocks) of 1x128, one block behind the other in memory."""
     blocks = cdiv(columns, BLOCK)
     if rows % 4:
-        return _allocate_scales(x, blocks, rows)[:, :rows].t()
+        return _padded_scales(x, blocks, rows)[:, :rows].t()
     return _blocks_behind_each_other(x, rows, blocks)
 
 
@@ -269,7 +268,7 @@ def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     q = torch.empty_like(w, dtype=E4M3)
-    s = _allocate_scales(w, *lead, rows, blocks)
+    s = _padded_scales(w, *lead, rows, blocks)
     words, out, pack = words_of(w, q)
     tile, warps = SQUARE[pack]
     _square_kernel[(blocks, rows, *(lead or [1]))](
@@ -283,7 +282,7 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
     q_t = w.new_empty(*lead, k, n, dtype=E4M3)
-    s_t = _allocate_scales(w, *lead, blocks, rows)
+    s_t = _padded_scales(w, *lead, blocks, rows)
     words, _, pack = words_of(w, q_t)
     _square_t_kernel[(rows, blocks, *(lead or [1]))](
         words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,

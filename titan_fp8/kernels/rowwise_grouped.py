@@ -84,6 +84,17 @@ def accumulate(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constex
 
 
 @gluon.jit
+def skip(blocks, stage, phase, ring):
+    """Gives back the places of a tile of which there is nothing to compute."""
+    a_ring, _, full, empty = ring
+    for _ in range(blocks):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, a_ring.shape[0])
+    return stage, phase
+
+
+@gluon.jit
 def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, PART: gl.constexpr):
     """Computes and stores 64 rows of each M-grouped tile of which there is a note."""
     zero = gl.to_tensor(0)
@@ -96,7 +107,10 @@ def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, PART: g
         sa = read_scales(sa_ptr, mine, gl.where(blocks > 0, end, 0), 64, ROWS)
         columns_end = gl.where(blocks > 0, N, 0)
         sb = read_scales(sb_ptr + group * N, column, columns_end, 128, LANES)
-        if waves == 2:
+        if mine >= end:
+            # The last tile of a group may have rows for one consumer alone.
+            stage, phase = skip(blocks, stage, phase, ring)
+        elif waves == 2:
             sb_right = read_scales(sb_ptr + group * N, column + 128, columns_end, 128, LANES)
             left, right, stage, phase = accumulate(blocks, stage, phase, ring, PART, 2)
             left, right = scaled(left, sa, sb), scaled(right, sa, sb_right)
