@@ -3,12 +3,16 @@
 Rows. A program holds some whole rows, four 16-byte loads a thread: one read, one pass. Rows of more
 than 32768 words (128 KiB) do not fit and are read twice.
 
-Columns. A scale stands for all tokens of a group, which no program can hold, so x is read twice. A
-first kernel takes the maxima of some tokens in registers and then adds them to those of the group
-by `atomic_max` on the bits of the magnitudes, whose result does not depend on the order. A second
-casts and transposes (`tile.py`), last tiles first, for they are still in the L2 cache; it also
-writes the scales. Lanes publish neighbouring channels: a 32-byte sector takes eight maxima at once,
-which made that step eight times as fast.
+Columns of groups. A scale stands for all tokens of a group, which no program can hold, so x is
+read twice. A first kernel takes the maxima of some tokens in registers and then adds them to those
+of the group by `atomic_max` on the bits of the magnitudes, whose result does not depend on the
+order. A second casts and transposes (`tile.py`), last tiles first, for they are still in the L2
+cache; it also writes the scales. Lanes publish neighbouring channels: a 32-byte sector takes eight
+maxima at once, which made that step eight times as fast.
+
+Columns without groups, of weights above all. One kernel, one read: a program keeps its tile in
+registers, adds its maxima to those of the others beside it and waits for theirs. That needs all of
+a stripe of tiles to run at the same time; of more rows the two kernels take care.
 
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
@@ -30,6 +34,7 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.cast import (
@@ -93,6 +98,85 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
         store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, word, KW, WORDS)
 
 
+PEER_TOKENS = 256
+"""Tokens of a program that waits for others."""
+PEERS = 128
+"""How many may wait for each other: no more than half of those that an H100 runs at once, for other
+kernels want room, too."""
+LINE = gl.constexpr(32)
+"""Numbers in a line of the L2 cache."""
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""The threads of a program wait for each other: Triton 3.9's name or 3.6's."""
+
+
+@gluon.jit
+def column_maxima(
+    x, q, s, row, rows, word, KW, PACK: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr
+):
+    """The largest magnitudes of each word of `rows` tokens; with ROWS, q and s of theirs, too."""
+    most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
+    ahead = load_words(x, row, rows, word, KW, WORDS)
+    for i in range(0, rows, WORDS.shape[0]):
+        words = ahead
+        after = i + WORDS.shape[0]
+        ahead = load_words(x, row + after, rows - after, word, KW, WORDS)
+        if ROWS:
+            scale, r = scale_of(largest_bits(words, PACK))
+            values = cast_rows(words, r[:, None], PACK)
+            store_rows(q, values, row + i, rows - i, word, KW, WORDS)
+            k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
+            gl.store(s + (row + i) + k, scale, mask=k < rows - i)
+        most = larger(most, magnitudes(words, PACK), PACK)
+    return largest(most, 0, PACK)
+
+
+@gluon.jit
+def publish(amax, most, word, K, known, PACK: gl.constexpr):
+    """Adds the maxima of some tokens to those of all of them, if there are any."""
+    WORDS: gl.constexpr = most.shape[0]
+    if PACK == 2:
+        most = gl.join(channel_bits(most, 0, PACK), channel_bits(most, 1, PACK))
+        most = gl.reshape(most, [PACK * WORDS])
+    lined: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    j = gl.arange(0, PACK * WORDS, lined)
+    most = gl.convert_layout(most, lined)
+    inside = (j < K - word * PACK) & known
+    gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def store_scales(amax, s_t, word, KW, PACK: gl.constexpr, FLIPPED: gl.constexpr):
+    """The scales of the channels of a tile."""
+    j = gl.arange(0, FLIPPED.shape[0], gl.SliceLayout(1, FLIPPED))
+    channel = (word + j) * PACK
+    for i in gl.static_range(PACK):
+        bits = gl.load(amax + (channel + i), mask=j < KW - word, other=0, cache_modifier=".cg")
+        scale, _ = scale_of(bits)
+        gl.store(s_t + (channel + i), scale, mask=j < KW - word)
+
+
+@gluon.jit
+def cast_tile(
+    words, amax, q_t, tokens, column, columns, word, K, KW, MT, known,
+    PACK: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """Casts a tile by the maxima of its columns; `known` says that it has them."""
+    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
+    j = gl.arange(0, FLIPPED.shape[0], gl.SliceLayout(1, FLIPPED))
+    t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
+    keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
+    channel = amax + (word + j) * PACK
+    inside = (j < KW - word) & known
+    # Those of all channels first: behind a store the compiler waits for each load anew.
+    first = gl.load(channel, mask=inside, other=0, cache_modifier=".cg")
+    last = gl.load(channel + (PACK - 1), mask=inside, other=0, cache_modifier=".cg")
+    for i in gl.static_range(PACK):
+        _, r = scale_of(first if i == 0 else last)
+        values = cast_columns(flipped, r[:, None], keep, i, PACK)
+        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, LINES)
+
+
 @kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
 def _maxima_kernel(
     x, amax, K, KW, x2, amax2, K2, KW2, q, s, offs, M, MT, E, tiles, blocks,
@@ -112,28 +196,8 @@ def _maxima_kernel(
     rows = gl.minimum(rows, TOKENS)
     x += gl.program_id(1).to(gl.int64) * M * KW
     amax += (gl.program_id(1) + group).to(gl.int64) * K
-    most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
-    ahead = load_words(x, row, rows, word, KW, WORDS)
-    for i in range(0, rows, WORDS.shape[0]):
-        words = ahead
-        after = i + WORDS.shape[0]
-        ahead = load_words(x, row + after, rows - after, word, KW, WORDS)
-        if ROWS:
-            scale, r = scale_of(largest_bits(words, PACK))
-            values = cast_rows(words, r[:, None], PACK)
-            store_rows(q, values, row + i, rows - i, word, KW, WORDS)
-            k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
-            gl.store(s + (row + i) + k, scale, mask=k < rows - i)
-        most = larger(most, magnitudes(words, PACK), PACK)
-    most = largest(most, 0, PACK)
-    if PACK == 2:
-        most = gl.join(channel_bits(most, 0, PACK), channel_bits(most, 1, PACK))
-        most = gl.reshape(most, [PACK * WORDS.shape[1]])
-    lined: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    j = gl.arange(0, PACK * WORDS.shape[1], lined)
-    inside = (j < K - word * PACK) & (group < E) & (rows > 0)
-    most = gl.convert_layout(most, lined)
-    gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
+    most = column_maxima(x, q, s, row, rows, word, KW, PACK, ROWS, WORDS)
+    publish(amax, most, word, K, (group < E) & (rows > 0), PACK)
 
 
 @kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
@@ -155,26 +219,51 @@ def _cast_kernel(
     q_t += expert * K * MT
     amax += expert * K
     s_t += expert * K
-    channels: gl.constexpr = gl.SliceLayout(1, FLIPPED)
-    j = gl.arange(0, FLIPPED.shape[0], channels)
-    inside = j < KW - word
-    channel = (word + j) * PACK
     if tile < E:
-        for i in gl.static_range(PACK):
-            at = tile.to(gl.int64) * K + (channel + i)
-            scale, r = scale_of(gl.load(amax + at, mask=inside, other=0))
-            gl.store(s_t + at, scale, mask=inside)
+        of_group = tile.to(gl.int64) * K
+        store_scales(amax + of_group, s_t + of_group, word, KW, PACK, FLIPPED)
     row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, False)
     tokens = gl.where(group < E, rows, 0)
+    amax += group.to(gl.int64) * K
     words = load_words(x, row, tokens, word, KW, WORDS)
-    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
-    t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
-    keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
-    for i in gl.static_range(PACK):
-        at = group.to(gl.int64) * K + (channel + i)
-        scale, r = scale_of(gl.load(amax + at, mask=inside & (group < E), other=0))
-        values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, LINES)
+    cast_tile(
+        words, amax, q_t, tokens, column, columns, word, K, KW, MT, group < E,
+        PACK, FLIPPED, LINES,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["M", "tiles", "blocks"])
+def _columns_kernel(
+    x, amax, q_t, s_t, M, MT, K, KW, tiles, blocks,
+    PACK: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+):  # fmt: skip
+    """Both steps in one for a tensor without groups: a program waits for its stripe's others.
+
+    Behind the maxima, a number for each stripe counts those who have taken theirs, each in a line
+    of its own, for all ask for it. Programs start in the order of their numbers, so that all of a
+    stripe have begun before the next does.
+    """
+    tile = gl.program_id(0) % tiles
+    stripe = gl.program_id(0) // tiles
+    expert = (stripe // blocks).to(gl.int64)
+    word = stripe % blocks * WORDS.shape[1]
+    row = tile * WORDS.shape[0]
+    done = amax + (gl.num_programs(0) // (tiles * blocks) * K + stripe * LINE)
+    amax += expert * K
+    words = load_words(x + expert * M * KW, row, M - row, word, KW, WORDS)
+    publish(amax, largest(words, 0, PACK), word, K, True, PACK)
+    barrier()
+    gl.atomic_add(done, 1, sem="release")
+    # By one thread: what all of them ask at once, the L2 cache answers one by one.
+    while gl.atomic_add(done, 0, sem="acquire") < tiles:
+        pass
+    barrier()
+    if tile == 0:
+        store_scales(amax, s_t + expert * K, word, KW, PACK, FLIPPED)
+    cast_tile(
+        words, amax, q_t + expert * K * MT, M - row, row, MT - row, word, K, KW, MT, True,
+        PACK, FLIPPED, LINES,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -219,12 +308,31 @@ class _Columns:
         return self.x, self.amax, self.q_t.view(torch.int8), self.s_t, self.k, self.k // self.pack
 
 
+def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """q_t (..., K, width) and s_t (..., K) of x (..., M, K), without groups."""
+    *lead, m, k = x.shape
+    pack = 4 // x.element_size()
+    q_t = x.new_empty(*lead, k, width, dtype=E4M3)
+    s_t = x.new_empty(*lead, k, dtype=torch.float32)
+    config = transposing(pack, PEER_TOKENS)
+    tiles, blocks = max(1, cdiv(width, PEER_TOKENS)), cdiv(k // pack, config["WORDS"].shape[1])
+    stripes = blocks * (lead[0] if lead else 1)
+    maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
+    _columns_kernel[(tiles * stripes,)](
+        x.view(torch.int32), maxima, q_t.view(torch.int8), s_t, m, width, k, k // pack,
+        tiles, blocks, pack, **config,
+    )  # fmt: skip
+    return q_t, s_t
+
+
 def _quantize_columns(
     tensors: tuple[Tensor, ...], offs: Tensor | None, aligned: bool, q: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """q_t and s_t of one or two tensors; with `q` given, q and s of the first before them."""
     *lead, m, _ = tensors[0].shape
     width = transposed_width(m, offs, aligned, ROW_ALIGNMENT)
+    if offs is None and q is None and width <= PEERS * PEER_TOKENS:
+        return tuple(t for x in tensors for t in _quantize_all_columns(x, width))
     groups = () if offs is None else tuple(offs.shape)
     columns = [_Columns(x, width, groups) for x in tensors]
     a, b = columns[0], columns[-1]
@@ -297,6 +405,8 @@ def quantize_row_col_t_pair(
     """Rows and columns of g (M, N), and columns of x (M, K), of one dtype: what backward reads."""
     if not _holds_rows(g):
         return (*quantize_row(g), *quantize_col_t_pair(g, x, offs, aligned))
+    if offs is None:
+        return (*quantize_row_col_t(g), *quantize_col_t(x.contiguous()))
     q = torch.empty_like(g, dtype=E4M3)
     return _quantize_columns((g, x.contiguous()), offs, aligned, q)
 

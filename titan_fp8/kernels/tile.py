@@ -59,14 +59,16 @@ def group_lanes(groups: int) -> int:
 
 
 @functools.cache
-def transposing(pack: int) -> dict[str, object]:
+def transposing(pack: int, tokens: int = 128) -> dict[str, object]:
     """Launch arguments of a kernel that transposes tiles of `pack` channels a word."""
-    thread, lanes, warps = TRANSPOSED[pack]
+    thread, lanes, (down, across) = TRANSPOSED[pack]
+    lines = tokens // 128
+    warps = down * lines, across // lines
     return {
         "WORDS": layout(thread, lanes, warps),
         "FLIPPED": layout(thread, lanes, warps, flipped=True),
-        "LINES": layout((1, 16), (4, 8), (8 // pack, 1), (4, 1)),
-        "num_warps": warps[0] * warps[1],
+        "LINES": layout((1, 16), (4, 8), (down * across // lines, lines), (4, 1)),
+        "num_warps": down * across,
     }
 
 
