@@ -19,6 +19,7 @@ from titan_fp8.kernels.pipeline import (
     leave_note,
     make_barriers,
     make_notes,
+    next_ticket,
     part_of,
     read_note,
     start_product,
@@ -31,7 +32,8 @@ from titan_fp8.kernels.pipeline import (
 def next_group(group, end, block, blocks, offs_ptr, width, E):
     """From a group, its end token and where its blocks are, to those of the group after it.
 
-    Each group begins at a fresh block of 128 columns. An end behind the last token is cut to the
+    The last number returned is that of the halves of its blocks in which there are tokens. Each
+    group begins at a fresh block of 128 columns. An end behind the last token is cut to the
     width of the operands, in which the columns that no token fills are zero.
     """
     block += blocks
@@ -41,24 +43,15 @@ def next_group(group, end, block, blocks, offs_ptr, width, E):
     if offs_ptr is not None:
         if group < E:
             end = gl.maximum(begin, gl.minimum(gl.load(offs_ptr + group), width))
-    blocks = gl.minimum(gl.cdiv(end - begin, 128), width // 128 - block)
-    return group, end, block, blocks
-
-
-@gluon.jit
-def next_ticket(ticket_ptr, ticket):
-    """Groups differ in length, so their tiles are given to whoever asks; those of one, in turn."""
-    if ticket_ptr is None:
-        return ticket + gl.num_programs(0)
-    else:
-        return gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+    halves = gl.minimum(gl.cdiv(end - begin, 64), (width // 128 - block) * 2)
+    return group, end, block, gl.cdiv(halves, 2), halves
 
 
 @gluon.jit
 def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr):
     """Works out the tiles, and loads their blocks as places in the ring become free.
 
-    Without descriptors of scales, blocks have none.
+    Without descriptors of scales, blocks have none, and notes count halves of blocks.
     """
     a_desc, sa_desc, b_desc, sb_desc = operands
     width, N, K, E, lda, ldb = sizes
@@ -70,21 +63,24 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
     k_tiles = gl.cdiv(K, 128)
     zero = gl.to_tensor(0)
     stage, phase, slot, slot_phase, first = zero, zero, zero, zero, zero
-    group, end, block, blocks = next_group(zero - 1, zero, zero, zero, offs_ptr, width, E)
+    group, end, block, blocks, halves = next_group(zero - 1, zero, zero, zero, offs_ptr, width, E)
     ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
     tile, part = part_of(ticket, E * n_tiles * k_tiles)
     while tile < E * n_tiles * k_tiles:
         while tile >= first + n_tiles * k_tiles:
             first += n_tiles * k_tiles
-            group, end, block, blocks = next_group(group, end, block, blocks, offs_ptr, width, E)
+            group, end, block, blocks, halves = next_group(
+                group, end, block, blocks, offs_ptr, width, E
+            )
         n, k = in_bands(tile - first, n_tiles, k_tiles, BAND)
         row = n * 256 + gl.where(part == 1, 128, 0)
         column = k * 128
         both = (part == 2) & (row + 128 < N)
         waves = gl.where(both, 2, 1)
         top = group * N
+        length = halves if sa_desc is None else blocks
         slot, slot_phase = leave_note(
-            notes, slot, slot_phase, top + row, top, top + N, column, blocks, waves, group
+            notes, slot, slot_phase, top + row, top, top + N, column, length, waves, group
         )
         for i in range(block, block + blocks):
             mbarrier.wait(empty.index(stage), phase ^ 1)

@@ -20,6 +20,7 @@ from titan_fp8.kernels.pipeline import (
     leave_note,
     make_barriers,
     make_notes,
+    next_ticket,
     part_of,
     read_note,
     start_product,
@@ -59,7 +60,7 @@ def part_of_dense(ticket, offs_ptr, M, n_tiles):
 
 
 @gluon.jit
-def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
+def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr):
     """Works out the tiles, and loads their blocks as places in the ring become free.
 
     Without descriptors of scales, blocks have none.
@@ -73,7 +74,7 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
     n_tiles = gl.cdiv(N, 256)
     zero = gl.to_tensor(0)
     stage, phase, slot, slot_phase = zero, zero, zero, zero
-    ticket = gl.program_id(0)
+    ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
     tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
     group, first, row_begin, row_end = group_of(
         tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
@@ -103,7 +104,7 @@ def produce(operands, offs_ptr, sizes, ring, notes, BAND: gl.constexpr):
             tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(2 * stage))
             tma_load(b_desc, [b_row + 128, k * 128], bar, b_ring.index(2 * stage + 1), pred=both)
             stage, phase = advance(stage, phase, STAGES)
-        ticket += gl.num_programs(0)
+        ticket = next_ticket(ticket_ptr, ticket)
         tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
         group, first, row_begin, row_end = group_of(
             tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
@@ -211,7 +212,7 @@ def m_grouped_kernel(
         [
             (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 0)),
             (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 1)),
-            (produce, (operands, offs_ptr, sizes, ring, notes, BAND)),
+            (produce, (operands, offs_ptr, None, sizes, ring, notes, BAND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

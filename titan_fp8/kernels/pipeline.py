@@ -104,6 +104,15 @@ def _field(values, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
+def next_ticket(ticket_ptr, ticket):
+    """Groups differ, so their tiles are given to whoever asks; those of one alike, in turn."""
+    if ticket_ptr is None:
+        return ticket + gl.num_programs(0)
+    else:
+        return gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
 def part_of(ticket, tiles):
     """The tile that a ticket stands for, and how much of it: 2 is all, 0 and 1 are its waves.
 

@@ -87,6 +87,7 @@ def mm_launch(
         matrix(c_MN, (64, 128)),
         c_MN,
         offs,
+        _first_ticket(c_MN),
         *(m, n, k, groups),
     )
     # An FP32 buffer of results takes the room of a place in the ring.
@@ -109,11 +110,15 @@ def wgrad_launch(
         matrix(c_ENK, (64, 128)),
         c_ENK,
         offs,
-        torch.zeros(1, dtype=torch.int32, device=c_ENK.device),
+        _first_ticket(c_ENK),
         *(width, n, k, groups),
     )
     buffers = 4 // c_ENK.itemsize
     return k_grouped_row_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+
+
+def _first_ticket(c: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=c.device)
 
 
 def _scales(s: Tensor) -> Tensor:

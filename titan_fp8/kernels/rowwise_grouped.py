@@ -135,6 +135,7 @@ def m_grouped_row_kernel(
     c_desc,
     c_ptr,
     offs_ptr,
+    ticket_ptr,
     M,
     N,
     K,
@@ -158,7 +159,7 @@ def m_grouped_row_kernel(
         [
             (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, 0)),
             (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, 1)),
-            (m_grouped.produce, (operands, offs_ptr, sizes, halves, notes, BAND)),
+            (m_grouped.produce, (operands, offs_ptr, ticket_ptr, sizes, halves, notes, BAND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -166,25 +167,38 @@ def m_grouped_row_kernel(
 
 
 @gluon.jit
-def add_up(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
+def add_block(stage, upper, lower, ring, PART: gl.constexpr, WAVES: gl.constexpr, K: gl.constexpr):
+    """Adds the product of the first K tokens of a block."""
+    a_ring, _, b_ring, _, _, empty = ring
+    b = b_ring.index(stage).slice(0, K, 1)
+    a = a_ring.index(2 * stage).slice(PART * 64, 64).slice(0, K, 1)
+    p = warpgroup_mma_wait(0, [start_product(a, b)])
+    upper += p
+    if WAVES == 2:
+        a = a_ring.index(2 * stage + 1).slice(PART * 64, 64).slice(0, K, 1)
+        p = warpgroup_mma_wait(0, [start_product(a, b)])
+        mbarrier.arrive(empty.index(stage), count=1)
+        lower += p
+    else:
+        mbarrier.arrive(empty.index(stage), count=1)
+    return upper, lower
+
+
+@gluon.jit
+def add_up(halves, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
     """A consumer's half of a K-grouped tile, WAVES of 64 rows, added up in FP32 block by block."""
-    a_ring, _, b_ring, _, full, empty = ring
+    STAGES: gl.constexpr = ring[2].shape[0]
+    full = ring[4]
     upper = gl.zeros([64, 128], gl.float32, WAVE)
     lower = gl.zeros([64, 128], gl.float32, WAVE)
-    for _ in range(blocks):
+    for _ in range(halves // 2):
         mbarrier.wait(full.index(stage), phase)
-        b = b_ring.index(stage)
-        p = start_product(a_ring.index(2 * stage).slice(PART * 64, 64), b)
-        p = warpgroup_mma_wait(0, [p])
-        upper += p
-        if WAVES == 2:
-            p = start_product(a_ring.index(2 * stage + 1).slice(PART * 64, 64), b)
-            p = warpgroup_mma_wait(0, [p])
-            mbarrier.arrive(empty.index(stage), count=1)
-            lower += p
-        else:
-            mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, b_ring.shape[0])
+        upper, lower = add_block(stage, upper, lower, ring, PART, WAVES, 128)
+        stage, phase = advance(stage, phase, STAGES)
+    if halves % 2 == 1:
+        mbarrier.wait(full.index(stage), phase)
+        upper, lower = add_block(stage, upper, lower, ring, PART, WAVES, 64)
+        stage, phase = advance(stage, phase, STAGES)
     return upper, lower, stage, phase
 
 
@@ -196,25 +210,25 @@ def consume_columns(c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, notes, buffers, PART
     stage, phase = zero, zero
     first = buffers.index(PART * (LAST + 1))
     last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, blocks, waves, group, slot, slot_phase = read_note(notes, zero, zero)
-    while blocks >= 0:
+    row, begin, end, column, halves, waves, group, slot, slot_phase = read_note(notes, zero, zero)
+    while halves >= 0:
         mine = row + PART * 64
         # The dW of empty groups stay zero, whatever their scales.
-        rows_end = gl.where(blocks > 0, end, 0)
-        columns_end = gl.where(blocks > 0, K, 0)
+        rows_end = gl.where(halves > 0, end, 0)
+        columns_end = gl.where(halves > 0, K, 0)
         sa = read_scales(sa_ptr, mine, rows_end, 64, ROWS)
         sb = read_scales(sb_ptr + group * K, column, columns_end, 128, LANES)
         if waves == 2:
             sa_lower = read_scales(sa_ptr, mine + 128, rows_end, 64, ROWS)
-            upper, lower, stage, phase = add_up(blocks, stage, phase, ring, PART, 2)
+            upper, lower, stage, phase = add_up(halves, stage, phase, ring, PART, 2)
             upper, lower = scaled(upper, sa, sb), scaled(lower, sa_lower, sb)
             store_wave(c_desc, c_ptr, first, upper, mine, begin, end, column, K, LAST)
             store_wave(c_desc, c_ptr, last, lower, mine + 128, begin, end, column, K, LAST)
         else:
-            upper, lower, stage, phase = add_up(blocks, stage, phase, ring, PART, 1)
+            upper, lower, stage, phase = add_up(halves, stage, phase, ring, PART, 1)
             upper = scaled(upper, sa, sb)
             store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, blocks, waves, group, slot, slot_phase = read_note(
+        row, begin, end, column, halves, waves, group, slot, slot_phase = read_note(
             notes, slot, slot_phase
         )
     tma.store_wait(0)
