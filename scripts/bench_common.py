@@ -143,6 +143,7 @@ def layer_rows(
             summary = str(reason).strip().partition("\n")[0]
             print(f"{kind}: {type(reason).__name__}: {summary}", file=sys.stderr)
         bf16_us = bf16_us or us
+        print(f"{kind}: {us} us, error {error}", file=sys.stderr, flush=True)
         rows.append(
             {
                 "layer": kind,
