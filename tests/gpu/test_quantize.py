@@ -21,7 +21,12 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8 import kernels
 from titan_fp8.kernels.cast import scale_of
-from titan_fp8.kernels.rowwise import ROW_COLUMN_WORDS, quantize_col_t_pair
+from titan_fp8.kernels.rowwise import (
+    PEER_TOKENS,
+    PEERS,
+    ROW_COLUMN_WORDS,
+    quantize_col_t_pair,
+)
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]
@@ -113,6 +118,29 @@ def test_dense(op, shape, dtype):
 def test_weights(op, shape, dtype):
     check(op, inputs(shape, dtype))
     check(op, with_specials(inputs(shape, dtype)))
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [PEERS * PEER_TOKENS, PEERS * PEER_TOKENS + 16])
+def test_tall_weights(rows, dtype):
+    """As many programs as may wait for each other, and more rows than they hold."""
+    check("quantize_weight_col_t", with_specials(inputs((2, rows, 144), dtype)))
+
+
+def test_programs_that_wait_on_several_streams():
+    """They end, however many kernels whose programs wait for each other run at once."""
+    w = inputs((PEERS * PEER_TOKENS, 1024), torch.bfloat16)
+    want = kernels.quantize_weight_col_t(w)
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got.append(kernels.quantize_weight_col_t(w))
+    torch.cuda.synchronize()
+    for each in got:
+        assert_same(each, want)
 
 
 @every_dtype
