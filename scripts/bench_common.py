@@ -3,7 +3,7 @@
 Times are medians of CUDA graph replays, so that they are the GPU's and not the launching thread's.
 Every replay takes the next of several sets of random inputs, which together exceed the L2 cache.
 A rest goes before them, for a GEMM that draws all of the card's power lowers the clock for what
-follows, and a few more replays, for memory is slow to wake.
+follows, and then some replays more, for memory is slow to wake.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from torch import Tensor
 
 L2_BYTES = 60 << 20
 REST_S = 0.1
+WAKE_S = 0.01
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 FP8_ERROR = 0.08
 """Relative error of a product on Gaussian data: 0.037 for e4m3, 0.059 with the e5m2 gradients of
@@ -48,8 +49,10 @@ def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> f
         graphs.append(graph)
     torch.cuda.synchronize()
     time.sleep(REST_S)
-    for i in range(replays // 2):
-        graphs[i % len(graphs)].replay()
+    awake = time.perf_counter() + WAKE_S
+    while time.perf_counter() < awake:
+        graphs[0].replay()
+        torch.cuda.synchronize()
     times = []
     for i in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -137,13 +140,13 @@ def layer_rows(
             if error < limit:
                 us = median_us([functools.partial(layer.step, *each) for each in inputs])
                 kept = layer.kept_bytes(inputs[0][0]) / 2**20
+                print(f"{kind}: {us:.0f} us", file=sys.stderr)
         except Exception as reason:
             if kind not in yardsticks:
                 raise
             summary = str(reason).strip().partition("\n")[0]
             print(f"{kind}: {type(reason).__name__}: {summary}", file=sys.stderr)
         bf16_us = bf16_us or us
-        print(f"{kind}: {us} us, error {error}", file=sys.stderr, flush=True)
         rows.append(
             {
                 "layer": kind,

@@ -3,9 +3,9 @@
     python scripts/bench_linear.py [--json FILE]
 
 Beside the speedup stands the share of the roofline speedup: what a layer would gain whose FP8 GEMMs
-all ran at the rate of the fastest library GEMM of this run (cuBLAS 1x128 @ 128x128, cuBLAS
-rowwise, DeepGEMM where it is installed) and whose quantisers moved their bytes at the copy
-bandwidth of this run. Layers of torchao are timed too where torchao is installed: rowwise and
+were the fastest library ones of this run (cuBLAS 1x128 @ 128x128, cuBLAS rowwise, DeepGEMM where it
+is installed), one behind the other as in the layer, and whose quantisers moved their bytes at the
+copy bandwidth of this run. Layers of torchao are timed too where torchao is installed: rowwise and
 tensorwise ones compiled, for they fuse by the compiler; its blockwise one, a prototype with kernels
 of its own, as it is. "MiB kept" is what forward keeps for backward, weights aside.
 
@@ -13,6 +13,7 @@ No speed is printed for a layer whose result is wrong.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +70,8 @@ def make_layer(kind: str, weight: Tensor) -> Layer:
     return Layer(model, tuple(model.parameters()))
 
 
-def library_us(m: int, n: int, k: int) -> float:
-    """Time of the fastest library FP8 GEMM of this size."""
+def library_gemm(m: int, n: int, k: int) -> Callable[[], Tensor]:
+    """The fastest library FP8 GEMM of this size."""
     a, b = randn(m, k), randn(n, k)
     (aq, sa), (bq, sb) = kernels.quantize_1x128(a), kernels.quantize_128x128(b)
     (ar, sar), (br, sbr) = kernels.quantize_row(a), kernels.quantize_row(b)
@@ -96,14 +97,15 @@ def library_us(m: int, n: int, k: int) -> float:
         candidates.append(lambda: deep_gemm.fp8_gemm_nt((aq, sa), (bq, sb), out))
     except ImportError:
         pass
-    return min(median_us([candidate]) for candidate in candidates)
+    return min(candidates, key=lambda candidate: median_us([candidate]))
 
 
 def roofline_us(m: int, n: int, k: int, gbps: float) -> float:
     """Three GEMMs at library rate, quantisers at copy bandwidth (2 bytes in, 1 + 1 out each)."""
-    gemms = library_us(m, n, k) + library_us(m, k, n) + library_us(n, k, m)
+    gemms = library_gemm(m, n, k), library_gemm(m, k, n), library_gemm(n, k, m)
+    gemms_us = median_us([lambda: [gemm() for gemm in gemms]])
     quantised = 4 * m * k + 4 * m * n + 6 * n * k
-    return gemms + quantised / gbps / 1e3
+    return gemms_us + quantised / gbps / 1e3
 
 
 def main() -> None:
