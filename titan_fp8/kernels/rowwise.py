@@ -20,13 +20,14 @@ Two tensors of the same tokens, the gradient and the activation of wgrad, share 
 kernels: the programs of the second tensor follow those of the first. With the gradient's rows they
 share that of the second.
 
-Measured on an H200 (2026-11-20, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4212 GB/s, two reads counted for columns; see docs/log.md.
+Measured on an H200 (2026-11-21, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
+the copy bandwidth, 4163 GB/s, two reads counted for columns; see docs/log.md.
 
     op                     bf16 us    %    FP32 us    %
-    rows                       166  101        269  104
-    columns                    286   98        488  103
-    rows and columns           367   91        583   96
+    rows                       166  102        269  105
+    columns of 8 groups        285   99
+    columns without groups     256  110        458  111
+    rows and columns           367   92        584   97
 """
 
 import functools
