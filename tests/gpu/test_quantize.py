@@ -6,6 +6,7 @@ launch, so that an element nobody writes shows.
 """
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -21,12 +22,8 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8 import kernels
 from titan_fp8.kernels.cast import scale_of
-from titan_fp8.kernels.rowwise import (
-    PEER_TOKENS,
-    PEERS,
-    ROW_COLUMN_WORDS,
-    quantize_col_t_pair,
-)
+from titan_fp8.kernels.launch import multiprocessors
+from titan_fp8.kernels.rowwise import PEER_TOKENS, ROW_COLUMN_WORDS, quantize_col_t_pair
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]
@@ -120,25 +117,36 @@ def test_weights(op, shape, dtype):
     check(op, with_specials(inputs(shape, dtype)))
 
 
+def rows_of_peers() -> int:
+    """Rows of as many programs as may wait for each other."""
+    return PEER_TOKENS * multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+
+
 @every_dtype
-@pytest.mark.parametrize("rows", [PEERS * PEER_TOKENS, PEERS * PEER_TOKENS + 16])
-def test_tall_weights(rows, dtype):
-    """As many programs as may wait for each other, and more rows than they hold."""
-    check("quantize_weight_col_t", with_specials(inputs((2, rows, 144), dtype)))
+@pytest.mark.parametrize("more", [0, 16])
+def test_tall_weights(more, dtype):
+    """As many rows as programs that wait for each other hold, and more."""
+    check("quantize_weight_col_t", with_specials(inputs((2, rows_of_peers() + more, 144), dtype)))
 
 
-def test_programs_that_wait_on_several_streams():
+@every_dtype
+def test_programs_that_wait_on_several_streams(dtype):
     """They end, however many kernels whose programs wait for each other run at once."""
-    w = inputs((PEERS * PEER_TOKENS, 1024), torch.bfloat16)
+    w = inputs((rows_of_peers(), 1024), dtype)
     want = kernels.quantize_weight_col_t(w)
-    streams = [torch.cuda.Stream() for _ in range(6)]
-    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(priority=-(i % 3 == 2)) for i in range(6)]
+    torch.cuda._sleep(100_000_000)  # some 50 ms, until all have been launched
+    start = torch.cuda.current_stream().record_event()
     got = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                got.append(kernels.quantize_weight_col_t(w))
-    torch.cuda.synchronize()
+    for stream in streams:
+        stream.wait_event(start)
+        with torch.cuda.stream(stream):
+            got += [kernels.quantize_weight_col_t(w) for _ in range(10)]
+    ends = [stream.record_event() for stream in streams]
+    deadline = time.monotonic() + 30
+    while not all(end.query() for end in ends):
+        if time.monotonic() > deadline:
+            pytest.exit("kernels that run at once wait for each other for ever")
     for each in got:
         assert_same(each, want)
 
@@ -199,6 +207,10 @@ def test_beyond_int32():
     q_t, s_t = kernels.quantize_col_t(x)
     want = reference.cast(last.float(), s_t).t().contiguous()
     assert_same((q_t[:, -128:].contiguous(),), (want,))
+    w = x[:-128].view(4, -1, k)
+    w = torch.cat([w, inputs((1, *w.shape[1:]), torch.bfloat16)])
+    q_t, s_t = kernels.quantize_weight_col_t(w)
+    assert_same((q_t[-1], s_t[-1]), reference.quantize_weight_col_t(w[-1]))
 
 
 @gluon.jit

@@ -56,7 +56,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_fp8.kernels.k_grouped import k_grouped_kernel
-from titan_fp8.kernels.launch import descriptor
+from titan_fp8.kernels.launch import descriptor, multiprocessors
 from titan_fp8.kernels.m_grouped import m_grouped_kernel
 from titan_fp8.kernels.pipeline import VECTOR
 from titan_fp8.reference import E4M3
@@ -159,12 +159,7 @@ def wgrad_launch(
 
 def run(launch: Launch) -> None:
     kernel, args, options = launch
-    kernel[(_multiprocessors(args[5].device),)](*args, **options)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    kernel[(multiprocessors(args[5].device),)](*args, **options)
 
 
 def matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -62,6 +63,12 @@ class Kernel(GluonJITFunction):
 def kernel(**options: Any) -> functools.partial[Kernel]:
     """`gluon.jit` for a kernel, rather than for a function that kernels call."""
     return functools.partial(Kernel, **options)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many SMs the device has, or the slice of it."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def descriptor(

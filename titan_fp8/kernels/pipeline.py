@@ -31,8 +31,8 @@ VECTOR = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidt
 SCALAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FIELDS = gl.constexpr(7)
-"""Of a note: row, first and end row of what may be stored, column, blocks to contract, waves and
-group."""
+"""Of a note: row, first and end row of what may be stored, column, blocks to contract (for rowwise
+wgrad halves of them), waves and group."""
 NOTES = gl.constexpr(2)
 
 
@@ -105,7 +105,7 @@ def _field(values, slot, FIELD: gl.constexpr):
 
 @gluon.jit
 def next_ticket(ticket_ptr, ticket):
-    """Groups differ, so their tiles are given to whoever asks; those of one alike, in turn."""
+    """Tiles that differ in length, those of groups, are given to whoever asks; others in turn."""
     if ticket_ptr is None:
         return ticket + gl.num_programs(0)
     else:
@@ -139,7 +139,7 @@ def in_bands(tile, m_tiles, n_tiles, BAND: gl.constexpr):
 
 @gluon.jit
 def start_product(a, b):
-    """Sets the tensor cores to a (64, 128) times b (128, 128)^T, in fresh accumulators."""
+    """Sets the tensor cores to a (64, K) times b (128, K)^T, in fresh accumulators."""
     zeros = gl.zeros([64, 128], gl.float32, WAVE)
     return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
 

@@ -12,11 +12,13 @@ maxima at once, which made that step eight times as fast.
 
 Columns without groups, of weights above all. One kernel, one read: a program keeps its tile in
 registers, adds its maxima to those of the others beside it and waits for theirs. That needs all of
-a stripe of tiles to run at the same time; of more rows the two kernels take care.
+a stripe of tiles to run at the same time; of more rows the two kernels take care. Programs start in
+the order of their numbers, and those of one launch all have before another of the same priority
+gets room: so stripes are completed one by one, whatever else the card does.
 
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
-Two tensors of the same tokens, the gradient and the activation of wgrad, share the launches of both
+Two tensors of the same groups, the gradient and the activation of wgrad, share the launches of both
 kernels: the programs of the second tensor follow those of the first. With the gradient's rows they
 share that of the second.
 
@@ -49,7 +51,7 @@ from titan_fp8.kernels.cast import (
     scale_of,
     words_of,
 )
-from titan_fp8.kernels.launch import kernel
+from titan_fp8.kernels.launch import kernel, multiprocessors
 from titan_fp8.kernels.tile import (
     group_lanes,
     layout,
@@ -100,10 +102,8 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
 
 
 PEER_TOKENS = 256
-"""Tokens of a program that waits for others."""
-PEERS = 128
-"""How many may wait for each other: no more than half of those that an H100 runs at once, for other
-kernels want room, too."""
+"""Tokens of a program that waits for others. No more of these than there are SMs wait for each
+other, though one has room for two (FP32) or four (bf16): other kernels want some, too."""
 LINE = gl.constexpr(32)
 """Numbers in a line of the L2 cache."""
 
@@ -241,8 +241,7 @@ def _columns_kernel(
     """Both steps in one for a tensor without groups: a program waits for its stripe's others.
 
     Behind the maxima, a number for each stripe counts those who have taken theirs, each in a line
-    of its own, for all ask for it. Programs start in the order of their numbers, so that all of a
-    stripe have begun before the next does.
+    of its own, for all ask for it.
     """
     tile = gl.program_id(0) % tiles
     stripe = gl.program_id(0) // tiles
@@ -317,11 +316,11 @@ def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     s_t = x.new_empty(*lead, k, dtype=torch.float32)
     config = transposing(pack, PEER_TOKENS)
     tiles, blocks = max(1, cdiv(width, PEER_TOKENS)), cdiv(k // pack, config["WORDS"].shape[1])
-    stripes = blocks * (lead[0] if lead else 1)
+    stripes = blocks * (s_t.numel() // k)
     maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
     _columns_kernel[(tiles * stripes,)](
         x.view(torch.int32), maxima, q_t.view(torch.int8), s_t, m, width, k, k // pack,
-        tiles, blocks, pack, **config,
+        tiles, blocks, pack, maxnreg=128, **config,
     )  # fmt: skip
     return q_t, s_t
 
@@ -332,7 +331,7 @@ def _quantize_columns(
     """q_t and s_t of one or two tensors; with `q` given, q and s of the first before them."""
     *lead, m, _ = tensors[0].shape
     width = transposed_width(m, offs, aligned, ROW_ALIGNMENT)
-    if offs is None and q is None and width <= PEERS * PEER_TOKENS:
+    if offs is None and q is None and width <= PEER_TOKENS * multiprocessors(tensors[0].device):
         return tuple(t for x in tensors for t in _quantize_all_columns(x, width))
     groups = () if offs is None else tuple(offs.shape)
     columns = [_Columns(x, width, groups) for x in tensors]
@@ -387,7 +386,7 @@ def quantize_col_t(
 def quantize_col_t_pair(
     g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_col_t` of g (M, N) and of x (M, K), of one dtype, in the launches of one."""
+    """`quantize_col_t` of g (M, N) and of x (M, K), of one dtype, groups in the launches of one."""
     return _quantize_columns((g, x.contiguous()), offs, aligned)
 
 

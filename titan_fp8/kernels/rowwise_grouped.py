@@ -4,6 +4,10 @@ They share producers, ring, notes and stores with the blockwise ones, which `gem
 load no scales with a block. Those of a tile, one a row and one a column, are read as it begins and
 multiplied in as it ends. M-grouped consumers take no turns and have both waves in one accumulator,
 with one product under way while the next is issued.
+
+Groups end at multiples of 16 here, so tiles and blocks are less alike: a consumer that has no rows
+in a group's last tile leaves it out, wgrad the half of a group's last block in which there are no
+tokens, and M-grouped tiles, too, go to whoever asks.
 """
 
 from triton.experimental import gluon

@@ -60,7 +60,11 @@ def group_lanes(groups: int) -> int:
 
 @functools.cache
 def transposing(pack: int, tokens: int = 128) -> dict[str, object]:
-    """Launch arguments of a kernel that transposes tiles of `pack` channels a word."""
+    """Launch arguments of a kernel that transposes tiles of `pack` channels a word.
+
+    A tile holds 128 tokens, or 256 of half as many channels.
+    """
+    assert tokens in (128, 256)
     thread, lanes, (down, across) = TRANSPOSED[pack]
     lines = tokens // 128
     warps = down * lines, across // lines
