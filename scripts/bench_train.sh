@@ -33,13 +33,23 @@ case $model in
     *) die "$usage" ;;
 esac
 shift
-if [[ "${1:-}" == --steps ]]; then
-    steps=${2:-}
-    shift 2 || die "$usage"
-fi
+case ${1:-} in
+    --steps=*)
+        steps=${1#*=}
+        shift
+        ;;
+    --steps)
+        steps=${2:-}
+        shift 2 || die "$usage"
+        ;;
+esac
 [[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps'"
 [[ $# -gt 0 ]] || set -- bf16 blockwise rowwise
+for run in "$@"; do
+    [[ $run =~ ^[a-z0-9_]+(/[a-z]+)?(:[0-9]+)?$ ]] || die "'$run' is no RUN, RECIPE[/PERMUTATION][:SEED] ($usage)"
+done
 prepare_env
+"$python" -c "import torch; raise SystemExit(torch.cuda.device_count() < $NGPU)" || die "$model needs $NGPU GPU(s)"
 
 "$python" scripts/prepare_data.py data
 folders=()

@@ -48,14 +48,24 @@ def busy(events: list[dict]) -> tuple[float, list[tuple[float, dict]]]:
     return total, gaps
 
 
+def complete_events(trace: Path) -> list[dict]:
+    """Those with a name, a begin and a duration."""
+    opened = gzip.open if trace.suffix == ".gz" else open
+    with opened(trace, "rt") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    numbers = [{key: float(e[key]) for key in ("ts", "dur")} for e in events]
+    return [{**e, "name": str(e["name"]), **n} for e, n in zip(events, numbers, strict=True)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--top", type=int, default=30, help="kernels and host calls to list")
     args = parser.parse_args()
-    opened = gzip.open if args.trace.suffix == ".gz" else open
-    with opened(args.trace, "rt") as file:
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    try:
+        events = complete_events(args.trace)
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as reason:
+        parser.error(f"{args.trace} is no trace of PyTorch's profiler: {reason!r}")
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     steps = [e for e in events if e["name"].startswith("ProfilerStep")]
     if not gpu:

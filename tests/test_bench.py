@@ -87,3 +87,14 @@ def test_kernels_of_a_trace_are_told_apart(name, kind):
 def test_busy_and_idle_time_of_a_trace():
     first, inside, later = ({"ts": t, "dur": d} for t, d in ((0, 10), (2, 3), (15, 5)))
     assert summarize_trace.busy([later, first, inside]) == (15, [(5, later)])
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", '{"traceEvents": [{"ph": "X", "name": "k"}]}'])
+def test_what_is_no_trace(text, tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.json"
+    if text is not None:
+        trace.write_text(text)
+    monkeypatch.setattr("sys.argv", ["summarize_trace.py", str(trace)])
+    with pytest.raises(SystemExit, match="2"):
+        summarize_trace.main()
+    assert f"{trace} is no trace of PyTorch's profiler" in capsys.readouterr().err

@@ -220,6 +220,7 @@ def test_default_filters_may_match_nothing():
         ({"recipe": None}, "recipe = None: allowed are 'blockwise', "),
         ({"recipe": ["rowwise"]}, "recipe = ['rowwise']: allowed are 'blockwise', "),
         ({"filter_fqns": "output"}, "filter_fqns = 'output': allowed is a list of strings"),
+        ({"filter_fqns": (name for name in ["output"])}, ": allowed is a list of strings"),
         ({"filter_fqns": ["output", 3]}, "filter_fqns = ['output', 3]: allowed is a list of str"),
         ({"filter_fqns": ["output", ""]}, "filter_fqns = ['output', '']: an empty string would"),
         ({"filter_fqns": ["outptu"]}, "filter_fqns = ['outptu']: no module's name contains 'outp"),

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
+from titan_fp8.feed_forward import fp8_swiglu
 
 ops = torch.ops.titan_fp8
 E4M3 = torch.float8_e4m3fn
@@ -353,6 +354,22 @@ def test_gradient_checkpointing(recipe, compiled, reentrant):
     assert all(map(torch.equal, *gradients))
 
 
+OFFS = torch.tensor([3, 8], dtype=torch.int32)
+DIFFERENTIABLE_ONCE = {
+    "fp8_linear": lambda x, w: fp8_linear(x, w[0]),
+    "fp8_grouped_mm": lambda x, w: fp8_grouped_mm(x, w, OFFS),
+    "fp8_swiglu": lambda x, w: fp8_swiglu(x, w, w, w, OFFS),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE_ONCE)
+def test_second_derivatives_are_an_error(name):
+    x, w = (torch.randn(shape, requires_grad=True) for shape in [(8, 16), (2, 16, 16)])
+    y = DIFFERENTIABLE_ONCE[name](x, w)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 # Eager sharing
 
 
@@ -387,20 +404,51 @@ def test_an_input_that_has_changed_is_quantised_anew(quantised):
     """In place, or by another tensor in the place of one that died."""
     linear = nn.Linear(144, 32, bias=False)
     convert_linears(linear)
-    x = torch.randn(40, 144)
+    x = torch.randn(40, 144, requires_grad=True)
     linear(x)
-    x.mul_(2)
+    with torch.no_grad():
+        x.mul_(2)
     assert torch.equal(linear(x), fp8_linear(x, linear.weight))
     for _ in range(3):
         del x
-        x = torch.randn(40, 144)
+        x = torch.randn(40, 144, requires_grad=True)
         assert torch.equal(linear(x), fp8_linear(x, linear.weight))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_buffer_that_is_filled_again_is_quantised_anew(requires_grad):
+    """As by a collective, which counts no version, after a backward pass."""
+    linear = nn.Linear(144, 32, bias=False)
+    convert_linears(linear)
+    values = torch.randn(40, 144).numpy()
+    x = torch.from_numpy(values).requires_grad_(requires_grad)
+    for _ in range(3):
+        y = linear(x)
+        assert torch.equal(y, fp8_linear(x, linear.weight))
+        y.sum().backward()
+        values *= 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_cache_does_not_keep_its_input(recipe):
+    linear = nn.Linear(144, 32, bias=False)
+    convert_linears(linear, recipe=recipe)
+    x = torch.randn(40, 144, dtype=torch.bfloat16, requires_grad=True)
+    with autocast():
+        linear(x)
+        shared = linear(x)
+        assert torch.equal(shared, fp8_linear(x, linear.weight, recipe=recipe))
+    shared.sum().backward()
+    alive = weakref.ref(x)
+    del x, shared
+    gc.collect()
+    assert alive() is None
 
 
 def test_shared_copies_die_with_the_input():
     linear = nn.Linear(144, 32, bias=False)
     convert_linears(linear)
-    x = torch.randn(40, 144)
+    x = torch.randn(40, 144, requires_grad=True)
     copies = []
     with pytest.MonkeyPatch.context() as patch:
         quantize = reference.quantize_1x128_128x1_t
@@ -419,7 +467,7 @@ def test_shared_copies_die_with_the_input():
 
 
 def test_shared_copies_do_not_cross_grad_mode_autocast_or_recipe():
-    x = torch.randn(40, 144)
+    x = torch.randn(40, 144, requires_grad=True)
     linears = {recipe: nn.Linear(144, 32, bias=False) for recipe in RECIPES}
     for recipe, linear in linears.items():
         convert_linears(linear, recipe=recipe)

@@ -75,6 +75,22 @@ def test_train_refuses(arguments: list[str], variables: dict[str, str], message:
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "usage: ./scripts/bench_train.sh"),
+        (["llama3_8b", "--steps=0"], "--steps needs a positive number, not '0'"),
+        (["llama3_8b", "--steps", "5", ""], "'' is no RUN"),
+        (["llama3_8b", "--steps=5", "--help"], "'--help' is no RUN"),
+        (["deepseek_v3_16b", "bf16:x"], "'bf16:x' is no RUN"),
+    ],
+)
+def test_bench_train_refuses(arguments: list[str], message: str) -> None:
+    result = run("scripts/bench_train.sh", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
 def test_scripts_name_an_unusable_python() -> None:
     config = "configs/llama3_debug.toml"
     result = run("scripts/train.sh", config, TITAN_FP8_PYTHON="/bin/false")

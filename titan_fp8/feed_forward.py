@@ -23,6 +23,7 @@ from titan_fp8.functional import (
     checked_offs,
     compute_dtype,
     dgrad,
+    differentiable_once,
     fp8_grouped_mm,
     fp8_linear,
     fprop,
@@ -66,7 +67,7 @@ class _FP8SwiGLU(torch.autograd.Function):
         return fprop(h_rows, w2, offs, spec)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g_MN: Tensor):
         w1, w2, w3, offs, a_MH, b_MH, *x_columns = ctx.saved_tensors
         spec = ctx.spec

@@ -14,7 +14,9 @@ no FP8 copy of a weight outlives its GEMM, whether FSDP2 has freed the parameter
 torch.compile looks for what to keep.
 """
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +28,22 @@ import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.recipe import Scaling, get_recipe
 
 _ops = torch.ops.titan_fp8
+
+
+def differentiable_once(backward: Callable) -> Callable:
+    """PyTorch's `once_differentiable`, which for gradients that need none gives wrong second ones
+    without a word; here asking for a graph of backward is an error."""
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor):
+        if not torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                raise RuntimeError("titan_fp8 has no second derivatives: create_graph=True")
+            InputCache.backwards += 1
+        return once(ctx, *gradients)
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -87,19 +105,31 @@ class InputCache:
     """The quantised copies of one input, for all products that are given this cache and that input.
 
     It knows its input by identity and version and forgets it when the input dies, so that it keeps
-    nothing alive. torch.compile needs no cache: it merges equal calls.
+    nothing alive, or when a backward pass runs, for not all that writes to a buffer of the next
+    step counts as a version (a collective does not). torch.compile needs no cache: it merges equal
+    calls.
     """
+
+    backwards = 0
+    """How many backward functions have run."""
 
     def __init__(self) -> None:
         # One tuple, replaced whole: backward recomputes checkpointed layers in another thread.
-        self._entry: tuple[weakref.ref, tuple, tuple[Tensor, ...]] | None = None
+        self._entry: tuple[weakref.ref, tuple, tuple[Tensor | None, ...]] | None = None
 
     def get(self, x: Tensor, key: tuple) -> tuple[Tensor, ...] | None:
         entry = self._entry
-        return entry[2] if entry and entry[0]() is x and entry[1] == key else None
+        if entry is None or entry[0]() is not x or entry[1] != (InputCache.backwards, key):
+            return None
+        with torch.no_grad():
+            x_MK = x.reshape(-1, x.shape[-1])
+        return tuple(x_MK if copy is None else copy for copy in entry[2])
 
     def put(self, x: Tensor, key: tuple, copies: tuple[Tensor, ...]) -> None:
-        self._entry = (weakref.ref(x, self._drop), key, copies)
+        # A view of x, which is x itself for wgrad in bf16, would keep it alive.
+        own = x.untyped_storage()._cdata
+        made = (None if copy.untyped_storage()._cdata == own else copy for copy in copies)
+        self._entry = (weakref.ref(x, self._drop), (InputCache.backwards, key), tuple(made))
 
     def _drop(self, dead: weakref.ref) -> None:
         if self._entry and self._entry[0] is dead:
@@ -191,7 +221,7 @@ class _FP8Product(torch.autograd.Function):
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g_MN: Tensor):
         w, offs, *for_wgrad = ctx.saved_tensors
         spec = ctx.spec
@@ -246,7 +276,8 @@ def _product(
     """The autograd function on x (..., K); (M, N)."""
     for_wgrad = w.requires_grad and torch.is_grad_enabled()
     copies = None
-    if torch.compiler.is_compiling() or x.is_inference() or _is_captured(x):
+    # Of inputs without gradients nothing is kept, and any may be a buffer of somebody's.
+    if torch.compiler.is_compiling() or not x.requires_grad or _is_captured(x):
         cache = None
     if cache is not None:
         key = (x._version, for_wgrad, spec)

@@ -13,7 +13,7 @@ quantising locally. What the parallel styles of PyTorch expect then follows from
     Replicate     Shard(d < -1)  Shard(d)    Shard(d)         Partial
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -143,9 +143,10 @@ def _shard_sizes(size: int, ranks: int) -> set[int]:
     return {max(0, min(whole, size - rank * whole)) for rank in range(ranks)}
 
 
-def check_patterns(key: str, patterns: Iterable[str]) -> None:
+def check_patterns(key: str, patterns: Sequence[str]) -> None:
     """ValueError unless `patterns` is a sequence of non-empty strings."""
-    if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+    sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not sequence or not all(isinstance(p, str) for p in patterns):
         raise ValueError(f"{key} = {patterns!r}: allowed is a list of strings")
     if any(not pattern for pattern in patterns):
         raise ValueError(f"{key} = {list(patterns)!r}: an empty string would match every module")

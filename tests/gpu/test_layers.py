@@ -177,12 +177,12 @@ def test_a_graph_captured_after_an_eager_call_reads_its_own_copies(recipe: str):
         y = titan_fp8.fp8_linear(x, w, recipe=recipe, **keywords)
         return y.detach(), *torch.autograd.grad(y, (x, w), g)
 
-    step(cache=cache)
+    titan_fp8.fp8_linear(x, w, recipe=recipe, cache=cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step(cache=cache)
     # Another input takes the cache, and what the eager call has quantised is overwritten.
-    titan_fp8.fp8_linear(x.detach() + 1, w, recipe=recipe, cache=cache)
+    titan_fp8.fp8_linear(x + 1, w, recipe=recipe, cache=cache)
     poison = [torch.full((m * k,), 0xFF, device="cuda", dtype=torch.uint8) for _ in range(32)]
     with torch.no_grad():
         x.copy_(torch.randn_like(x))

@@ -68,7 +68,8 @@ class TitanFP8GroupedMM:
 
     permutation: PermutationName | None = None
     """How tokens are sorted by expert, and back. "gather": by gathers, in forward and backward.
-    "host": by torchtitan's own functions, which give the same values but for the order of sums.
+    "host": by torchtitan's own functions, which give the same values but for the order of sums and
+    roundings of weighted outputs to the dtype of the activations.
     Left out, "gather", but for recipe "bf16" "host"."""
 
     written: Written = field(default=True, repr=False)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchtitan.models.moe.moe import MoE
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+from titan_fp8.functional import differentiable_once
 from titan_fp8.plugin.permutation import invert
 
 _ops = torch.ops.titan_fp8
@@ -36,7 +37,7 @@ class _Expand(torch.autograd.Function):
         return _ops.gather_rows(x, slots, scores, rows.shape[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g: Tensor):
         rows, *weighted = ctx.saved_tensors
         if not weighted:
@@ -54,7 +55,7 @@ class _Combine(torch.autograd.Function):
         return _ops.combine_rows(y, rows, scores)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g: Tensor):
         slots, rows, *weighted = ctx.saved_tensors
         y, scores = weighted or (None, None)

@@ -23,6 +23,7 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+from titan_fp8.functional import differentiable_once
 
 _gather_rows = torch.ops.titan_fp8.gather_rows.default
 _library = torch.library.Library("titan_fp8_plugin", "DEF")
@@ -82,7 +83,7 @@ class _Gather(torch.autograd.Function):
         return _gather_rows(x, index)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, g: Tensor):
         (inverse,) = ctx.saved_tensors
         return _gather_rows(g, inverse), None, None
