@@ -140,7 +140,7 @@ def read_folder(path: Path) -> tuple[list[Scalar], bool]:
         raise InputError(f"no TensorBoard event file in {path} (a log file can be named instead)")
     refuse_mixture(path, files)
     dumps = {path} | {home.parent for file in files if (home := tb_folder(file))}
-    logs = [log for dump in dumps for log in dump.glob("*.log")]
+    logs = [log for dump in dumps for log in dump.glob("*.log") if log.is_file()]
     emulated = any("emulated" in log.read_text(errors="replace") for log in logs)
     return [scalar for scalars in files.values() for scalar in scalars], emulated
 

@@ -124,6 +124,8 @@ def test_a_section_that_is_no_table_is_named(tmp_path, section):
     parent, _, name = section.rpartition(".")
     with pytest.raises(ValueError, match=name):
         parse(tmp_path, HEAD + f'[{parent}]\n{name} = "rowwise"\n')
+    with pytest.raises(ValueError, match=rf"\[{parent}\] is \[1\]"):
+        parse(tmp_path, toml("llama3", ()) + f"[quantize]\n{parent.split('.')[1]} = [1]\n")
 
 
 FLAG_MISTAKES = [
@@ -175,11 +177,21 @@ def test_a_section_whose_converter_is_not_listed_is_refused(tmp_path, section, b
     assert f"[{section}]" in str(caught.value) and "model.converters" in str(caught.value)
 
 
-@pytest.mark.parametrize("section", BOTH)
-def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, section):
+@pytest.mark.parametrize(
+    "section, flag",
+    [
+        *((section, ("recipe", "rowwise")) for section in BOTH),
+        (LINEAR, ("recipe", "blockwise")),
+        (GROUPED_MM, ("fqns", "experts")),
+    ],
+)
+def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, monkeypatch, section, flag):
+    """One that repeats the default, too."""
     head = toml("deepseek_v3", (OTHER[section],))
+    flag = f"--{section}.{flag[0]}", flag[1]
+    monkeypatch.setattr(sys, "argv", ["torchtitan.train", *flag])
     with pytest.raises(ValueError) as caught:
-        parse(tmp_path, head, f"--{section}.recipe", "rowwise")
+        parse(tmp_path, head, *flag)
     assert f"[{section}]" in str(caught.value) and "model.converters" in str(caught.value)
 
 

@@ -10,7 +10,7 @@ once all of it is merged, where torchtitan validates its own configuration.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -142,7 +142,10 @@ def check_merged(config: JobConfig) -> None:
         section, default = parent.titan_fp8, kind(written=False)
         if not isinstance(section, kind):
             raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
-        if (section.written or section != default) and name not in config.model.converters:
+        # A flag that repeats a default leaves no other trace.
+        flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in sys.argv)
+        is_set = section.written or flag or section != default
+        if is_set and name not in config.model.converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {config.model.converters} does not list "
                 f'"{name}": nothing would read it'
@@ -165,6 +168,12 @@ def check_with_host() -> None:
 def _validating(host_validate: Callable[[ConfigManager], None]) -> Callable[[ConfigManager], None]:
     def validate(self: ConfigManager) -> None:
         host_validate(self)
+        for name in ("linear", "grouped_mm"):
+            table = getattr(self.config.quantize, name)
+            if not is_dataclass(table):
+                raise ValueError(
+                    f"[quantize.{name}] is {table!r}: allowed is a table of converters"
+                )
         # A job that does not load the plugin, in a process that has, lacks the sections.
         if hasattr(self.config.quantize.linear, "titan_fp8"):
             check_merged(self.config)
