@@ -18,7 +18,7 @@ KINDS = {
     "NCCL": r"nccl",
     "inductor": r"^triton_(?!tem_)",  # named after all that it fused; templates are attention's
     "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|e4m3",
-    "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast)_kernel",
+    "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast|columns)_kernel",
     "SwiGLU": r"^_(forward|backward)_kernel",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
     "permutation": r"^_(gather|combine|dot)_kernel|fill_indices|index|scatter|gather|sort|radix",

@@ -71,6 +71,7 @@ def test_uneven_ends(groups, alignment):
         ("m_grouped_kernel", "FP8 GEMM"),
         ("k_grouped_row_kernel", "FP8 GEMM"),
         ("_square_t_kernel", "quantisers"),
+        ("_columns_kernel", "quantisers"),
         ("_backward_kernel", "SwiGLU"),
         ("_gather_kernel", "permutation"),
         ("triton_poi_fused_index_put_3", "inductor"),

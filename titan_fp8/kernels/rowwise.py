@@ -74,6 +74,14 @@ MAXIMA_TOKENS = 256
 """Tokens of which a program takes the maxima of some columns alone."""
 MAXIMA = layout((1, 4), (1, 32), (4, 1), (8, 1))
 """How it holds 32 of them."""
+PEER_TOKENS = 256
+"""Tokens of a program that waits for others. No more of these than there are SMs wait for each
+other, though one has room for two (FP32) or four (bf16): other kernels want some, too."""
+LINE = gl.constexpr(32)
+"""Numbers in a line of the L2 cache."""
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""The threads of a program wait for each other: Triton 3.9's name or 3.6's."""
 
 
 @kernel(do_not_specialize=["R"])
@@ -99,37 +107,6 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     for word in range(0, KW, WORDS.shape[1]):
         words = load_words(x, row, R - row, word, KW, WORDS)
         store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, word, KW, WORDS)
-
-
-PEER_TOKENS = 256
-"""Tokens of a program that waits for others. No more of these than there are SMs wait for each
-other, though one has room for two (FP32) or four (bf16): other kernels want some, too."""
-LINE = gl.constexpr(32)
-"""Numbers in a line of the L2 cache."""
-
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""The threads of a program wait for each other: Triton 3.9's name or 3.6's."""
-
-
-@gluon.jit
-def column_maxima(
-    x, q, s, row, rows, word, KW, PACK: gl.constexpr, ROWS: gl.constexpr, WORDS: gl.constexpr
-):
-    """The largest magnitudes of each word of `rows` tokens; with ROWS, q and s of theirs, too."""
-    most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
-    ahead = load_words(x, row, rows, word, KW, WORDS)
-    for i in range(0, rows, WORDS.shape[0]):
-        words = ahead
-        after = i + WORDS.shape[0]
-        ahead = load_words(x, row + after, rows - after, word, KW, WORDS)
-        if ROWS:
-            scale, r = scale_of(largest_bits(words, PACK))
-            values = cast_rows(words, r[:, None], PACK)
-            store_rows(q, values, row + i, rows - i, word, KW, WORDS)
-            k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
-            gl.store(s + (row + i) + k, scale, mask=k < rows - i)
-        most = larger(most, magnitudes(words, PACK), PACK)
-    return largest(most, 0, PACK)
 
 
 @gluon.jit
@@ -197,8 +174,20 @@ def _maxima_kernel(
     rows = gl.minimum(rows, TOKENS)
     x += gl.program_id(1).to(gl.int64) * M * KW
     amax += (gl.program_id(1) + group).to(gl.int64) * K
-    most = column_maxima(x, q, s, row, rows, word, KW, PACK, ROWS, WORDS)
-    publish(amax, most, word, K, (group < E) & (rows > 0), PACK)
+    most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
+    ahead = load_words(x, row, rows, word, KW, WORDS)
+    for i in range(0, rows, WORDS.shape[0]):
+        words = ahead
+        after = i + WORDS.shape[0]
+        ahead = load_words(x, row + after, rows - after, word, KW, WORDS)
+        if ROWS:
+            scale, r = scale_of(largest_bits(words, PACK))
+            values = cast_rows(words, r[:, None], PACK)
+            store_rows(q, values, row + i, rows - i, word, KW, WORDS)
+            k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
+            gl.store(s + (row + i) + k, scale, mask=k < rows - i)
+        most = larger(most, magnitudes(words, PACK), PACK)
+    publish(amax, largest(most, 0, PACK), word, K, (group < E) & (rows > 0), PACK)
 
 
 @kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
