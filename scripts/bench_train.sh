@@ -6,7 +6,7 @@
 # llama3_8b: 1 GPU, batch 1 x 8192, compile, no activation checkpointing, bf16 parameters; the learning rate goes with the
 # square root of the batch, for at that of the TOML, whose batch is 32 times as large, gradients of this one burst.
 # deepseek_v3_16b: 4 GPUs, EP 4, batch 4 x 4096, op-level checkpointing, compile; routing is left to itself, or balanced by
-# force with BALANCED=1.
+# force with BALANCED=1. NGPU=8 takes 8 GPUs and EP 8, NGPU=2 takes 2, EP 2 and bf16 parameters, which take no more memory.
 # A RUN is RECIPE[/PERMUTATION][:SEED]: which permutation goes around the experts (host, gather; left out, the recipe's own) and
 # which seed is used (42). Default runs: bf16 blockwise rowwise. The first is the baseline; the same with
 # another seed tells the noise. Text and tokenizer are the offline ones of prepare_data.py. Every loss is logged from 100 steps on, below every fifth, for logging waits for the GPU.
@@ -25,9 +25,11 @@ case $model in
             --activation_checkpoint.mode none --optimizer.lr 5e-5)
         ;;
     deepseek_v3_16b)
-        export NGPU=4
-        flags=(--training.local_batch_size 4 --training.seq_len 4096 --parallelism.expert_parallel_degree 4
+        export NGPU=${NGPU:-4}
+        [[ $NGPU =~ ^(2|4|8)$ ]] || die "NGPU must be 2, 4 or 8 for $model, not '$NGPU'"
+        flags=(--training.local_batch_size 4 --training.seq_len 4096 --parallelism.expert_parallel_degree "$NGPU"
             --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op)
+        [[ $NGPU != 2 ]] || flags+=(--training.dtype bfloat16)
         [[ -z "${BALANCED:-}" ]] || flags+=(--debug.moe_force_load_balance)
         ;;
     *) die "$usage" ;;

@@ -76,17 +76,18 @@ def test_train_refuses(arguments: list[str], variables: dict[str, str], message:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "variables", "message"),
     [
-        ([], "usage: ./scripts/bench_train.sh"),
-        (["llama3_8b", "--steps=0"], "--steps needs a positive number, not '0'"),
-        (["llama3_8b", "--steps", "5", ""], "'' is no RUN"),
-        (["llama3_8b", "--steps=5", "--help"], "'--help' is no RUN"),
-        (["deepseek_v3_16b", "bf16:x"], "'bf16:x' is no RUN"),
+        ([], {}, "usage: ./scripts/bench_train.sh"),
+        (["llama3_8b", "--steps=0"], {}, "--steps needs a positive number, not '0'"),
+        (["llama3_8b", "--steps", "5", ""], {}, "'' is no RUN"),
+        (["llama3_8b", "--steps=5", "--help"], {}, "'--help' is no RUN"),
+        (["deepseek_v3_16b", "bf16:x"], {}, "'bf16:x' is no RUN"),
+        (["deepseek_v3_16b"], {"NGPU": "3"}, "NGPU must be 2, 4 or 8 for deepseek_v3_16b, not '3'"),
     ],
 )
-def test_bench_train_refuses(arguments: list[str], message: str) -> None:
-    result = run("scripts/bench_train.sh", *arguments)
+def test_bench_train_refuses(arguments: list[str], variables: dict[str, str], message: str) -> None:
+    result = run("scripts/bench_train.sh", *arguments, **variables)
     assert result.returncode == 2
     assert message in result.stderr
 
