@@ -17,6 +17,7 @@ from titan import (
     BOTH,
     LINEAR,
     batch,
+    converted,
     loss_and_gradients,
     one_process,
     parse,
@@ -24,11 +25,12 @@ from titan import (
     trainer,
     training,
 )
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.models.moe.moe import GroupedExperts
 
 import titan_fp8
+from titan_fp8 import reference
 
 pytestmark = pytest.mark.usefixtures("fresh_host")
 
@@ -107,31 +109,60 @@ def test_checkpointing_is_bitwise_in_eager(job, model):
     assert distance(run(job(model, *bf16())), expected) > 0
 
 
-OPS = torch.ops.titan_fp8
+@pytest.mark.parametrize("compiled", [(), COMPILE], ids=["eager", "compiled"])
+def test_op_level_checkpointing_recomputes_every_second_fp8_gemm(job, monkeypatch, compiled):
+    products = []
 
+    def counted(product):
+        return lambda *args: products.append(product) or product(*args)
 
-class CountGemms(TorchDispatchMode):
-    """Counts FP8 GEMMs for outputs and gradients of inputs as they run."""
+    for name in ("blockwise_fprop", "blockwise_dgrad"):
+        monkeypatch.setattr(reference, name, counted(getattr(reference, name)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (OPS.blockwise_fprop.default, OPS.blockwise_dgrad.default)
-        return func(*args, **(kwargs or {}))
-
-
-def test_op_level_checkpointing_recomputes_every_second_fp8_gemm(job):
     def gemms(*flags) -> int:
-        with trainer(job("llama3", *flags)) as t, CountGemms() as mode:
-            loss_and_gradients(t)
-        return mode.count
+        torch._dynamo.reset()
+        products.clear()
+        run(job("llama3", *compiled, *flags))
+        return len(products)
 
     layers, linears = 2, 2 * 7
     assert gemms() == 2 * linears
     assert gemms(*CHECKPOINTING["op"]) == 2 * linears + 3 * layers
-    assert gemms(*CHECKPOINTING["full"]) == 3 * linears
+    if not compiled:  # the compiler leaves out what nothing reads
+        assert gemms(*CHECKPOINTING["full"]) == 3 * linears
+
+
+class Part(nn.Module):
+    """A part of a block: the compiler computes `between` in the memory of the first output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Linear(256, 256, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = 2 * self.first(x) + 1
+        return self.second(between)
+
+
+def test_op_level_checkpointing_keeps_nothing_that_compiled_code_overwrites(tmp_path):
+    """A block that is compiled in parts, as the host does with MoE."""
+    config = parse(tmp_path, toml("llama3", (LINEAR,)), "--compile.enable", *CHECKPOINTING["op"])
+    converted(config)  # adapts the host
+    block = nn.Sequential(Part(), nn.Tanh()).bfloat16()
+    titan_fp8.convert_linears(block, filter_fqns=())
+    checkpointed = activation_checkpoint._apply_ac_to_transformer_block(
+        copy.deepcopy(block),
+        config.activation_checkpoint,
+        op_sac_save_list={torch.ops.aten.mm.default},
+    )
+    for each in (block, checkpointed._checkpoint_wrapped_module):
+        each[0] = torch.compile(each[0], fullgraph=True)
+    x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    gradients = [
+        torch.autograd.grad(model(x).float().sum(), (x, *model.parameters()))
+        for model in (block, checkpointed)
+    ]
+    assert all(map(torch.equal, *gradients))
 
 
 COMPILED_CHECKPOINTING = {

@@ -6,8 +6,11 @@ the GEMM's place, so that a block keeps the memory that it had in bf16. Saving a
 was 6 % faster on Llama3-8B and took as much memory as no checkpointing at all (docs/benchmarks.md).
 Grouped GEMMs are recomputed, as torchtitan's own are.
 
-In the parts of MoE blocks, which torchtitan compiles one by one, the policy sees FP8 GEMMs but none
-of bf16: these parts keep every second output, and recompute less, where in bf16 they keep none.
+Blocks that are compiled as a whole tell the compiler what to keep: the policy is asked while they
+are traced. MoE blocks are compiled in parts, and the checkpoint around them sees the ops of their
+compiled code as they run, but not what that code does to their outputs: it writes the next thing
+where it has read the last. A product kept from there is another one when it is needed. So nothing
+is kept of them, as in bf16, whose GEMMs the policy does not recognise in compiled code.
 
 The indices of the permutation around the experts are kept: they are small, and making them again
 would take the host longer than the GPU.
@@ -29,44 +32,49 @@ _GEMMS = (_ops.blockwise_fprop.default, _ops.rowwise_fprop.default)
 _INDICES = (permutation.invert, permutation.places_of_tokens)
 
 
-def adapt_checkpointing() -> None:
-    """Has the host's op-level checkpointing treat our ops as the module says; idempotent."""
+def adapt_checkpointing(compiles: bool) -> None:
+    """Has the host's op-level checkpointing treat our ops as the module says; idempotent.
+
+    `compiles` says that the host compiles the model.
+    """
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
     if not hasattr(wrapper, "knows_titan_fp8"):
-        activation_checkpoint.ptd_checkpoint_wrapper = _adapted(wrapper)
+        activation_checkpoint.ptd_checkpoint_wrapper = _adapted(wrapper, compiles)
 
 
-def _adapted(wrapper: Callable) -> Callable:
+def _adapted(wrapper: Callable, compiles: bool) -> Callable:
     @functools.wraps(wrapper)
     def wrap(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
         if "context_fn" in options:
-            options["context_fn"] = _with_our_ops(options["context_fn"])
+            options["context_fn"] = _with_our_ops(options["context_fn"], compiles)
         return wrapper(module, **options)
 
     wrap.knows_titan_fp8 = True
     return wrap
 
 
-def _with_our_ops(context_fn: Callable) -> Callable:
+def _with_our_ops(context_fn: Callable, compiles: bool) -> Callable:
     """`context_fn` with contexts whose policy knows our ops."""
 
     def make_contexts() -> tuple:
         contexts = context_fn()
         for context in contexts:
             if getattr(context, "policy_fn", None) is not None:
-                context.policy_fn = _knowing_our_ops(context.policy_fn)
+                context.policy_fn = _knowing_our_ops(context.policy_fn, compiles)
         return contexts
 
     return make_contexts
 
 
-def _knowing_our_ops(policy: Callable) -> Callable:
+def _knowing_our_ops(policy: Callable, compiles: bool) -> Callable:
     def ask(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func in _INDICES:
             return CheckpointPolicy.MUST_SAVE
         if func in _GEMMS:
             # Arguments that are their defaults do not arrive.
             a, _, w, *rest = args
+            if compiles and type(a) is torch.Tensor:  # compiled code that runs, nothing is traced
+                return CheckpointPolicy.PREFER_RECOMPUTE
             if not rest or rest[0] is None:
                 # The host reads the shape of the right operand; a real one would enter the graph.
                 right = SimpleNamespace(shape=torch.Size(reversed(w.shape)))

@@ -44,7 +44,7 @@ class _Converter(QuantizationConverter):
             announce_emulation()
         else:
             require_kernels(torch.device("cuda", torch.cuda.current_device()))
-        adapt_checkpointing()
+        adapt_checkpointing(self.compiles)
         if self.compiles:
             recompute_fp8_inputs()
         if self.job_config.parallelism.enable_async_tensor_parallel:
@@ -102,7 +102,7 @@ class GroupedMMConverter(_Converter):
 
     def permute_by_gathers(self, model: nn.Module, asked: bool) -> None:
         """Replaces the host's permutation; warns where it was `asked` for and there is none."""
-        adapt_checkpointing()
+        adapt_checkpointing(self.compiles)
         layers = route_by_gathers(model)
         if layers and self.parallel_dims.ep_enabled:
             permute_by_gathers()
