@@ -1,11 +1,14 @@
 """What compiled layers keep for backward once the pass of `rematerialize.py` is installed."""
 
+import operator
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.models.moe.moe import FeedForward
 
 import titan_fp8
@@ -74,6 +77,31 @@ def test_without_the_pass_they_are_kept():
 def test_a_graphs_own_input_is_kept_in_fp8(installed):
     shapes, _ = kept_in_fp8(nn.Sequential(nn.Linear(64, 96)), torch.randn(32, 64))
     assert shapes == [(64, 128)]
+
+
+def test_what_checkpointing_left_unmarked_is_marked():
+    """In forward and inside a checkpoint: what torch 2.11 leaves out of an autograd.Function."""
+    graph = torch.fx.Graph()
+    region = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 3}
+
+    def node(target, *args, tag="is_forward", **meta):
+        made = graph.call_function(target, args)
+        made.meta.update(partitioner_tag=tag, **meta)
+        return made
+
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    inside = node(torch.ops.aten.mul.Tensor, x, x, **region)
+    cast = node(torch.ops.aten._to_copy.default, inside)
+    rows = node(torch.ops.titan_fp8.quantize_1x128.default, cast)
+    parts = [node(operator.getitem, rows, i) for i in range(2)]
+    product = node(torch.ops.titan_fp8.blockwise_fprop.default, *parts, w)
+    other = node(torch.ops.aten.mul.Tensor, product, product)
+    outside = node(torch.ops.titan_fp8.quantize_1x128.default, x)
+    backward = node(torch.ops.titan_fp8.quantize_1x128.default, product, tag="is_backward")
+    RecomputeFP8Inputs()(graph)
+    for marked in (cast, rows, *parts, product):
+        assert region.items() <= marked.meta.items()
+    assert not any("recompute" in left.meta for left in (other, outside, backward))
 
 
 def bytes_kept(module: nn.Module, compiled: bool) -> int:

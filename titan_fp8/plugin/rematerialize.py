@@ -11,9 +11,12 @@ with or without fusion, an eager one less.)
 So a pass over the joint graph marks the quantisation of such inputs as to be recomputed, as
 activation checkpointing marks what it recomputes. Inputs of any other origin stay as they are: for
 a graph's own input, say, the FP8 copy is the smallest thing to keep. Graphs which activation
-checkpointing has marked already are left to it.
+checkpointing has marked already are left to it. But torch 2.11 does not mark what an
+autograd.Function does, where a whole block is to be recomputed: with full checkpointing a block
+kept the outputs of all its FP8 GEMMs. The pass marks these.
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -49,6 +52,7 @@ class RecomputeFP8Inputs(CustomGraphPass):
         for graph_pass in self.before:
             graph_pass(graph)
         if any("recompute" in node.meta for node in graph.nodes):
+            _complete_marks(graph)
             return
         for node in graph.nodes:
             if node.target in _QUANTIZERS and _is_cheap_in_backward(node.args[0]):
@@ -58,6 +62,21 @@ class RecomputeFP8Inputs(CustomGraphPass):
 
     def uuid(self) -> object:
         return get_hash_for_files((__file__,)), *(graph_pass.uuid() for graph_pass in self.before)
+
+
+def _complete_marks(graph: fx.Graph) -> None:
+    """Marks our ops in forward, and casts before them, as what they compute with is marked."""
+    for node in graph.nodes:
+        op = node.args[0].target if node.target is operator.getitem else node.target
+        if (
+            (str(op).startswith("titan_fp8.") or op in _SAME_VALUES)
+            and node.meta.get("partitioner_tag") == "is_forward"
+            and "recompute" not in node.meta
+        ):
+            marked = [n for n in node.all_input_nodes if "recompute" in n.meta]
+            if marked:
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["ac_graph_id"] = marked[0].meta["ac_graph_id"]
 
 
 def _is_cheap_in_backward(x: fx.Node) -> bool:
