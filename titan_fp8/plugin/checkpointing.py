@@ -33,13 +33,14 @@ _INDICES = (permutation.invert, permutation.places_of_tokens)
 
 
 def adapt_checkpointing(compiles: bool) -> None:
-    """Has the host's op-level checkpointing treat our ops as the module says; idempotent.
+    """Has the host's op-level checkpointing treat our ops as the module says, in models to come.
 
-    `compiles` says that the host compiles the model.
+    `compiles` says that the host compiles them.
     """
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
-    if not hasattr(wrapper, "knows_titan_fp8"):
-        activation_checkpoint.ptd_checkpoint_wrapper = _adapted(wrapper, compiles)
+    activation_checkpoint.ptd_checkpoint_wrapper = _adapted(
+        getattr(wrapper, "of_host", wrapper), compiles
+    )
 
 
 def _adapted(wrapper: Callable, compiles: bool) -> Callable:
@@ -49,7 +50,7 @@ def _adapted(wrapper: Callable, compiles: bool) -> Callable:
             options["context_fn"] = _with_our_ops(options["context_fn"], compiles)
         return wrapper(module, **options)
 
-    wrap.knows_titan_fp8 = True
+    wrap.of_host = wrapper
     return wrap
 
 
