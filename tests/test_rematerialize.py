@@ -95,13 +95,18 @@ def test_what_checkpointing_left_unmarked_is_marked():
     rows = node(torch.ops.titan_fp8.quantize_1x128.default, cast)
     parts = [node(operator.getitem, rows, i) for i in range(2)]
     product = node(torch.ops.titan_fp8.blockwise_fprop.default, *parts, w)
-    other = node(torch.ops.aten.mul.Tensor, product, product)
+    end = node(torch.ops.aten.mul.Tensor, product, product, **region)
+    behind = node(torch.ops.titan_fp8.quantize_1x128.default, end)
+    between = node(operator.getitem, behind, 0)
+    next_region = region | {"ac_graph_id": 4}
+    node(torch.ops.aten.mul.Tensor, between, between, **next_region)
     outside = node(torch.ops.titan_fp8.quantize_1x128.default, x)
     backward = node(torch.ops.titan_fp8.quantize_1x128.default, product, tag="is_backward")
     RecomputeFP8Inputs()(graph)
     for marked in (cast, rows, *parts, product):
         assert region.items() <= marked.meta.items()
-    assert not any("recompute" in left.meta for left in (other, outside, backward))
+    for left in (behind, between, outside, backward):
+        assert "recompute" not in left.meta
 
 
 def bytes_kept(module: nn.Module, compiled: bool) -> int:

@@ -12,8 +12,9 @@ compiled code as they run, but not what that code does to their outputs: it writ
 where it has read the last. A product kept from there is another one when it is needed. So nothing
 is kept of them, as in bf16, whose GEMMs the policy does not recognise in compiled code.
 
-The indices of the permutation around the experts are kept: they are small, and making them again
-would take the host longer than the GPU.
+The indices that sort a rank's tokens by expert are kept: they are small, follow from counts that
+torchtitan keeps, and making them again would take the host longer than the GPU. Those by which
+tokens go to their slots are not: they have to go together with the routing, which is recomputed.
 """
 
 import functools
@@ -29,7 +30,6 @@ from titan_fp8.plugin import permutation
 
 _ops = torch.ops.titan_fp8
 _GEMMS = (_ops.blockwise_fprop.default, _ops.rowwise_fprop.default)
-_INDICES = (permutation.invert, permutation.places_of_tokens)
 
 
 def adapt_checkpointing(compiles: bool) -> None:
@@ -69,7 +69,7 @@ def _with_our_ops(context_fn: Callable, compiles: bool) -> Callable:
 
 def _knowing_our_ops(policy: Callable, compiles: bool) -> Callable:
     def ask(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if func in _INDICES:
+        if func is permutation.places_of_tokens:
             return CheckpointPolicy.MUST_SAVE
         if func in _GEMMS:
             # Arguments that are their defaults do not arrive.

@@ -65,18 +65,29 @@ class RecomputeFP8Inputs(CustomGraphPass):
 
 
 def _complete_marks(graph: fx.Graph) -> None:
-    """Marks our ops in forward, and casts before them, as what they compute with is marked."""
+    """Marks our ops in forward, and casts before them, between marked ones of one checkpoint."""
+    marked_here = []
     for node in graph.nodes:
         op = node.args[0].target if node.target is operator.getitem else node.target
         if (
             (str(op).startswith("titan_fp8.") or op in _SAME_VALUES)
-            and node.meta.get("partitioner_tag") == "is_forward"
+            and _is_forward(node)
             and "recompute" not in node.meta
         ):
             marked = [n for n in node.all_input_nodes if "recompute" in n.meta]
             if marked:
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 node.meta["ac_graph_id"] = marked[0].meta["ac_graph_id"]
+                marked_here.append(node)
+    # What no op of the same checkpoint reads came behind its end.
+    for node in reversed(marked_here):
+        region = node.meta["ac_graph_id"]
+        if not any(_is_forward(n) and n.meta.get("ac_graph_id") == region for n in node.users):
+            del node.meta["recompute"], node.meta["ac_graph_id"]
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_forward"
 
 
 def _is_cheap_in_backward(x: fx.Node) -> bool:
