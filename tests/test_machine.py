@@ -62,6 +62,9 @@ def test_op_level_checkpointing_takes_dense_fp8_gemms_for_mm(tmp_path, gemm):
     assert asked == [(torch.ops.aten.mm.default, (32, 48)), (gemm, (3, 1))]
     assert forward.policy_fn(None, permutation.places_of_tokens, a, 3) is CheckpointPolicy.MUST_SAVE
     assert len(asked) == 2
+    # Left to the host, as the slots that it goes with are.
+    forward.policy_fn(None, permutation.invert, a, b)
+    assert asked[2:] == [(permutation.invert, (48, 32))]
 
 
 def test_async_tensor_parallelism_is_warned_about_once(tmp_path, caplog):

@@ -11,7 +11,7 @@ is zero in either. The indices, and with them the routing, come from the host's 
 
 To make the indices takes a score of operations on short vectors, each of which would pass by the
 policy of activation checkpointing, forward and recomputed: more work for the host than the experts
-are. As two ops, they pass by it once.
+are. They are two ops instead, and those of `places_of_tokens` are kept, not made again.
 """
 
 from collections.abc import Callable
