@@ -32,13 +32,21 @@ from titan_fp8.kernels.cast import (
     cast_columns,
     cast_rows,
     channel_bits,
+    larger,
     largest,
     largest_bits,
+    magnitudes,
     scale_of,
     words_of,
 )
 from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.tile import (
+    MAXNREG,
+    PART_WORDS,
+    TILED,
+    fetch,
+    fetched,
+    flip,
     group_lanes,
     layout,
     load_words,
@@ -46,7 +54,7 @@ from titan_fp8.kernels.tile import (
     store_columns,
     store_rows,
     tiles_of,
-    transposing,
+    tokens_of,
 )
 from titan_fp8.reference import BLOCK, E4M3, cdiv, round_up, transposed_width
 
@@ -59,64 +67,52 @@ SQUARE = {
     2: (layout((4, 4), (2, 16), (16, 1)), 16),
     1: (layout((16, 4), (1, 32), (8, 1)), 8),
 }
-# Layout of the rows on their way out of a kernel that transposes: whole lines a warp.
-ROWS_OUT = {
-    2: layout((1, 8), (4, 8), (4, 1), (8, 1)),
-    1: layout((1, 16), (4, 8), (8, 1), (4, 1)),
-}
-REGISTERS = {("columns", 2): 128, ("columns", 1): 128, ("both", 2): 168, ("both", 1): 128}
 
 
 @gluon.jit
 def quantize_rows(
-    words, q, s, row, rows, block, KW, S,
-    PACK: gl.constexpr, SHARED: gl.constexpr, OUT: gl.constexpr,
+    words, PLACES: gl.constexpr, q, s, row, rows, block, KW, S,
+    PACK: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Scales and casts the rows of a tile of 128 channels, number `block` of them.
+    """Scales and casts rows of a tile of 128 channels, number `block` of them.
 
-    SHARED: scales pass through shared memory, so that each is the business of one thread and not of
-    all that hold a part of its row.
+    PLACES: as in `tokens_of`. SHARED: scales pass through shared memory, so that each is the
+    business of one thread and not of all that hold a part of its row.
     """
     WORDS: gl.constexpr = words.type.layout
     tokens: gl.constexpr = gl.SliceLayout(1, WORDS)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0]) if SHARED else tokens
     scale, r = scale_of(gl.convert_layout(largest_bits(words, PACK), one))
-    i = gl.arange(0, WORDS.shape[0], one)
+    i = gl.convert_layout(tokens_of(PLACES, WORDS), one)
     gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < rows)
     r = gl.convert_layout(r, tokens)
     values = cast_rows(words, r[:, None], PACK)
-    store_rows(q, values, row, rows, block * WORDS.shape[1], KW, OUT)
+    store_rows(q, values, PLACES, row, rows, block * WORDS.shape[1], KW)
 
 
 @gluon.jit
 def quantize_columns(
-    words, q_t, s_t, column, owned, tokens, columns, word, K, KW, MT,
-    PACK: gl.constexpr, STRANGERS: gl.constexpr, SHARED: gl.constexpr,
-    FLIPPED: gl.constexpr, LINES: gl.constexpr,
+    part, q_t, s_t, column, owned, tokens, columns, word, K, KW, MT,
+    PACK: gl.constexpr, STRANGERS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
-    """Scales, casts and transposes a tile's first `tokens` tokens into its first `columns` columns.
+    """Scales, casts and transposes the first `tokens` tokens of 128, by their places, and some
+    words, into the first `columns` columns.
 
-    STRANGERS: the tile may hold tokens of no group, which are not `owned`; `tokens` is 0 then.
-    SHARED: scales and lines pass through shared memory, so that a scale is the business of one
-    thread and a line that of one warp; registers are not always left for either.
+    STRANGERS: there may be tokens of no group, which are not `owned`; `tokens` is 0 then.
     """
-    channels: gl.constexpr = gl.SliceLayout(1, FLIPPED)
-    amax = gl.convert_layout(largest(words, 0, PACK), channels, assert_trivial=True)
+    words = flip(part, FLIPPED)
+    amax = largest(words, 1, PACK)
     if STRANGERS:
         amax = gl.where(owned, amax, 0)
-    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
     keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0]) if SHARED else channels
-    lines: gl.constexpr = LINES if SHARED else FLIPPED
-    j = gl.arange(0, FLIPPED.shape[0], one)
+    j = gl.arange(0, FLIPPED.shape[0], gl.SliceLayout(1, FLIPPED))
     scales = s_t + (column // 128).to(gl.int64) * K + word * PACK
     for i in gl.static_range(PACK):
-        scale, r = scale_of(gl.convert_layout(channel_bits(amax, i, PACK), one))
+        scale, r = scale_of(channel_bits(amax, i, PACK))
         gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
-        r = gl.convert_layout(r, channels)
-        values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, lines)
+        values = cast_columns(words, r[:, None], keep, i, PACK)
+        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT)
 
 
 @kernel(do_not_specialize=["M", "S", "blocks"])
@@ -124,16 +120,17 @@ def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.conste
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     words = load_words(x, row, M - row, block * WORDS.shape[1], KW, WORDS)
-    quantize_rows(words, q, s, row, M - row, block, KW, S, PACK, True, WORDS)
+    quantize_rows(words, None, q, s, row, M - row, block, KW, S, PACK, True)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
 def _tokens_kernel(
     x, q, s, q_t, s_t, offs, M, K, KW, MT, S, E, tiles, blocks,
-    PACK: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
-    WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr, OUT: gl.constexpr,
+    PACK: gl.constexpr, WITH_ROWS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
+    TILE: gl.constexpr, FETCH: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
-    if ROWS:
+    if WITH_ROWS:
         tile = gl.program_id(0) // blocks
         block = gl.program_id(0) % blocks
     else:
@@ -141,14 +138,21 @@ def _tokens_kernel(
         block = gl.program_id(0) // tiles
     row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, ALIGNED)
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
-    word = block * WORDS.shape[1]
-    words = load_words(x, row, rows if ROWS else tokens, word, KW, WORDS)
-    quantize_columns(
-        words, q_t, s_t, column, group < E, tokens, columns, word, K, KW, MT,
-        PACK, ROWS and GROUPS > 0, not ROWS, FLIPPED, LINES,
-    )  # fmt: skip
-    if ROWS:
-        quantize_rows(words, q, s, row, rows, block, KW, S, PACK, True, OUT)
+    WIDTH: gl.constexpr = FETCH.shape[1]
+    HEIGHT: gl.constexpr = ROWS.shape[0]
+    word = block * WIDTH
+    words = gl.allocate_shared_memory(gl.int32, FETCH.shape, TILE)
+    fetch(words, x, 0, row, rows if WITH_ROWS else tokens, word, KW, FETCH)
+    fetched()
+    for w in gl.static_range(0, WIDTH, PART_WORDS):
+        quantize_columns(
+            words.slice(w, PART_WORDS, 1).load(COLUMNS), q_t, s_t, column, group < E, tokens,
+            columns, word + w, K, KW, MT, PACK, WITH_ROWS and GROUPS > 0, FLIPPED,
+        )  # fmt: skip
+    if WITH_ROWS:
+        for place in gl.static_range(0, 128, HEIGHT):
+            part = words.slice(place, HEIGHT).load(ROWS)
+            quantize_rows(part, place, q, s, row, rows, block, KW, S, PACK, False)
 
 
 @kernel(do_not_specialize=["S"])
@@ -161,28 +165,37 @@ def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
     scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
     gl.store(s + (expert * gl.num_programs(1) + gl.program_id(1)) * S + block, scale)
     values = cast_rows(words, gl.full([1, 1], 0.0, gl.float32, WORDS) + r, PACK)
-    store_rows(q + expert * N * KW, values, row, N - row, word, KW, WORDS)
+    store_rows(q + expert * N * KW, values, None, row, N - row, word, KW)
 
 
 @kernel(do_not_specialize=["S"])
 def _square_t_kernel(
     w, q_t, s_t, N, K, KW, S,
-    PACK: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+    PACK: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     row = gl.program_id(0) * 128
     block = gl.program_id(1)
     expert = gl.program_id(2).to(gl.int64)
-    word = block * WORDS.shape[1]
-    words = load_words(w + expert * N * KW, row, N - row, word, KW, WORDS)
-    scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
+    WIDTH: gl.constexpr = FETCH.shape[1]
+    HEIGHT: gl.constexpr = ROWS.shape[0]
+    word = block * WIDTH
+    words = gl.allocate_shared_memory(gl.int32, FETCH.shape, TILE)
+    fetch(words, w + expert * N * KW, 0, row, N - row, word, KW, FETCH)
+    fetched()
+    most = magnitudes(words.slice(0, HEIGHT).load(ROWS), PACK)
+    for place in gl.static_range(HEIGHT, 128, HEIGHT):
+        most = larger(most, magnitudes(words.slice(place, HEIGHT).load(ROWS), PACK), PACK)
+    scale, r = scale_of(gl.max(largest_bits(most, PACK), 0))
     gl.store(s_t + (expert * gl.num_programs(1) + block) * S + gl.program_id(0), scale)
-    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
     r = gl.full([1, 1], 0.0, gl.float32, FLIPPED) + r
     keep = gl.full([1, 1], -1, gl.int8, FLIPPED)
     q_t += expert * K * N
-    for i in gl.static_range(PACK):
-        values = cast_columns(flipped, r, keep, i, PACK)
-        store_columns(q_t, values, row, N - row, word * PACK + i, PACK, K, N, LINES)
+    for v in gl.static_range(0, WIDTH, PART_WORDS):
+        part = flip(words.slice(v, PART_WORDS, 1).load(COLUMNS), FLIPPED)
+        for i in gl.static_range(PACK):
+            values = cast_columns(part, r, keep, i, PACK)
+            store_columns(q_t, values, row, N - row, (word + v) * PACK + i, PACK, K, N)
 
 
 def _padded_scales(x: Tensor, *shape: int) -> Tensor:
@@ -241,8 +254,7 @@ def _quantize_tokens(
             words, out, s, q_t.view(torch.int8), s_t, offs,
             m, k, k // pack, width, s.stride(1), groups, tiles, blocks,
             pack, rows, group_lanes(groups), aligned,
-            OUT=ROWS_OUT[pack], maxnreg=REGISTERS["both" if rows else "columns", pack],
-            **transposing(pack),
+            maxnreg=MAXNREG, **TILED[pack],
         )  # fmt: skip
     return q, s, q_t, s_t
 
@@ -258,8 +270,6 @@ def quantize_1x128_128x1_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both of the above out of one read: q (M, K), s (M, ⌈K/128⌉), q (K, Mt), s (K, Mt/128)."""
-    if x.dtype == torch.float32 and offs is not None and not aligned:
-        return (*quantize_1x128(x), *quantize_128x1_t(x, offs))  # one kernel would spill
     return _quantize_tokens(x, True, offs, aligned)
 
 
@@ -286,6 +296,6 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     words, _, pack = words_of(w, q_t)
     _square_t_kernel[(rows, blocks, *(lead or [1]))](
         words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
-        maxnreg=REGISTERS["columns", pack], **transposing(pack),
+        maxnreg=MAXNREG, **TILED[pack],
     )  # fmt: skip
     return q_t, s_t[..., :rows]

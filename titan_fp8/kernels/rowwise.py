@@ -10,11 +10,11 @@ order. A second casts and transposes (`tile.py`), last tiles first, for they are
 cache; it also writes the scales. Lanes publish neighbouring channels: a 32-byte sector takes eight
 maxima at once, which made that step eight times as fast.
 
-Columns without groups, of weights above all. One kernel, one read: a program keeps its tile in
-registers, adds its maxima to those of the others beside it and waits for theirs. That needs all of
-a stripe of tiles to run at the same time; of more rows the two kernels take care. Programs start in
-the order of their numbers, and those of one launch all have before another of the same priority
-gets room: so stripes are completed one by one, whatever else the card does.
+Columns without groups, of weights above all. One kernel, one read: a program keeps its tile, adds
+its maxima to those of the others beside it and waits for theirs. That needs all of a stripe of
+tiles to run at the same time; of more rows the two kernels take care. Programs start in the order
+of their numbers, and those of one launch all have before another of the same priority gets room: so
+stripes are completed one by one, whatever else the card does.
 
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
@@ -53,6 +53,14 @@ from titan_fp8.kernels.cast import (
 )
 from titan_fp8.kernels.launch import kernel, multiprocessors
 from titan_fp8.kernels.tile import (
+    MAXNREG,
+    PART_WORDS,
+    TILE,
+    TILED,
+    columns_layouts,
+    fetch,
+    fetched,
+    flip,
     group_lanes,
     layout,
     load_words,
@@ -60,7 +68,6 @@ from titan_fp8.kernels.tile import (
     store_columns,
     store_rows,
     tiles_of,
-    transposing,
 )
 from titan_fp8.reference import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
 
@@ -75,8 +82,14 @@ MAXIMA_TOKENS = 256
 MAXIMA = layout((1, 4), (1, 32), (4, 1), (8, 1))
 """How it holds 32 of them."""
 PEER_TOKENS = 256
-"""Tokens of a program that waits for others. No more of these than there are SMs wait for each
-other, though one has room for two (FP32) or four (bf16): other kernels want some, too."""
+"""Tokens of a program that waits for others, PART_WORDS words of each. No more of these than there
+are SMs wait for each other, though one has room for six: other kernels want some, too."""
+PEER = {
+    "TILE": TILE,
+    "FETCH": layout((1, 4), (4, 8), (4, 1), (16, 1)),
+    **columns_layouts(4),
+    "num_warps": 4,
+}
 LINE = gl.constexpr(32)
 """Numbers in a line of the L2 cache."""
 
@@ -91,7 +104,7 @@ def _row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     scale, r = scale_of(largest_bits(words, PACK))
     i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
     gl.store(s + row + i, scale, mask=i < R - row)
-    store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, 0, KW, WORDS)
+    store_rows(q, cast_rows(words, r[:, None], PACK), None, row, R - row, 0, KW)
 
 
 @kernel(do_not_specialize=["R"])
@@ -106,7 +119,7 @@ def _long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
     gl.store(s + row + i, scale, mask=i < R - row)
     for word in range(0, KW, WORDS.shape[1]):
         words = load_words(x, row, R - row, word, KW, WORDS)
-        store_rows(q, cast_rows(words, r[:, None], PACK), row, R - row, word, KW, WORDS)
+        store_rows(q, cast_rows(words, r[:, None], PACK), None, row, R - row, word, KW)
 
 
 @gluon.jit
@@ -124,35 +137,37 @@ def publish(amax, most, word, K, known, PACK: gl.constexpr):
 
 
 @gluon.jit
-def store_scales(amax, s_t, word, KW, PACK: gl.constexpr, FLIPPED: gl.constexpr):
-    """The scales of the channels of a tile."""
+def load_maxima(amax, word, KW, known, PACK: gl.constexpr, FLIPPED: gl.constexpr):
+    """Those of the first and of the last channel of some words, as the bits of FP32 numbers."""
     j = gl.arange(0, FLIPPED.shape[0], gl.SliceLayout(1, FLIPPED))
-    channel = (word + j) * PACK
-    for i in gl.static_range(PACK):
-        bits = gl.load(amax + (channel + i), mask=j < KW - word, other=0, cache_modifier=".cg")
-        scale, _ = scale_of(bits)
-        gl.store(s_t + (channel + i), scale, mask=j < KW - word)
+    channel = amax + (word + j) * PACK
+    inside = (j < KW - word) & known
+    first = gl.load(channel, mask=inside, other=0, cache_modifier=".cg")
+    return first, gl.load(channel + (PACK - 1), mask=inside, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
-def cast_tile(
-    words, amax, q_t, tokens, column, columns, word, K, KW, MT, known,
-    PACK: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
-):  # fmt: skip
-    """Casts a tile by the maxima of its columns; `known` says that it has them."""
-    flipped = gl.convert_layout(gl.permute(words, (1, 0)), FLIPPED, assert_trivial=True)
+def store_scales(maxima, s_t, word, KW, PACK: gl.constexpr, FLIPPED: gl.constexpr):
+    """The scales of some words."""
     j = gl.arange(0, FLIPPED.shape[0], gl.SliceLayout(1, FLIPPED))
+    for i in gl.static_range(PACK):
+        scale, _ = scale_of(maxima[i])
+        gl.store(s_t + ((word + j) * PACK + i), scale, mask=j < KW - word)
+
+
+@gluon.jit
+def cast_part(
+    part, maxima, q_t, tokens, column, columns, word, K, KW, MT,
+    PACK: gl.constexpr, FLIPPED: gl.constexpr,
+):  # fmt: skip
+    """Casts 128 tokens, by their places, and some words by the maxima of their columns."""
+    words = flip(part, FLIPPED)
     t = gl.arange(0, FLIPPED.shape[1], gl.SliceLayout(0, FLIPPED))
     keep = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
-    channel = amax + (word + j) * PACK
-    inside = (j < KW - word) & known
-    # Those of all channels first: behind a store the compiler waits for each load anew.
-    first = gl.load(channel, mask=inside, other=0, cache_modifier=".cg")
-    last = gl.load(channel + (PACK - 1), mask=inside, other=0, cache_modifier=".cg")
     for i in gl.static_range(PACK):
-        _, r = scale_of(first if i == 0 else last)
-        values = cast_columns(flipped, r[:, None], keep, i, PACK)
-        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT, LINES)
+        _, r = scale_of(maxima[i])
+        values = cast_columns(words, r[:, None], keep, i, PACK)
+        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT)
 
 
 @kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
@@ -183,7 +198,7 @@ def _maxima_kernel(
         if ROWS:
             scale, r = scale_of(largest_bits(words, PACK))
             values = cast_rows(words, r[:, None], PACK)
-            store_rows(q, values, row + i, rows - i, word, KW, WORDS)
+            store_rows(q, values, None, row + i, rows - i, word, KW)
             k = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
             gl.store(s + (row + i) + k, scale, mask=k < rows - i)
         most = larger(most, magnitudes(words, PACK), PACK)
@@ -194,7 +209,8 @@ def _maxima_kernel(
 def _cast_kernel(
     x, amax, q_t, s_t, K, KW, x2, amax2, q_t2, s_t2, K2, KW2, offs, M, MT, E, tiles, blocks,
     PACK: gl.constexpr, PAIR: gl.constexpr, GROUPS: gl.constexpr,
-    WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+    TILE: gl.constexpr, FETCH: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     """Casts a tile by the column maxima of its group; tile e also writes the scales of group e."""
     pid = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -202,57 +218,73 @@ def _cast_kernel(
         if pid >= tiles * blocks:
             pid -= tiles * blocks
             x, amax, q_t, s_t, K, KW = x2, amax2, q_t2, s_t2, K2, KW2
+    WIDTH: gl.constexpr = FETCH.shape[1]
     tile = pid % tiles
-    word = pid // tiles * WORDS.shape[1]
+    word = pid // tiles * WIDTH
     expert = gl.program_id(1).to(gl.int64)
-    x += expert * M * KW
     q_t += expert * K * MT
     amax += expert * K
     s_t += expert * K
-    if tile < E:
-        of_group = tile.to(gl.int64) * K
-        store_scales(amax + of_group, s_t + of_group, word, KW, PACK, FLIPPED)
     row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, False)
     tokens = gl.where(group < E, rows, 0)
+    words = gl.allocate_shared_memory(gl.int32, FETCH.shape, TILE)
+    fetch(words, x + expert * M * KW, 0, row, tokens, word, KW, FETCH)
+    if tile < E:
+        of_group = tile.to(gl.int64) * K
+        for w in gl.static_range(0, WIDTH, PART_WORDS):
+            maxima = load_maxima(amax + of_group, word + w, KW, True, PACK, FLIPPED)
+            store_scales(maxima, s_t + of_group, word + w, KW, PACK, FLIPPED)
     amax += group.to(gl.int64) * K
-    words = load_words(x, row, tokens, word, KW, WORDS)
-    cast_tile(
-        words, amax, q_t, tokens, column, columns, word, K, KW, MT, group < E,
-        PACK, FLIPPED, LINES,
-    )  # fmt: skip
+    fetched()
+    for w in gl.static_range(0, WIDTH, PART_WORDS):
+        maxima = load_maxima(amax, word + w, KW, group < E, PACK, FLIPPED)
+        cast_part(
+            words.slice(w, PART_WORDS, 1).load(COLUMNS), maxima, q_t, tokens, column, columns,
+            word + w, K, KW, MT, PACK, FLIPPED,
+        )  # fmt: skip
 
 
 @kernel(do_not_specialize=["M", "tiles", "blocks"])
 def _columns_kernel(
     x, amax, q_t, s_t, M, MT, K, KW, tiles, blocks,
-    PACK: gl.constexpr, WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+    PACK: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr,
+    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     """Both steps in one for a tensor without groups: a program waits for its stripe's others.
 
     Behind the maxima, a number for each stripe counts those who have taken theirs, each in a line
     of its own, for all ask for it.
     """
+    HEIGHT: gl.constexpr = FETCH.shape[0]
     tile = gl.program_id(0) % tiles
     stripe = gl.program_id(0) // tiles
     expert = (stripe // blocks).to(gl.int64)
-    word = stripe % blocks * WORDS.shape[1]
-    row = tile * WORDS.shape[0]
+    word = stripe % blocks * PART_WORDS
+    row = tile * HEIGHT
     done = amax + (gl.num_programs(0) // (tiles * blocks) * K + stripe * LINE)
     amax += expert * K
-    words = load_words(x + expert * M * KW, row, M - row, word, KW, WORDS)
-    publish(amax, largest(words, 0, PACK), word, K, True, PACK)
+    q_t += expert * K * MT
+    words = gl.allocate_shared_memory(gl.int32, FETCH.shape, TILE)
+    fetch(words, x + expert * M * KW, 0, row, M - row, word, KW, FETCH)
+    fetched()
+    most = magnitudes(words.slice(0, 128).load(COLUMNS), PACK)
+    for place in gl.static_range(128, HEIGHT, 128):
+        most = larger(most, magnitudes(words.slice(place, 128).load(COLUMNS), PACK), PACK)
+    publish(amax, largest(most, 0, PACK), word, K, True, PACK)
     barrier()
     gl.atomic_add(done, 1, sem="release")
     # By one thread: what all of them ask at once, the L2 cache answers one by one.
     while gl.atomic_add(done, 0, sem="acquire") < tiles:
         pass
     barrier()
+    maxima = load_maxima(amax, word, KW, True, PACK, FLIPPED)
     if tile == 0:
-        store_scales(amax, s_t + expert * K, word, KW, PACK, FLIPPED)
-    cast_tile(
-        words, amax, q_t + expert * K * MT, M - row, row, MT - row, word, K, KW, MT, True,
-        PACK, FLIPPED, LINES,
-    )  # fmt: skip
+        store_scales(maxima, s_t + expert * K, word, KW, PACK, FLIPPED)
+    for place in gl.static_range(0, HEIGHT, 128):
+        cast_part(
+            words.slice(place, 128).load(COLUMNS), maxima, q_t, M - row - place, row + place,
+            MT - row - place, word, K, KW, MT, PACK, FLIPPED,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -303,13 +335,12 @@ def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     pack = 4 // x.element_size()
     q_t = x.new_empty(*lead, k, width, dtype=E4M3)
     s_t = x.new_empty(*lead, k, dtype=torch.float32)
-    config = transposing(pack, PEER_TOKENS)
-    tiles, blocks = max(1, cdiv(width, PEER_TOKENS)), cdiv(k // pack, config["WORDS"].shape[1])
+    tiles, blocks = max(1, cdiv(width, PEER_TOKENS)), cdiv(k // pack, PART_WORDS.value)
     stripes = blocks * (s_t.numel() // k)
     maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
     _columns_kernel[(tiles * stripes,)](
         x.view(torch.int32), maxima, q_t.view(torch.int8), s_t, m, width, k, k // pack,
-        tiles, blocks, pack, maxnreg=128, **config,
+        tiles, blocks, pack, maxnreg=MAXNREG, **PEER,
     )  # fmt: skip
     return q_t, s_t
 
@@ -352,12 +383,11 @@ def _quantize_columns(
             take_maxima([b], ())
     elif m:
         take_maxima(columns, ())
-    config = transposing(pack)
     tiles = max(e, tiles_of(width, len(groups) and e, 128))
-    words = config["WORDS"].shape[1]
+    words = TILED[pack]["FETCH"].shape[1]
     _cast_kernel[grid(columns, tiles, words)](
         *a.cast_args(), *b.cast_args(), offs, m, width, e, tiles, cdiv(a.k // pack, words),
-        pack, len(columns) == 2, size, **config,
+        pack, len(columns) == 2, size, maxnreg=MAXNREG, **TILED[pack],
     )  # fmt: skip
     return (*rows, *(t for c in columns for t in (c.q_t, c.s_t)))
 

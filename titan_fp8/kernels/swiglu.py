@@ -31,15 +31,16 @@ from titan_fp8.kernels.quantize import (
     scales_1x128,
     scales_128x1_t,
 )
-from titan_fp8.kernels.tile import group_lanes, layout, load_words, locate, tiles_of
-from titan_fp8.reference import BLOCK, E4M3, cdiv, transposed_width
-
-# Triton 3.9 has another name for it.
-async_load = (
-    async_copy.async_load
-    if hasattr(async_copy, "async_load")
-    else async_copy.async_copy_global_to_shared
+from titan_fp8.kernels.tile import (
+    columns_layouts,
+    fetch,
+    group_lanes,
+    layout,
+    load_words,
+    locate,
+    tiles_of,
 )
+from titan_fp8.reference import BLOCK, E4M3, cdiv, transposed_width
 
 # One channel, in FP32. Powers of e as those of 2: 0fBFB8AA3B is -1 / ln 2, 0f3E800000 a quarter.
 _SWIGLU = (
@@ -77,16 +78,15 @@ PART = layout((1, 8), (4, 8), (8, 1))
 FETCH = layout((1, 4), (2, 16), (8, 1), (2, 1))
 """A part on its way from memory: whole lines a warp."""
 STAGED = gl.SharedLinearLayout(
-    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 36], *([1 << i, 0] for i in range(7))]
+    [
+        *([0, 1 << i] for i in range(5)),
+        [0, 36],
+        *([1 << i, 4 << i] for i in range(3)),
+        *([8 << i, 0] for i in range(4)),
+    ]
 )
-"""A tile in shared memory. In the second half of a row neighbouring 16 bytes are exchanged, so that
-the 8 lanes that share a row of PART find 8 distinct banks."""
-COLUMNS = {
-    "WORDS": layout((16, 2), (2, 16), (4, 2)),
-    "FLIPPED": layout((16, 2), (2, 16), (4, 2), flipped=True),
-    "LINES": layout((1, 16), (4, 8), (8, 1), (2, 1)),
-}
-"""A tile on its way out by columns, as in `tile.transposing`, for twice the warps."""
+"""A tile in shared memory, as in `tile.TILE`; and in the second half of a row neighbouring 16 bytes
+are exchanged, so that the 8 lanes that share a row of PART find 8 distinct banks."""
 REGISTERS = 128
 
 
@@ -105,16 +105,6 @@ def _swiglu_backward(dh, a, b):
     )  # fmt: skip
 
 
-@gluon.jit
-def _fetch(tile, x, row, rows, word, KW, FETCH: gl.constexpr):
-    """Begins to bring the tile of x (M, KW words) at (row, word), with zeros behind its `rows`."""
-    i = gl.arange(0, FETCH.shape[0], gl.SliceLayout(1, FETCH))
-    j = gl.arange(0, FETCH.shape[1], gl.SliceLayout(0, FETCH))
-    inside = (i < rows)[:, None] & (j < KW - word)[None, :]
-    x += row.to(gl.int64) * KW + word
-    async_load(tile, x + (i[:, None] * KW + j[None, :]), mask=inside)
-
-
 @kernel(do_not_specialize=["M", "S", "blocks"])
 def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
     block = gl.program_id(0) % blocks
@@ -124,7 +114,7 @@ def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
         load_words(a, row, M - row, word, KW, WORDS),
         load_words(b, row, M - row, word, KW, WORDS),
     )
-    quantize_rows(words, q, s, row, M - row, block, KW, S, 2, True, WORDS)
+    quantize_rows(words, None, q, s, row, M - row, block, KW, S, 2, True)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "blocks"])
@@ -133,21 +123,21 @@ def _backward_kernel(
     M, K, KW, MT, S, E, blocks,
     GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
     STAGED: gl.constexpr, FETCH: gl.constexpr, PART: gl.constexpr,
-    WORDS: gl.constexpr, FLIPPED: gl.constexpr, LINES: gl.constexpr,
+    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     tile = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks
     row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, ALIGNED)
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
-    word = block * WORDS.shape[1]
-    dh_to_h = gl.allocate_shared_memory(gl.int32, WORDS.shape, STAGED)
-    a_to_da = gl.allocate_shared_memory(gl.int32, WORDS.shape, STAGED)
-    b_to_db = gl.allocate_shared_memory(gl.int32, WORDS.shape, STAGED)
+    word = block * COLUMNS.shape[1]
+    dh_to_h = gl.allocate_shared_memory(gl.int32, COLUMNS.shape, STAGED)
+    a_to_da = gl.allocate_shared_memory(gl.int32, COLUMNS.shape, STAGED)
+    b_to_db = gl.allocate_shared_memory(gl.int32, COLUMNS.shape, STAGED)
     T: gl.constexpr = PART.shape[0]
     for t in gl.static_range(0, 128, T):
-        _fetch(dh_to_h.slice(t, T), dh, row + t, rows - t, word, KW, FETCH)
-        _fetch(a_to_da.slice(t, T), a, row + t, rows - t, word, KW, FETCH)
-        _fetch(b_to_db.slice(t, T), b, row + t, rows - t, word, KW, FETCH)
+        fetch(dh_to_h.slice(t, T), dh, t, row, rows, word, KW, FETCH)
+        fetch(a_to_da.slice(t, T), a, t, row, rows, word, KW, FETCH)
+        fetch(b_to_db.slice(t, T), b, t, row, rows, word, KW, FETCH)
         async_copy.commit_group()
     for t in gl.static_range(0, 128, T):
         async_copy.wait_group((128 - t) // T - 1)
@@ -159,19 +149,19 @@ def _backward_kernel(
         dh_to_h.slice(t, T).store(h)
         a_to_da.slice(t, T).store(da)
         b_to_db.slice(t, T).store(db)
-        quantize_rows(da, da_q, da_s, row + t, rows - t, block, KW, S, 2, False, PART)
-        quantize_rows(db, db_q, db_s, row + t, rows - t, block, KW, S, 2, False, PART)
+        quantize_rows(da, t, da_q, da_s, row, rows, block, KW, S, 2, False)
+        quantize_rows(db, t, db_q, db_s, row, rows, block, KW, S, 2, False)
     quantize_columns(
-        dh_to_h.load(WORDS), h_q_t, h_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, GROUPS > 0, True, FLIPPED, LINES,
+        dh_to_h.load(COLUMNS), h_q_t, h_s_t, column, group < E, tokens, columns, word,
+        K, KW, MT, 2, GROUPS > 0, FLIPPED,
     )  # fmt: skip
     quantize_columns(
-        a_to_da.load(WORDS), da_q_t, da_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, GROUPS > 0, True, FLIPPED, LINES,
+        a_to_da.load(COLUMNS), da_q_t, da_s_t, column, group < E, tokens, columns, word,
+        K, KW, MT, 2, GROUPS > 0, FLIPPED,
     )  # fmt: skip
     quantize_columns(
-        b_to_db.load(WORDS), db_q_t, db_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, GROUPS > 0, True, FLIPPED, LINES,
+        b_to_db.load(COLUMNS), db_q_t, db_s_t, column, group < E, tokens, columns, word,
+        K, KW, MT, 2, GROUPS > 0, FLIPPED,
     )  # fmt: skip
 
 
@@ -239,7 +229,7 @@ def swiglu_backward_1x128_128x1_t(
             _words(dh), _words(a), _words(b), *rows[0], *columns[0], *rows[1], *columns[1],
             *columns[2], offs, m, k, k // 2, width, ss[0].stride(1), groups, blocks,
             group_lanes(groups), aligned,
-            STAGED, FETCH, PART, **COLUMNS, num_warps=8, maxnreg=REGISTERS,
+            STAGED, FETCH, PART, **columns_layouts(8, 64), num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
     da, db = zip(qs, ss, qs_t[:2], ss_t[:2], strict=True)
     return (*da, *db, qs_t[2], ss_t[2])
