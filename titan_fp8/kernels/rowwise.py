@@ -22,14 +22,14 @@ Two tensors of the same groups, the gradient and the activation of wgrad, share 
 kernels: the programs of the second tensor follow those of the first. With the gradient's rows they
 share that of the second.
 
-Measured on an H200 (2026-11-21, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4163 GB/s, two reads counted for columns; see docs/log.md.
+Measured on an H200 (2026-11-22, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
+the copy bandwidth, 4171 GB/s, two reads counted for columns; see docs/log.md.
 
     op                     bf16 us    %    FP32 us    %
-    rows                       166  102        269  105
-    columns of 8 groups        285   99
-    columns without groups     256  110        458  111
-    rows and columns           367   92        584   97
+    rows                       165  102        268  105
+    columns of 8 groups        282  100
+    columns without groups     213  132        335  151
+    rows and columns           367   92        593   95
 """
 
 import functools
@@ -134,6 +134,15 @@ def publish(amax, most, word, K, known, PACK: gl.constexpr):
     most = gl.convert_layout(most, lined)
     inside = (j < K - word * PACK) & known
     gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def pause():
+    """Lets 0.6 us pass."""
+    gl.inline_asm_elementwise(
+        "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(600)], gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -272,10 +281,11 @@ def _columns_kernel(
         most = larger(most, magnitudes(words.slice(place, 128).load(COLUMNS), PACK), PACK)
     publish(amax, largest(most, 0, PACK), word, K, True, PACK)
     barrier()
-    gl.atomic_add(done, 1, sem="release")
-    # By one thread: what all of them ask at once, the L2 cache answers one by one.
-    while gl.atomic_add(done, 0, sem="acquire") < tiles:
-        pass
+    # By one thread, and not without a pause: what all ask at once, the L2 cache answers one by one.
+    arrived = gl.atomic_add(done, 1, sem="acq_rel") + 1
+    while arrived < tiles:
+        pause()
+        arrived = gl.atomic_add(done, 0, sem="acquire")
     barrier()
     maxima = load_maxima(amax, word, KW, True, PACK, FLIPPED)
     if tile == 0:
