@@ -5,7 +5,7 @@ is read once whatever is written. How a tile is held and transposed is told in `
 scaled and cast in `cast.py`.
 
 Order. Programs that write the transposed copy alone follow each other along the tokens, that is
-along its rows in memory (3 to 4 %); with both layouts along the channels (1 to 3 %).
+along its rows in memory (3 to 5 %); with both layouts along the channels (up to 2 %).
 
 Measured on an H200 (2026-11-22, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
 the copy bandwidth, 4171 GB/s; docs/log.md tells what else was tried.
@@ -59,7 +59,7 @@ ROWS = {
     1: (layout((8, 4), (1, 32), (4, 1)), 4),
 }
 ROWS_MAXNREG = 128
-"""With the rows of bf16: four programs that load more ahead are 2 % faster than six."""
+"""With the rows of bf16: four programs, which take 1 to 2 % less than six of 80 registers."""
 SQUARE = {
     2: (layout((4, 4), (2, 16), (16, 1)), 16),
     1: (layout((16, 4), (1, 32), (8, 1)), 8),

@@ -138,7 +138,7 @@ def publish(amax, most, word, K, known, PACK: gl.constexpr):
 
 @gluon.jit
 def pause():
-    """Lets 0.6 us pass."""
+    """Lets about 0.6 us pass."""
     gl.inline_asm_elementwise(
         "nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(600)], gl.int32,
         is_pure=False, pack=1,
