@@ -30,6 +30,13 @@ def operands(recipe: str, op: str, grouped: bool, dtype: torch.dtype) -> tuple:
     return *g_t, *x_t, torch.empty(*([E] if grouped else []), N, K, dtype=dtype), offs
 
 
+def assert_fit(compiled) -> None:
+    print(compiled)
+    assert "QGMMA" in compiled.sass and "UTMALDG" in compiled.sass
+    assert compiled.spills == 0
+    assert compiled.shared <= BLOCK_SHARED
+
+
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
@@ -41,8 +48,13 @@ def operands(recipe: str, op: str, grouped: bool, dtype: torch.dtype) -> tuple:
 def test_compiles_for_hopper_without_spills(op, recipe, grouped, dtype):
     launch = getattr(rowwise_gemm if recipe == "rowwise" else gemm, f"{op}_launch")
     kernel, args, options = launch(*operands(recipe, op, grouped, dtype))
-    compiled = compile_launch(kernel, args, **options)
-    print(compiled)
-    assert "QGMMA" in compiled.sass and "UTMALDG" in compiled.sass
-    assert compiled.spills == 0
-    assert compiled.shared <= BLOCK_SHARED
+    assert_fit(compile_launch(kernel, args, **options))
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+def test_the_sum_of_two_products_does_too(grouped, dtype):
+    *operand, c, offs = operands("blockwise", "mm", grouped, dtype)
+    kernel, args, options = gemm.mm_launch(*operand, c, offs, tuple(operand))
+    assert_fit(compile_launch(kernel, args, **options))

@@ -99,6 +99,8 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
     yield ops.rowwise_mm, (*ops.quantize_row(x), *ops.quantize_row(w), *end)
     yield ops.blockwise_fprop, (*ops.quantize_1x128(x), w, *end)
     yield ops.blockwise_dgrad, (*ops.quantize_1x128(g), w, *end)
+    pair = (*ops.quantize_1x128(g), w, *ops.quantize_1x128(2 * g), torch.randn_like(w))
+    yield ops.blockwise_dgrad_pair, (*pair, *end)
     yield ops.rowwise_fprop, (*ops.quantize_row(x), w, *end)
     yield ops.rowwise_dgrad, (*ops.quantize_row(g), w, *end)
     operands = *ops.quantize_128x1_t(g, *layout), *ops.quantize_128x1_t(x, *layout)

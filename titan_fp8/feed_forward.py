@@ -5,8 +5,9 @@ quantised; likewise da and db in backward. Blockwise, the SwiGLU ops write these
 and h, da and db never exist in high precision. Kept for backward are a, b and the transposed FP8
 copy of x: backward makes h's columns anew from a and b, which the gradient of SwiGLU reads anyway.
 
-The products are those of `functional.py`, with the same rounding, but that h is rounded once where
-two separate operations round twice. The other recipes run as the three products they are.
+The products are those of `functional.py`, with the same rounding, but that two things are rounded
+once: h, where two separate operations round twice, and dx, whose two products are one GEMM. The
+other recipes run as the three products they are.
 """
 
 import functools
@@ -87,9 +88,11 @@ class _FP8SwiGLU(torch.autograd.Function):
         if needs_dw3:
             dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
         if needs_dx:
-            # Each rounded to x's dtype, then added: what autograd does for two products of one x.
-            dx_MK = dgrad(da_rows, w1, offs, spec, ctx.x_dtype)
-            dx_MK = dx_MK + dgrad(db_rows, w3, offs, spec, ctx.x_dtype)
+            dx_MK = _ops.blockwise_dgrad_pair(
+                *(*da_rows, w1.to(spec.dtype), *db_rows, w3.to(spec.dtype)),
+                *(offs, spec.aligned, ctx.x_dtype),
+                emulate=spec.emulate,
+            )
         return dx_MK, dw1, dw2, dw3, *(None for _ in others)
 
 

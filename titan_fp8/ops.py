@@ -158,6 +158,12 @@ def _blockwise_dgrad(a, sa, w, offs=None, aligned=False, out_dtype=torch.bfloat1
     return a.new_empty(a.shape[0], w.shape[-1], dtype=out_dtype)
 
 
+def _blockwise_dgrad_pair(
+    a, sa, w, a2, sa2, w2, offs=None, aligned=False, out_dtype=torch.bfloat16
+):
+    return _blockwise_dgrad(a, sa, w, offs, aligned, out_dtype)
+
+
 def _blockwise_wgrad(a, sa, b, sb, offs=None, aligned=False, out_dtype=torch.bfloat16):
     groups = [] if offs is None else [offs.shape[0]]
     return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
@@ -201,6 +207,7 @@ GEMMS = (
     _blockwise_mm,
     _blockwise_fprop,
     _blockwise_dgrad,
+    _blockwise_dgrad_pair,
     _blockwise_wgrad,
     _rowwise_mm,
     _rowwise_fprop,

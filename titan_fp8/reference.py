@@ -386,6 +386,23 @@ def blockwise_dgrad(
     return blockwise_mm(a, sa, *quantize_128x128_t(w.contiguous()), offs, aligned, out_dtype)
 
 
+def blockwise_dgrad_pair(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    a2: Tensor,
+    sa2: Tensor,
+    w2: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a W + a2 W2, for operands as in `blockwise_dgrad`, added in FP32; (M, K)."""
+    layout = offs, aligned, torch.float32
+    dx = blockwise_dgrad(a, sa, w, *layout) + blockwise_dgrad(a2, sa2, w2, *layout)
+    return dx.to(out_dtype)
+
+
 def blockwise_wgrad(
     a: Tensor,
     sa: Tensor,

@@ -113,6 +113,22 @@ def test_blockwise_mm(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blockwise_mm_pair(shape, dtype):
+    m, n, k, ends = shape
+    operands, want = [], 0
+    for _ in range(2):
+        a = reference.quantize_1x128(uneven(m, k))
+        b = reference.quantize_128x128(uneven(*([] if ends is None else [len(ends)]), n, k))
+        operands += [*a, *b]
+        right = dequantize_128x128(*b).view(-1, n, k)
+        want += product_by_rows(dequantize_1x128(*a), right, groups_of(ends, m))
+    c = gemm.blockwise_mm_pair(*operands, ends_of(ends), out_dtype=dtype)
+    assert c.dtype == dtype
+    assert_close(c, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blockwise_wgrad(shape, dtype):
     m, n, k, ends = shape
     offs = ends_of(ends)
@@ -217,6 +233,22 @@ def test_products_quantise_their_weight(recipe, ends):
         assert torch.equal(got, mm(*a, *getattr(kernels, quantise)(w.contiguous()), offs))
 
 
+@pytest.mark.parametrize("ends", [None, (100, 300)], ids=str)
+def test_a_pair_quantises_its_weights(ends):
+    m, n, k, offs = 333, 272, 400, ends_of(ends)
+    pair, operands = [], []
+    for _ in range(2):
+        g, w = uneven(m, n), uneven(*([] if ends is None else [2]), k, n).mT
+        if ends is not None:
+            g[320] = torch.nan  # of no group
+        rows = kernels.quantize_1x128(g)
+        pair += [*rows, w]
+        operands += [*rows, *kernels.quantize_128x128_t(w.contiguous())]
+    dx = kernels.blockwise_dgrad_pair(*pair, offs)
+    assert torch.equal(dx, gemm.blockwise_mm_pair(*operands, offs))
+    assert dx.isfinite().all() and (ends is None or not dx[300:].any())
+
+
 def test_nan_of_a_weight_stays_in_its_column():
     m, n, k, offs = 333, 272, 400, ends_of((100, 300))
     x, w = uneven(m, k), uneven(2, n, k)
@@ -261,6 +293,7 @@ def test_no_step_waits_for_the_device(aligned):
     torch.cuda.set_sync_debug_mode("error")
     try:
         gemm.blockwise_mm(*blockwise, offs, aligned)
+        gemm.blockwise_mm_pair(*blockwise, *blockwise, offs, aligned)
         rowwise_gemm.rowwise_mm(*rowwise, offs, aligned)
         gemm.blockwise_wgrad(*columns[0], offs, aligned)
         rowwise_gemm.rowwise_wgrad(*columns[1], offs, aligned)

@@ -5,6 +5,7 @@ from titan_fp8.kernels.gather import combine_rows, dot_rows, gather_rows
 from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
 from titan_fp8.kernels.products import (
     blockwise_dgrad,
+    blockwise_dgrad_pair,
     blockwise_fprop,
     rowwise_dgrad,
     rowwise_fprop,
@@ -29,6 +30,7 @@ from titan_fp8.kernels.swiglu import swiglu_1x128, swiglu_backward_1x128_128x1_t
 __all__ = [
     "bf16_wgrad",
     "blockwise_dgrad",
+    "blockwise_dgrad_pair",
     "blockwise_fprop",
     "blockwise_mm",
     "blockwise_wgrad",

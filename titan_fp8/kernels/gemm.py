@@ -4,6 +4,7 @@ Three products train a linear layer, y = x W^T, dx = g W and dW = g^T x, and two
 them, for one layer or for E experts whose tokens lie one group behind the other:
 
     M-grouped  `blockwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          1x128 by 128x128
+               `blockwise_mm_pair`               the sum of two such
     K-grouped  `blockwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    1x128 by 1x128
 
 where e is the group of token m, or all the tokens of group e. A dense layer is the case of one
@@ -90,6 +91,26 @@ def blockwise_mm(
     return c
 
 
+def blockwise_mm_pair(
+    a_MK: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    a2_MK: Tensor,
+    sa2: Tensor,
+    b2: Tensor,
+    sb2: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """The sum of two `blockwise_mm` of the same shapes, rounded once."""
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if c.numel():
+        run(mm_launch(a_MK, sa, b, sb, c, offs, (a2_MK, sa2, b2, sb2)))
+    return c
+
+
 def blockwise_wgrad(
     a_NM: Tensor,
     sa: Tensor,
@@ -113,22 +134,35 @@ def blockwise_wgrad(
 
 
 def mm_launch(
-    a_MK: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c_MN: Tensor, offs: Tensor | None
+    a_MK: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    c_MN: Tensor,
+    offs: Tensor | None,
+    second: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Launch:
-    """How to compute `blockwise_mm` into `c_MN`."""
+    """How to compute `blockwise_mm` into `c_MN`, or its sum with that of `second`."""
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
-    assert b.numel() == groups * n * k and a_MK.is_contiguous() and b.is_contiguous()
-    assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
+
+    def described(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple[TensorDescriptor, ...]:
+        assert a.shape == (m, k) and a.is_contiguous() and b.is_contiguous()
+        assert b.shape[-2:] == (n, k) and b.numel() == groups * n * k
+        assert a.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
+        # TMA sees a scale as one vector, where the other's has to be.
+        assert sa.stride(1) == lda
+        box = (128, 128)
+        return matrix(a, box), _vector(sa, 128), matrix(b, box), _rows_of(sb)
+
+    lda = sa.stride(1)
     args = (
-        matrix(a_MK, (128, 128)),
-        _vector(sa, 128),
-        matrix(b, (128, 128)),
-        _rows_of(sb),
+        *described(a_MK, sa, b, sb),
+        *((None,) * 4 if second is None else described(*second)),
         matrix(c_MN, (64, 128)),
         c_MN,
         offs,
-        *(m, n, k, groups, sa.stride(1)),
+        *(m, n, k, groups, lda),
     )
     # An FP32 buffer of results takes the room of a place in the ring.
     return m_grouped_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
@@ -159,7 +193,7 @@ def wgrad_launch(
 
 def run(launch: Launch) -> None:
     kernel, args, options = launch
-    kernel[(multiprocessors(args[5].device),)](*args, **options)
+    kernel[(multiprocessors(args[0].base.device),)](*args, **options)
 
 
 def matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from titan_fp8.kernels.gemm import blockwise_mm
+from titan_fp8.kernels.gemm import blockwise_mm, blockwise_mm_pair
 from titan_fp8.kernels.quantize import quantize_128x128, quantize_128x128_t
 from titan_fp8.kernels.rowwise import quantize_row, quantize_weight_col_t
 from titan_fp8.kernels.rowwise_gemm import rowwise_mm
@@ -26,3 +26,11 @@ blockwise_fprop = _of_weight(blockwise_mm, quantize_128x128)
 blockwise_dgrad = _of_weight(blockwise_mm, quantize_128x128_t)
 rowwise_fprop = _of_weight(rowwise_mm, quantize_row)
 rowwise_dgrad = _of_weight(rowwise_mm, quantize_weight_col_t)
+
+
+def blockwise_dgrad_pair(
+    a: Tensor, sa: Tensor, w: Tensor, a2: Tensor, sa2: Tensor, w2: Tensor, *rest
+) -> Tensor:
+    """The sum of two `blockwise_dgrad`."""
+    b, b2 = (quantize_128x128_t(t.contiguous()) for t in (w, w2))
+    return blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, *rest)

@@ -163,7 +163,7 @@ def m_grouped_row_kernel(
         [
             (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, 0)),
             (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, 1)),
-            (m_grouped.produce, (operands, offs_ptr, ticket_ptr, sizes, halves, notes, BAND)),
+            (m_grouped.produce, (operands, offs_ptr, ticket_ptr, sizes, halves, notes, BAND, 1)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
