@@ -18,6 +18,8 @@ the copy bandwidth, 4171 GB/s; docs/log.md tells what else was tried.
     128x128_t                  171   99        274  103
 """
 
+import math
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -209,7 +211,7 @@ def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def scales_128x1_t(x: Tensor, channels: int, width: int) -> Tensor:
-    """Room for the scales (channels, blocks) of 128x1 of an even number of channels."""
+    """Room for the scales (channels, blocks) of 128x1; channels are a multiple of 4."""
     return _blocks_behind_each_other(x, channels, width // BLOCK)
 
 
@@ -278,7 +280,7 @@ def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
     s = _padded_scales(w, *lead, rows, blocks)
     words, out, pack = words_of(w, q)
     tile, warps = SQUARE[pack]
-    _square_kernel[(blocks, rows, *(lead or [1]))](
+    _square_kernel[(blocks, rows, math.prod(lead))](
         words, out, s, n, k // pack, s.shape[-1], pack, tile, num_warps=warps
     )
     return q, s[..., :blocks]
@@ -291,7 +293,7 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     q_t = w.new_empty(*lead, k, n, dtype=E4M3)
     s_t = _padded_scales(w, *lead, blocks, rows)
     words, _, pack = words_of(w, q_t)
-    _square_t_kernel[(rows, blocks, *(lead or [1]))](
+    _square_t_kernel[(rows, blocks, math.prod(lead))](
         words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
         maxnreg=MAXNREG, **TILED[pack],
     )  # fmt: skip

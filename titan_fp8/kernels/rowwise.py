@@ -14,7 +14,8 @@ Columns without groups, of weights above all. One kernel, one read: a program ke
 its maxima to those of the others beside it and waits for theirs. That needs all of a stripe of
 tiles to run at the same time; of more rows the two kernels take care. Programs start in the order
 of their numbers, and those of one launch all have before another of the same priority gets room: so
-stripes are completed one by one, whatever else the card does.
+stripes are completed one by one, whatever else the card does. (So cards are seen to do; CUDA does
+not promise it.)
 
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
@@ -33,6 +34,7 @@ the copy bandwidth, 4171 GB/s, two reads counted for columns; see docs/log.md.
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -371,7 +373,7 @@ def _quantize_columns(
     rows = () if q is None else (q, q.new_empty(m, dtype=torch.float32))
 
     def grid(columns: list[_Columns], tiles: int, words: int) -> tuple[int, ...]:
-        return tiles * sum(cdiv(c.k // pack, words) for c in columns), *(lead or [1])
+        return tiles * sum(cdiv(c.k // pack, words) for c in columns), math.prod(lead)
 
     def take_maxima(columns: list[_Columns], rows: tuple[Tensor, ...]) -> None:
         a, b = columns[0], columns[-1]
