@@ -1,10 +1,10 @@
-"""The kernels on rows compile for Hopper to wide loads and stores, without a spill or a barrier."""
+"""What permutes tokens compiles for Hopper: rows with wide loads and stores, without a barrier."""
 
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
 
-from titan_fp8.kernels import gather
+from titan_fp8.kernels import gather, places
 
 
 @needs_cuobjdump
@@ -28,3 +28,14 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
         ("_combine_kernel", top * summands, summands),
         ("_dot_kernel", 2 * summands, 0),
     ]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("ranks, experts", [(1, 1), (4, 16), (64, 4), (1, 256)])
+def test_indices_compile_for_hopper_without_spills(monkeypatch, ranks, experts):
+    compiled = []
+    monkeypatch.setattr(places, "_places_kernel", Compiler(places._places_kernel, compiled))
+    counts = torch.zeros(ranks * experts, dtype=torch.int64)
+    places.places_of_tokens(counts, experts, ranks, 0, 128 * experts, 128)
+    print(*compiled)
+    assert [result.spills for result in compiled] == [0]

@@ -45,7 +45,7 @@ def _kernels():
     return kernels
 
 
-def _run_kernel(name: str, x: Tensor, args: tuple):
+def run_kernel(name: str, x: Tensor, args: tuple):
     """The kernels' function of that name, on the GPU that x is on."""
     function = getattr(_kernels(), name)
     if x.get_device() == torch.cuda.current_device():
@@ -66,7 +66,7 @@ def _register(fake) -> None:
         if emulate or not x.is_cuda:
             return getattr(reference, name)(x, *args)
         require_kernels(x.device)
-        return _run_kernel(name, x, args)
+        return run_kernel(name, x, args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
 
@@ -232,7 +232,7 @@ def _register_on_rows(fake) -> None:
         x, *args = (t.contiguous() if isinstance(t, Tensor) else t for t in args)
         if not x.is_cuda:
             return getattr(reference, name)(x, *args)
-        return _run_kernel(name, x, args)
+        return run_kernel(name, x, args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"titan_fp8::{name}", fake, lib=_library)

@@ -25,6 +25,9 @@ COUNTS = {
     "one rank": [[7, 8, 9, 0]],
     "no tokens": [[0, 0], [0, 0]],
     "16B": [[384] * 16] * 4,
+    "long": [[2100, 1025, 0], [1, 1024, 4000], [0, 7, 1]],
+    "many ranks": [[i * j % 7 for i in range(3)] for j in range(63)],
+    "many experts": [[i % 5 * 9 for i in range(130)]],
 }
 """Tokens of each source rank for each local expert."""
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

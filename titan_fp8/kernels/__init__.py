@@ -1,8 +1,12 @@
-"""The Hopper kernels, a function for each op of `reference.py`; the only room to import triton."""
+"""The kernels, a function for each op of `reference.py` and for the plugin's `places_of_tokens`.
+
+The only room to import triton.
+"""
 
 from titan_fp8.kernels.bf16_gemm import bf16_wgrad
 from titan_fp8.kernels.gather import combine_rows, dot_rows, gather_rows
 from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
+from titan_fp8.kernels.places import places_of_tokens
 from titan_fp8.kernels.products import (
     blockwise_dgrad,
     blockwise_dgrad_pair,
@@ -37,6 +41,7 @@ __all__ = [
     "combine_rows",
     "dot_rows",
     "gather_rows",
+    "places_of_tokens",
     "quantize_128x1_t",
     "quantize_128x128",
     "quantize_128x128_t",

@@ -7,11 +7,12 @@ of `_permute`, and copies the tensor to add a row that stands for the padding.
 
 But every token has one place, so each direction is also a gather: by the token of each place, -1
 for padding, or by the place of each token. Forward takes the one, backward the other, and padding
-is zero in either. The indices, and with them the routing, come from the host's own function.
+is zero in either.
 
-To make the indices takes a score of operations on short vectors, each of which would pass by the
-policy of activation checkpointing, forward and recomputed: more work for the host than the experts
-are. They are two ops instead, and those of `places_of_tokens` are kept, not made again.
+The indices, and with them the routing, are those of the host's own function. It makes them of a
+score of operations on short vectors, each of which would pass by the policy of activation
+checkpointing, forward and recomputed: more work for the host than the experts are. They are two ops
+instead, and those of `places_of_tokens`, on a GPU one kernel, are kept, not made again.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from torch import Tensor
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
-import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.functional import differentiable_once
+from titan_fp8.ops import run_kernel
 
 _gather_rows = torch.ops.titan_fp8.gather_rows.default
 _library = torch.library.Library("titan_fp8_plugin", "DEF")
@@ -61,6 +62,9 @@ def places_of_tokens(
     counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A `Permutation` of `tokens` tokens to `length` places, and the aligned group sizes."""
+    if counts.is_cuda:
+        sizes = experts, ranks, tokens, length, alignment
+        return run_kernel("places_of_tokens", counts.contiguous(), sizes)
     index, sizes, _ = moe_utils.generate_permute_indices(counts, experts, ranks, length, alignment)
     return index, invert(index, tokens), sizes
 
