@@ -1,5 +1,6 @@
 """What the benchmarks print, short of the times: these need a GPU."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 import bench_common
 import summarize_trace
 from bench_shapes import uneven_ends
+
+from titan_fp8 import kernels
+from titan_fp8.kernels import launch
 
 INPUTS = [(torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)) for _ in range(2)]
 
@@ -74,6 +78,7 @@ def test_uneven_ends(groups, alignment):
         ("_columns_kernel", "quantisers"),
         ("_backward_kernel", "SwiGLU"),
         ("_gather_kernel", "permutation"),
+        ("_places_kernel", "permutation"),
         ("triton_poi_fused_index_put_3", "inductor"),
         ("triton_tem_fused_flex_attention_backward_transpose_view_1", "attention"),
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "GEMM"),
@@ -99,3 +104,13 @@ def test_what_is_no_trace(text, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         summarize_trace.main()
     assert f"{trace} is no trace of PyTorch's profiler" in capsys.readouterr().err
+
+
+def test_kernels_of_ours_have_a_kind():
+    """A new one that the patterns do not know would go under "other"."""
+    folder = Path(kernels.__path__[0])
+    modules = [importlib.import_module(f"titan_fp8.kernels.{p.stem}") for p in folder.glob("*.py")]
+    names = {k.__name__ for m in modules for k in vars(m).values() if isinstance(k, launch.Kernel)}
+    assert len(names) > 15
+    kinds = {name: summarize_trace.kind_of({"cat": "kernel", "name": name}) for name in names}
+    assert "other" not in kinds.values(), kinds

@@ -5,9 +5,9 @@ quantised; likewise da and db in backward. Blockwise, the SwiGLU ops write these
 and h, da and db never exist in high precision. Kept for backward are a, b and the transposed FP8
 copy of x: backward makes h's columns anew from a and b, which the gradient of SwiGLU reads anyway.
 
-The products are those of `functional.py`, with the same rounding, but that two things are rounded
-once: h, where two separate operations round twice, and dx, whose two products are one GEMM. The
-other recipes run as the three products they are.
+The products are those of `functional.py`, with the same rounding, but that some things are rounded
+once: h, da and db, where separate operations round twice, and dx, whose two products are one GEMM.
+The other recipes run as the three products they are.
 """
 
 import functools
@@ -107,7 +107,7 @@ def fp8_swiglu(
     emulate: bool = False,
     aligned: bool = False,
 ) -> Tensor:
-    """W2 (silu(W1 x) · W3 x) with its nine GEMMs in FP8, dense or for groups; differentiable.
+    """W2 (silu(W1 x) · W3 x) with its nine products in FP8, dense or for groups; differentiable.
 
     Args:
         x: (..., K), bfloat16 or float32; with groups (M, K), sorted by group.
