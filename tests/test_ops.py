@@ -417,18 +417,31 @@ def test_an_input_that_has_changed_is_quantised_anew(quantised):
         assert torch.equal(linear(x), fp8_linear(x, linear.weight))
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_buffer_that_is_filled_again_is_quantised_anew(requires_grad):
-    """As by a collective, which counts no version, after a backward pass."""
+@pytest.mark.parametrize("kind", ["input", "buffer", "parameter"])
+def test_a_tensor_that_is_filled_again_is_quantised_anew(kind):
+    """As by a collective, which counts no version; an input, after a backward pass."""
     linear = nn.Linear(144, 32, bias=False)
     convert_linears(linear)
     values = torch.randn(40, 144).numpy()
-    x = torch.from_numpy(values).requires_grad_(requires_grad)
-    for _ in range(3):
+    x = torch.from_numpy(values)
+    x = nn.Parameter(x) if kind == "parameter" else x.requires_grad_(kind == "input")
+    for backward in (True, True, True) if kind == "input" else (False, True, False):
         y = linear(x)
         assert torch.equal(y, fp8_linear(x, linear.weight))
-        y.sum().backward()
+        if backward:
+            y.sum().backward()
         values *= 2
+    x.data = torch.randn(3, 144)
+    assert torch.equal(linear(x), fp8_linear(x, linear.weight))
+
+
+def test_an_input_of_inference():
+    """It counts no versions at all."""
+    linear = nn.Linear(144, 32, bias=False)
+    convert_linears(linear)
+    with torch.inference_mode():
+        x = torch.randn(40, 144, requires_grad=True)
+        assert torch.equal(linear(x), fp8_linear(x, linear.weight))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -260,6 +260,15 @@ def quantize_gradient(
     return None, kit.columns(g_MN, *layout, emulate=emulate) if for_wgrad else None
 
 
+def _tells_of_changes(x: Tensor) -> bool:
+    """Whether x counts a version more whenever it is written to, as far as one can tell.
+
+    Inputs without gradients may be a buffer of somebody's, FSDP2 and others write to parameters
+    through `data`, and tensors of inference count none.
+    """
+    return x.requires_grad and not isinstance(x, torch.nn.Parameter) and not x.is_inference()
+
+
 def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being made: it must not read memory that it does not own."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -276,11 +285,10 @@ def _product(
     """The autograd function on x (..., K); (M, N)."""
     for_wgrad = w.requires_grad and torch.is_grad_enabled()
     copies = None
-    # Of inputs without gradients nothing is kept, and any may be a buffer of somebody's.
-    if torch.compiler.is_compiling() or not x.requires_grad or _is_captured(x):
+    if torch.compiler.is_compiling() or not _tells_of_changes(x) or _is_captured(x):
         cache = None
     if cache is not None:
-        key = (x._version, for_wgrad, spec)
+        key = (x._version, x.shape, for_wgrad, spec)
         copies = cache.get(x, key)
     if copies is None:
         copies = _quantize_input(x, offs, for_wgrad, spec)
@@ -350,7 +358,8 @@ def fp8_linear(
         bias: (N,) or None, added to the product once it has y's dtype.
         recipe: "blockwise" (DeepSeek-V3, arXiv 2412.19437), "rowwise" or "rowwise_with_gw_hp".
         emulate: the same numerics in FP32 arithmetic, on any device. CPU tensors always are.
-        cache: an `InputCache` that products of the same x share, to quantise it once.
+        cache: an `InputCache` that products of the same x share, to quantise it once. Between two
+            of them x may be written to, but not through `x.data`; parameters may be.
 
     Returns:
         y (..., N) in the dtype of F.linear. Gradients have the dtypes of what they belong to.

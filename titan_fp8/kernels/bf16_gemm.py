@@ -20,6 +20,6 @@ def bf16_wgrad(
     if offs is None:
         return torch.mm(g.t(), x, out_dtype=out_dtype)
     starts, ends = group_bounds(offs, x.shape[0])
-    dw = torch._grouped_mm(g.t(), x, offs=ends.int())
+    dw = torch._grouped_mm(g.t(), x.contiguous(), offs=ends.int())
     # Nothing says what an empty group's product holds.
     return torch.where((ends > starts)[:, None, None], dw, 0).to(out_dtype)
