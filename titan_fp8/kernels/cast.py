@@ -149,7 +149,12 @@ def cast_columns(words, r, keep, i: gl.constexpr, PACK: gl.constexpr):
     )
 
 
+def as_words(x: Tensor) -> Tensor:
+    """x, contiguous, as 32-bit words; of a copy where it begins between two."""
+    return (x.clone() if x.data_ptr() % 4 else x).view(torch.int32)
+
+
 def words_of(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, int]:
     """x as 32-bit words; q, FP8 in the layout of x, as the bytes of each; the channels of each."""
     pack = 4 // x.element_size()
-    return x.view(torch.int32), q.view((torch.int8, torch.int16)[pack - 1]), pack
+    return as_words(x), q.view((torch.int8, torch.int16)[pack - 1]), pack

@@ -43,6 +43,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.cast import (
+    as_words,
     cast_columns,
     cast_rows,
     channel_bits,
@@ -329,7 +330,7 @@ class _Columns:
 
     def __init__(self, x: Tensor, width: int, groups: tuple[int, ...]):
         *lead, m, k = x.shape
-        self.x, self.k, self.pack = x.view(torch.int32), k, 4 // x.element_size()
+        self.x, self.k, self.pack = as_words(x), k, 4 // x.element_size()
         self.q_t = x.new_empty(*lead, k, width, dtype=E4M3)
         self.s_t = x.new_empty(*lead, *groups, k, dtype=torch.float32)
         self.amax = torch.zeros_like(self.s_t, dtype=torch.int32)
@@ -351,7 +352,7 @@ def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     stripes = blocks * (s_t.numel() // k)
     maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
     _columns_kernel[(tiles * stripes,)](
-        x.view(torch.int32), maxima, q_t.view(torch.int8), s_t, m, width, k, k // pack,
+        as_words(x), maxima, q_t.view(torch.int8), s_t, m, width, k, k // pack,
         tiles, blocks, pack, maxnreg=MAXNREG, **PEER,
     )  # fmt: skip
     return q_t, s_t

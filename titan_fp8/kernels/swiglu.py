@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from titan_fp8 import reference
 from titan_fp8.kernels import quantize
+from titan_fp8.kernels.cast import as_words
 from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.quantize import (
     ROWS,
@@ -174,7 +175,7 @@ def _in_bf16(**tensors: Tensor) -> bool:
 
 
 def _words(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32)
+    return as_words(x.contiguous())
 
 
 def swiglu_1x128(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
