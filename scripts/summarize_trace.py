@@ -21,7 +21,8 @@ KINDS = {
     "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast|columns)_kernel",
     "SwiGLU": r"^_(forward|backward)_kernel",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
-    "permutation": r"^_(gather|combine|dot|places)_kernel|index|indices|scatter|gather|sort|radix",
+    "permutation": r"^_(gather|combine|dot|places)_kernel|"
+    r"fill_indices|index|scatter|gather|sort|radix",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
     "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",

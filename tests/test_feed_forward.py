@@ -101,29 +101,19 @@ def saved_by(f, *args) -> list[Tensor]:
 
 
 class Count(TorchDispatchMode):
-    """Counts the ops of titan_fp8 as they run."""
+    """Counts the ops of titan_fp8 as they run, and remembers their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, int] = {}
+        self.arguments: dict[str, list[tuple]] = {}
+
+    @property
+    def calls(self) -> dict[str, int]:
+        return {name: len(each) for name, each in self.arguments.items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "titan_fp8":
-            name = func.name().split("::")[1]
-            self.calls[name] = self.calls.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-class Dgrads(TorchDispatchMode):
-    """Remembers the arguments of each dgrad."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.titan_fp8.blockwise_dgrad.default:
-            self.calls.append(args)
+            self.arguments.setdefault(func.name().split("::")[1], []).append(args)
         return func(*args, **(kwargs or {}))
 
 
@@ -140,10 +130,10 @@ def fresh_dynamo():
 def test_it_is_its_three_products_with_h_and_dx_rounded_once(layout, dtype):
     leaves, offs, aligned = case(layout, dtype)
     got = outputs(fp8_swiglu(*leaves, offs, aligned=aligned), leaves)
-    with Dgrads() as dgrads:
+    with Count() as count:
         want = outputs(composition(*leaves, offs, aligned=aligned), leaves)
     assert [t.dtype for t in got] == [dtype] * 5
-    _, one, other = (args[:3] for args in dgrads.calls)
+    _, one, other = (args[:3] for args in count.arguments["blockwise_dgrad"])
     rounded_twice = want[1]
     want[1] = reference.blockwise_dgrad_pair(*one, *other, offs, aligned, dtype)
     assert all(map(torch.equal, got, want))

@@ -63,8 +63,8 @@ def places_of_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A `Permutation` of `tokens` tokens to `length` places, and the aligned group sizes."""
     if counts.is_cuda:
-        sizes = experts, ranks, tokens, length, alignment
-        return run_kernel("places_of_tokens", counts.contiguous(), sizes)
+        rest = experts, ranks, tokens, length, alignment
+        return run_kernel("places_of_tokens", counts.contiguous(), rest)
     index, sizes, _ = moe_utils.generate_permute_indices(counts, experts, ranks, length, alignment)
     return index, invert(index, tokens), sizes
 
