@@ -104,8 +104,8 @@ def test_it_does_not_matter_where_tensors_lie(recipe: str, grouped: bool):
     for x in (whole[:, ::2], whole[:, :704], whole[:, 1:705], odd):
         fresh = x.clone(memory_format=torch.contiguous_format)
         for got, want in zip(run(x), run(fresh), strict=True):
-            # Exactly, but for cuBLAS's products, which may be summed in another order.
-            assert error(got, want) < 1e-3
+            # Exactly, but for cuBLAS's products in bf16, which may be summed in another order.
+            assert error(got, want) < (CLOSE if recipe == "rowwise_with_gw_hp" else 1e-3)
 
 
 GROUPS = {"dense": None, "aligned": [128, 128, 512, 640], "unaligned": [5, 5, 400, 633]}

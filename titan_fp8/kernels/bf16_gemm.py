@@ -20,6 +20,12 @@ def bf16_wgrad(
     if offs is None:
         return torch.mm(g.t(), x, out_dtype=out_dtype)
     starts, ends = group_bounds(offs, x.shape[0])
-    dw = torch._grouped_mm(g.t(), x.contiguous(), offs=ends.int())
+    dw = torch._grouped_mm(_aligned(g).t(), _aligned(x), offs=ends.int())
     # Nothing says what an empty group's product holds.
     return torch.where((ends > starts)[:, None, None], dw, 0).to(out_dtype)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, contiguous; a copy where it does not begin at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
