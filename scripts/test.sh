@@ -19,8 +19,8 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
             die "could not install triton $oldest"
         mv "$folder.part" "$folder"
     fi
-    echo "== kernels with Triton $oldest"
-    PYTHONPATH="$folder:$PYTHONPATH" "$python" -m pytest -q tests/test_compile_*.py
+    echo "== kernels and launches with Triton $oldest"
+    PYTHONPATH="$folder:$PYTHONPATH" "$python" -m pytest -q tests/test_compile_*.py tests/test_launch.py
 fi
 
 if "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then

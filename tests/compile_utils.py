@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
+
+from titan_fp8.kernels.launch import for_triton, plan
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -43,16 +45,26 @@ class Compiled:
         return f"{self.name}: {costs}"
 
 
-def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
-    """Compile what `kernel[grid](*args, **kwargs)` would compile on a Hopper GPU."""
+def triton_compile(kernel: Callable, args: tuple = (), **kwargs) -> CompiledKernel:
+    """What Triton makes of `kernel[grid](*args, **kwargs)` for a Hopper GPU."""
     backend = make_backend(HOPPER)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*args, debug=False, **kwargs)
+    bound, specialization, options = bind(*map(for_triton, args), debug=False, **kwargs)
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, kwargs, bound, specialization, options
     )
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    return _compile(source(kernel, signature, constexprs, attrs), options.__dict__)
+    return triton.compile(
+        source(kernel, signature, constexprs, attrs), target=HOPPER, options=options.__dict__
+    )
+
+
+def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
+    """Compile what `kernel[grid](*args, **kwargs)` would compile on a Hopper GPU."""
+    built = triton_compile(kernel, args, **kwargs)
+    built.function = 0
+    assert plan(built, dict(zip(kernel.arg_names, args)) | kwargs), "launches are left to Triton"
+    return _measure(built)
 
 
 class Compiler:
@@ -67,8 +79,7 @@ class Compiler:
         )
 
 
-def _compile(source: ASTSource, options: dict) -> Compiled:
-    built = triton.compile(source, target=HOPPER, options=options)
+def _measure(built: CompiledKernel) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
         cubin.flush()

@@ -20,6 +20,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from titan_fp8.kernels.launch import Typed
+
 AMAX_MIN = gl.constexpr(0x2B8CBCCC)
 """The bits of 1e-12."""
 INF = gl.constexpr(0x7F800000)
@@ -149,12 +151,12 @@ def cast_columns(words, r, keep, i: gl.constexpr, PACK: gl.constexpr):
     )
 
 
-def as_words(x: Tensor) -> Tensor:
+def as_words(x: Tensor) -> Typed:
     """x, contiguous, as 32-bit words; of a copy where it begins between two."""
-    return (x.clone() if x.data_ptr() % 4 else x).view(torch.int32)
+    return Typed(x.clone() if x.data_ptr() % 4 else x, torch.int32)
 
 
-def words_of(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, int]:
+def words_of(x: Tensor, q: Tensor) -> tuple[Typed, Typed, int]:
     """x as 32-bit words; q, FP8 in the layout of x, as the bytes of each; the channels of each."""
     pack = 4 // x.element_size()
-    return as_words(x), q.view((torch.int8, torch.int16)[pack - 1]), pack
+    return as_words(x), Typed(q, (torch.int8, torch.int16)[pack - 1]), pack

@@ -54,10 +54,9 @@ import functools
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_fp8.kernels.k_grouped import k_grouped_kernel
-from titan_fp8.kernels.launch import descriptor, multiprocessors
+from titan_fp8.kernels.launch import Box, multiprocessors
 from titan_fp8.kernels.m_grouped import m_grouped_kernel
 from titan_fp8.kernels.pipeline import VECTOR
 from titan_fp8.reference import E4M3
@@ -146,7 +145,7 @@ def mm_launch(
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
 
-    def described(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple[TensorDescriptor, ...]:
+    def described(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple[Box, ...]:
         assert a.shape == (m, k) and a.is_contiguous() and b.is_contiguous()
         assert b.shape[-2:] == (n, k) and b.numel() == groups * n * k
         assert a.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
@@ -196,14 +195,13 @@ def run(launch: Launch) -> None:
     kernel[(multiprocessors(args[0].base.device),)](*args, **options)
 
 
-def matrix(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+def matrix(x: Tensor, box: tuple[int, int]) -> Box:
     """TMA's view of x (..., K), contiguous, as one matrix, in boxes.
 
     A row of a box is 128 bytes, swizzled.
     """
     k = x.shape[-1]
-    assert x.data_ptr() % 16 == 0
-    return descriptor(x, (x.numel() // k, k), (k, 1), box, _shared_layout(128, x.itemsize * 8))
+    return Box(x, (x.numel() // k, k), (k, 1), box, _shared_layout(128, x.itemsize * 8))
 
 
 @functools.cache
@@ -211,21 +209,20 @@ def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
 
 
-def _vector(s: Tensor, box: int) -> TensorDescriptor:
+def _vector(s: Tensor, box: int) -> Box:
     """TMA's view of a 1x128 scale (rows, blocks), as the one vector it is in memory."""
     rows, blocks = s.shape
     stride = s.stride(1)
     assert s.dtype == torch.float32 and (s.stride(0) == 1 or rows == 1)
-    assert s.data_ptr() % 16 == 0 and (stride % 4 == 0 or blocks == 1)
-    return descriptor(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
+    assert stride % 4 == 0 or blocks == 1
+    return Box(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
 
 
-def _rows_of(s: Tensor) -> TensorDescriptor:
+def _rows_of(s: Tensor) -> Box:
     """TMA's view of a 128x128 scale (..., row blocks, column blocks) as a matrix of all rows."""
     *lead, rows, blocks = s.shape
     stride = s.stride(-2)
     assert s.dtype == torch.float32 and s.stride(-1) == 1 and stride % 4 == 0
-    assert s.data_ptr() % 16 == 0
     assert not lead or s.shape[0] == 1 or s.stride(0) == rows * stride
     shape = s.numel() // blocks, blocks
-    return descriptor(s, shape, (stride, 1), (2, 16), _shared_layout(0, 32))
+    return Box(s, shape, (stride, 1), (2, 16), _shared_layout(0, 32))

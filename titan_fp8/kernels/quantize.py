@@ -36,7 +36,7 @@ from titan_fp8.kernels.cast import (
     scale_of,
     words_of,
 )
-from titan_fp8.kernels.launch import kernel
+from titan_fp8.kernels.launch import Typed, kernel
 from titan_fp8.kernels.tile import (
     MAXNREG,
     PART_WORDS,
@@ -250,7 +250,7 @@ def _quantize_tokens(
     tiles = tiles_of(width, groups if rows and not aligned else 0, BLOCK)
     if tiles:
         _tokens_kernel[(tiles * blocks,)](
-            words, out, s, q_t.view(torch.int8), s_t, offs,
+            words, out, s, Typed(q_t, torch.int8), s_t, offs,
             m, k, k // pack, width, s.stride(1), groups, tiles, blocks,
             pack, rows, group_lanes(groups), aligned,
             maxnreg=ROWS_MAXNREG if rows and pack == 2 else MAXNREG, **TILED[pack],
@@ -294,7 +294,7 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     s_t = _padded_scales(w, *lead, blocks, rows)
     words, _, pack = words_of(w, q_t)
     _square_t_kernel[(rows, blocks, math.prod(lead))](
-        words, q_t.view(torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
+        words, Typed(q_t, torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
         maxnreg=MAXNREG, **TILED[pack],
     )  # fmt: skip
     return q_t, s_t[..., :rows]

@@ -54,7 +54,7 @@ from titan_fp8.kernels.cast import (
     scale_of,
     words_of,
 )
-from titan_fp8.kernels.launch import kernel, multiprocessors
+from titan_fp8.kernels.launch import Typed, kernel, multiprocessors
 from titan_fp8.kernels.tile import (
     MAXNREG,
     PART_WORDS,
@@ -339,7 +339,7 @@ class _Columns:
         return self.x, self.amax, self.k, self.k // self.pack
 
     def cast_args(self) -> tuple:
-        return self.x, self.amax, self.q_t.view(torch.int8), self.s_t, self.k, self.k // self.pack
+        return self.x, self.amax, Typed(self.q_t, torch.int8), self.s_t, self.k, self.k // self.pack
 
 
 def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -352,7 +352,7 @@ def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     stripes = blocks * (s_t.numel() // k)
     maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
     _columns_kernel[(tiles * stripes,)](
-        as_words(x), maxima, q_t.view(torch.int8), s_t, m, width, k, k // pack,
+        as_words(x), maxima, Typed(q_t, torch.int8), s_t, m, width, k, k // pack,
         tiles, blocks, pack, maxnreg=MAXNREG, **PEER,
     )  # fmt: skip
     return q_t, s_t
@@ -381,7 +381,7 @@ def _quantize_columns(
         tile, warps, tokens, out, s = MAXIMA, 4, MAXIMA_TOKENS, a.x, a.s_t
         if rows:
             (tile, warps), tokens = _row_layout(a.k // pack), ROW_COLUMN_TOKENS
-            out, s = rows[0].view((torch.int8, torch.int16)[pack - 1]), rows[1]
+            out, s = Typed(rows[0], (torch.int8, torch.int16)[pack - 1]), rows[1]
         tiles = tiles_of(width, len(groups) and e, tokens)
         _maxima_kernel[grid(columns, tiles, tile.shape[1])](
             *a.maxima_args(), *b.maxima_args(), out, s, offs, m, width, e, tiles,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from titan_fp8 import reference
 from titan_fp8.kernels import quantize
 from titan_fp8.kernels.cast import as_words
-from titan_fp8.kernels.launch import kernel
+from titan_fp8.kernels.launch import Typed, kernel
 from titan_fp8.kernels.quantize import (
     ROWS,
     quantize_columns,
@@ -174,7 +174,7 @@ def _in_bf16(**tensors: Tensor) -> bool:
     return all(x.dtype == torch.bfloat16 for x in tensors.values())
 
 
-def _words(x: Tensor) -> Tensor:
+def _words(x: Tensor) -> Typed:
     return as_words(x.contiguous())
 
 
@@ -191,7 +191,7 @@ def swiglu_1x128(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     tile, warps = ROWS[2]
     if m:
         _forward_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
-            _words(a), _words(b), q.view(torch.int16), s, m, k // 2, s.stride(1), blocks,
+            _words(a), _words(b), Typed(q, torch.int16), s, m, k // 2, s.stride(1), blocks,
             tile, num_warps=warps,
         )  # fmt: skip
     return q, s
@@ -224,8 +224,8 @@ def swiglu_backward_1x128_128x1_t(
     groups = 0 if offs is None else offs.shape[0]
     tiles = tiles_of(width, 0 if aligned else groups, BLOCK)
     if tiles:
-        rows = [(q.view(torch.int16), s) for q, s in zip(qs, ss, strict=True)]
-        columns = [(q.view(torch.int8), s) for q, s in zip(qs_t, ss_t, strict=True)]
+        rows = [(Typed(q, torch.int16), s) for q, s in zip(qs, ss, strict=True)]
+        columns = [(Typed(q, torch.int8), s) for q, s in zip(qs_t, ss_t, strict=True)]
         _backward_kernel[(tiles * blocks,)](
             _words(dh), _words(a), _words(b), *rows[0], *columns[0], *rows[1], *columns[1],
             *columns[2], offs, m, k, k // 2, width, ss[0].stride(1), groups, blocks,
