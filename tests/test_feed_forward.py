@@ -133,7 +133,8 @@ def test_it_is_its_three_products_with_h_and_dx_rounded_once(layout, dtype):
     with Count() as count:
         want = outputs(composition(*leaves, offs, aligned=aligned), leaves)
     assert [t.dtype for t in got] == [dtype] * 5
-    _, one, other = (args[:3] for args in count.arguments["blockwise_dgrad"])
+    _, *pair = (args[:2] for args in count.arguments["blockwise_backward"])
+    one, other = ((*reference.quantize_1x128(g), w.to(dtype)) for g, w in pair)
     rounded_twice = want[1]
     want[1] = reference.blockwise_dgrad_pair(*one, *other, offs, aligned, dtype)
     assert all(map(torch.equal, got, want))
@@ -216,6 +217,27 @@ def test_what_needs_no_gradient_costs_none(needed):
     assert count.calls["blockwise_dgrad"] == 1
     assert count.calls.get("blockwise_dgrad_pair", 0) == needs_dx
     assert count.calls.get("blockwise_wgrad", 0) == sum(needs_dw)
+
+
+@pytest.mark.parametrize("needed", NEEDED, ids=str)
+def test_what_needs_no_gradient_costs_none_for_groups(needed):
+    leaves, offs, aligned = case("unaligned")
+    _, *every = outputs(fp8_swiglu(*leaves, offs, aligned=aligned), leaves)
+    for leaf, needs in zip(leaves, needed):
+        leaf.requires_grad_(needs)
+    with Count() as count:
+        y = fp8_swiglu(*leaves, offs, aligned=aligned)
+        one_op = needed[1] or needed[3]
+        assert count.calls == ({"blockwise_swiglu": 1} if one_op else SEPARATE)
+        if any(needed):
+            _, *got = outputs(y, leaves)
+            assert all(map(torch.equal, got, [t for t, needs in zip(every, needed) if needs]))
+    assert ("blockwise_swiglu_backward" in count.calls) == all(needed)
+    assert ("blockwise_wgrad" in count.calls) == (any(needed[1:]) and not all(needed))
+
+
+SEPARATE = {"quantize_1x128": 1, "blockwise_fprop": 3, "swiglu_1x128": 1}
+"""Calls of forward where nothing is kept for wgrad."""
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

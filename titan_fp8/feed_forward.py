@@ -54,6 +54,13 @@ class _FP8SwiGLU(torch.autograd.Function):
         for_wgrad: bool,
     ) -> Tensor:
         x, x_columns = x_MK.to(spec.dtype), ()
+        ctx.spec, ctx.x_dtype = spec, x_MK.dtype
+        if for_wgrad and offs is not None:
+            y, *kept = _ops.blockwise_swiglu(
+                x, w1, w2, w3, offs, spec.aligned, emulate=spec.emulate
+            )
+            ctx.save_for_backward(w1, w2, w3, offs, *kept)
+            return y
         if for_wgrad:
             xq, sx, *x_columns = spec.kit.rows_and_columns(
                 x, offs, spec.aligned, emulate=spec.emulate
@@ -64,7 +71,6 @@ class _FP8SwiGLU(torch.autograd.Function):
         b_MH = fprop((xq, sx), w3, offs, spec)
         h_rows = _ops.swiglu_1x128(a_MH, b_MH, emulate=spec.emulate)
         ctx.save_for_backward(w1, w2, w3, offs, a_MH, b_MH, *x_columns)
-        ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         return fprop(h_rows, w2, offs, spec)
 
     @staticmethod
@@ -73,6 +79,13 @@ class _FP8SwiGLU(torch.autograd.Function):
         w1, w2, w3, offs, a_MH, b_MH, *x_columns = ctx.saved_tensors
         spec = ctx.spec
         needs_dx, needs_dw1, needs_dw2, needs_dw3, *others = ctx.needs_input_grad
+        if offs is not None and needs_dx and needs_dw1 and needs_dw2 and needs_dw3:
+            gradients = _ops.blockwise_swiglu_backward(
+                *(g_MN, a_MH, b_MH, *x_columns, w1, w2, w3),
+                *(offs, spec.aligned, ctx.x_dtype),
+                emulate=spec.emulate,
+            )
+            return *gradients, *(None for _ in others)
         g_rows, g_columns = quantize_gradient(g_MN, offs, True, needs_dw2, spec)
         quantised = _ops.swiglu_backward_1x128_128x1_t(
             dgrad(g_rows, w2, offs, spec, spec.dtype),

@@ -50,7 +50,8 @@ def differentiable_once(backward: Callable) -> Callable:
 class _Kit:
     """The ops of one way of scaling fprop and dgrad, and of the wgrad that goes with it.
 
-    `pair` does for g what `rows_and_columns` does and for x what `columns` does.
+    `pair` does for g what `rows_and_columns` does and for x what `columns` does; `backward` is
+    `rows_and_columns` of g, `dgrad` and `wgrad`.
     """
 
     rows: OpOverload
@@ -60,6 +61,7 @@ class _Kit:
     fprop: OpOverload
     dgrad: OpOverload
     wgrad: OpOverload
+    backward: OpOverload
 
 
 _KITS = {
@@ -71,6 +73,7 @@ _KITS = {
         fprop=_ops.blockwise_fprop.default,
         dgrad=_ops.blockwise_dgrad.default,
         wgrad=_ops.blockwise_wgrad.default,
+        backward=_ops.blockwise_backward.default,
     ),
     Scaling.ROW: _Kit(
         rows=_ops.quantize_row.default,
@@ -80,6 +83,7 @@ _KITS = {
         fprop=_ops.rowwise_fprop.default,
         dgrad=_ops.rowwise_dgrad.default,
         wgrad=_ops.rowwise_wgrad.default,
+        backward=_ops.rowwise_backward.default,
     ),
 }
 
@@ -228,6 +232,12 @@ class _FP8Product(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
         layout, emulate = (offs, spec.aligned), spec.emulate
         x_kept = needs_dw and len(for_wgrad) == 1 and not spec.wgrad_in_bf16
+        db = None
+        if needs_db:
+            db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if needs_dx and needs_dw and len(for_wgrad) == 2:
+            both = spec.kit.backward(g_MN, w, *for_wgrad, *layout, ctx.x_dtype, emulate=emulate)
+            return *both, db, *(None for _ in others)
         if x_kept and needs_dx and spec.kit.pair:
             copies = spec.kit.pair(g_MN, *for_wgrad, *layout, emulate=emulate)
             rows, columns, for_wgrad = copies[:2], copies[2:4], copies[4:]
@@ -235,13 +245,11 @@ class _FP8Product(torch.autograd.Function):
             rows, columns = quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
             if x_kept:
                 for_wgrad = spec.kit.columns(*for_wgrad, *layout, emulate=emulate)
-        dx_MK = dw = db = None
+        dx_MK = dw = None
         if needs_dx:
             dx_MK = dgrad(rows, w, offs, spec, ctx.x_dtype)
         if needs_dw:
             dw = wgrad(columns, for_wgrad, offs, spec, w.dtype)
-        if needs_db:
-            db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx_MK, dw, db, *(None for _ in others)
 
 

@@ -9,6 +9,8 @@ The products with a weight, fprop and dgrad, quantise it themselves. So torch.co
 FP8 copy of a weight, which it would else make in forward for backward and keep until then, and the
 host dispatches one op for the kernels of both. Their parts are ops as well, for benchmarks.
 
+What always runs together has an op besides, see `composites.py`.
+
 The ops on rows have nothing to do with FP8: no `emulate`, and kernels for any CUDA GPU.
 
 The functions below the registration tell torch.compile the shapes, dtypes and strides; the layouts
@@ -16,11 +18,15 @@ are explained in `reference.py`.
 """
 
 import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from titan_fp8 import reference
+from titan_fp8.composites import COMPOSITES
 from titan_fp8.reference import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
 
 _library = torch.library.Library("titan_fp8", "DEF")
@@ -47,11 +53,14 @@ def _kernels():
 
 def run_kernel(name: str, x: Tensor, args: tuple):
     """The kernels' function of that name, on the GPU that x is on."""
-    function = getattr(_kernels(), name)
+    return _on_gpu_of(x, getattr(_kernels(), name), x, *args)
+
+
+def _on_gpu_of(x: Tensor, function: Callable, *args):
     if x.get_device() == torch.cuda.current_device():
-        return function(x, *args)
+        return function(*args)
     with torch.cuda.device(x.device):
-        return function(x, *args)
+        return function(*args)
 
 
 def _register(fake) -> None:
@@ -218,6 +227,36 @@ GEMMS = (
 
 for _fake in (*QUANTIZERS, *SWIGLU, *GEMMS):
     _register(_fake)
+
+_fakes = SimpleNamespace(
+    **{f.__name__.removeprefix("_"): f for f in (*QUANTIZERS, *SWIGLU, *GEMMS)}
+)
+
+
+def _register_composite(composite) -> None:
+    """As `_register`, for an op that is made of those."""
+
+    def run(x, *args, emulate=False):
+        x = x.contiguous()
+        if emulate or not x.is_cuda:
+            return composite(reference, x, *args)
+        require_kernels(x.device)
+        return _on_gpu_of(x, composite, _kernels(), x, *args)
+
+    def run_fake(*args, emulate=False):
+        return composite(_fakes, *args)
+
+    name, signature = composite.__name__, inspect.signature(composite)
+    run_fake.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+    schema = torch.library.infer_schema(run_fake, mutates_args=())
+    arguments, result = schema.rsplit(" -> ", 1)
+    _library.define(f"{name}{arguments[:-1]}, *, bool emulate=False) -> {result}")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"titan_fp8::{name}", run_fake, lib=_library)
+
+
+for _composite in COMPOSITES:
+    _register_composite(_composite)
 
 
 # The permutation around the experts
