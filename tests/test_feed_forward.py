@@ -133,8 +133,7 @@ def test_it_is_its_three_products_with_h_and_dx_rounded_once(layout, dtype):
     with Count() as count:
         want = outputs(composition(*leaves, offs, aligned=aligned), leaves)
     assert [t.dtype for t in got] == [dtype] * 5
-    _, *pair = (args[:2] for args in count.arguments["blockwise_backward"])
-    one, other = ((*reference.quantize_1x128(g), w.to(dtype)) for g, w in pair)
+    _, one, other = (args[:3] for args in count.arguments["blockwise_dgrad"])
     rounded_twice = want[1]
     want[1] = reference.blockwise_dgrad_pair(*one, *other, offs, aligned, dtype)
     assert all(map(torch.equal, got, want))
@@ -314,6 +313,7 @@ def test_compiled_is_eager_to_the_bit_for_any_token_count():
         ({"offs": torch.zeros(1, dtype=torch.int32)}, "(M, K) and (E, H, K), (E, N, H), w3 as w1"),
         ({"w1": torch.zeros(H, K, dtype=torch.float16)}, "w1 is torch.float16: allowed are"),
         ({"w2": torch.zeros(N, H, dtype=torch.bfloat16)}, "dtypes differ outside autocast"),
+        ({"w2": torch.zeros(N, H, device="meta")}, "w2 is on meta and x on cpu: must be the same"),
     ],
 )  # fmt: skip
 def test_errors_name_what_is_wrong(change, message):

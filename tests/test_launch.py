@@ -298,6 +298,10 @@ def of_launch(values: dict, kind: int, swizzle: int) -> list[bytes]:
     ]
 
 
+def without_ptx(kernel):
+    del kernel.asm["ptx"]
+
+
 def replaced(**metadata):
     def change(kernel):
         kernel.metadata = kernel.metadata._replace(**metadata)
@@ -372,6 +376,7 @@ def with_a_wider_number(kernel):
     [
         (without_a_parameter, {}),
         (with_a_wider_number, {}),
+        (without_ptx, {}),
         (replaced(tensordesc_meta=None), {}),
         (replaced(global_scratch_size=16), {}),
         (replaced(profile_scratch_size=16), {}),

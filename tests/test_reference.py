@@ -676,6 +676,17 @@ def under_autocast(call):
     return run
 
 
+def weight_elsewhere():
+    return fp8_linear(torch.ones(4, 32), torch.ones(16, 32, device="meta"))
+
+
+def offs_elsewhere():
+    offs = torch.zeros(2, dtype=torch.int32)
+    return fp8_grouped_mm(
+        torch.ones(4, 32, device="meta"), torch.ones(2, 16, 32, device="meta"), offs
+    )
+
+
 ALLOWED = "allowed are 'blockwise', 'rowwise', 'rowwise_with_gw_hp'"
 MULTIPLES = "FP8 GEMMs need N = {} and K = {} to be positive multiples of 16"
 F16, F32, F64 = torch.float16, torch.float32, torch.float64
@@ -705,6 +716,8 @@ ERRORS = [
     (grouped(offs_dtype=torch.int64), "offs is torch.int64 of shape (2,): allowed is torch.int32"),
     (grouped(w=(0, 16, 32), offs=(0,)), "weights of 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
+    (weight_elsewhere, "weight is on meta and x on cpu: must be the same"),
+    (offs_elsewhere, "offs is on cpu and x on meta: must be the same"),
 ]  # fmt: skip
 
 

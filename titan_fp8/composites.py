@@ -1,4 +1,4 @@
-"""Ops made of ops: what always runs together, for which the host then dispatches once.
+"""The experts' forward and backward, each as one op, for which the host then dispatches once.
 
 A MoE model in FP8 keeps its host as busy as its GPU, and each op costs it the dispatcher, the
 checks of compiled code and, in forward, the modes of activation checkpointing. These functions are
@@ -6,48 +6,14 @@ written once for any implementation `of` the ops that they are made of: the refe
 the kernels', or the fakes of `ops.py`, which makes ops of them. What they compute is what these
 ops compute one by one.
 
-Dense feed-forwards are left as they are: op-level checkpointing keeps some of their products, and
-the compiler frees what it can between them.
+Dense layers are left as they are: op-level checkpointing keeps some of their products, and the
+compiler frees what it can between them.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def blockwise_backward(
-    of: Any,
-    g: Tensor,
-    w: Tensor,
-    x_q_t: Tensor,
-    x_s_t: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    dx_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor]:
-    """dx (M, K) and dW of y = x Wᵀ: g (M, N), W (N, K) or (E, N, K), `quantize_128x1_t` of x."""
-    q, s, q_t, s_t = of.quantize_1x128_128x1_t(g, offs, aligned)
-    dx = of.blockwise_dgrad(q, s, w.to(g.dtype), offs, aligned, dx_dtype)
-    del q, s
-    return dx, of.blockwise_wgrad(q_t, s_t, x_q_t, x_s_t, offs, aligned, w.dtype)
-
-
-def rowwise_backward(
-    of: Any,
-    g: Tensor,
-    w: Tensor,
-    x_q_t: Tensor,
-    x_s_t: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    dx_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor]:
-    """As `blockwise_backward`, with `quantize_col_t` of x."""
-    q, s, q_t, s_t = of.quantize_row_col_t(g, offs, aligned)
-    dx = of.rowwise_dgrad(q, s, w.to(g.dtype), offs, aligned, dx_dtype)
-    del q, s
-    return dx, of.rowwise_wgrad(q_t, s_t, x_q_t, x_s_t, offs, aligned, w.dtype)
 
 
 def blockwise_swiglu(
@@ -105,4 +71,4 @@ def blockwise_swiglu_backward(
     return dx, dw1, dw2, dw3
 
 
-COMPOSITES = (blockwise_backward, rowwise_backward, blockwise_swiglu, blockwise_swiglu_backward)
+COMPOSITES = (blockwise_swiglu, blockwise_swiglu_backward)

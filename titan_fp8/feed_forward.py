@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_fp8.functional import (
     InputCache,
     Spec,
+    check_devices,
     check_multiples_of_16,
     checked_offs,
     compute_dtype,
@@ -148,6 +149,7 @@ def fp8_swiglu(
             )
         shared = InputCache()
         return mm(F.silu(mm(x, w1, cache=shared)) * mm(x, w3, cache=shared), w2)
+    check_devices(x, w1=w1, w2=w2, w3=w3, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, w1=w1, w2=w2, w3=w3))
     for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     y = _FP8SwiGLU.apply(x.reshape(-1, x.shape[-1]), w1, w2, w3, offs, spec, for_wgrad)

@@ -50,8 +50,7 @@ def differentiable_once(backward: Callable) -> Callable:
 class _Kit:
     """The ops of one way of scaling fprop and dgrad, and of the wgrad that goes with it.
 
-    `pair` does for g what `rows_and_columns` does and for x what `columns` does; `backward` is
-    `rows_and_columns` of g, `dgrad` and `wgrad`.
+    `pair` does for g what `rows_and_columns` does and for x what `columns` does.
     """
 
     rows: OpOverload
@@ -61,7 +60,6 @@ class _Kit:
     fprop: OpOverload
     dgrad: OpOverload
     wgrad: OpOverload
-    backward: OpOverload
 
 
 _KITS = {
@@ -73,7 +71,6 @@ _KITS = {
         fprop=_ops.blockwise_fprop.default,
         dgrad=_ops.blockwise_dgrad.default,
         wgrad=_ops.blockwise_wgrad.default,
-        backward=_ops.blockwise_backward.default,
     ),
     Scaling.ROW: _Kit(
         rows=_ops.quantize_row.default,
@@ -83,7 +80,6 @@ _KITS = {
         fprop=_ops.rowwise_fprop.default,
         dgrad=_ops.rowwise_dgrad.default,
         wgrad=_ops.rowwise_wgrad.default,
-        backward=_ops.rowwise_backward.default,
     ),
 }
 
@@ -232,12 +228,6 @@ class _FP8Product(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
         layout, emulate = (offs, spec.aligned), spec.emulate
         x_kept = needs_dw and len(for_wgrad) == 1 and not spec.wgrad_in_bf16
-        db = None
-        if needs_db:
-            db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if needs_dx and needs_dw and len(for_wgrad) == 2:
-            both = spec.kit.backward(g_MN, w, *for_wgrad, *layout, ctx.x_dtype, emulate=emulate)
-            return *both, db, *(None for _ in others)
         if x_kept and needs_dx and spec.kit.pair:
             copies = spec.kit.pair(g_MN, *for_wgrad, *layout, emulate=emulate)
             rows, columns, for_wgrad = copies[:2], copies[2:4], copies[4:]
@@ -245,11 +235,13 @@ class _FP8Product(torch.autograd.Function):
             rows, columns = quantize_gradient(g_MN, offs, needs_dx, needs_dw, spec)
             if x_kept:
                 for_wgrad = spec.kit.columns(*for_wgrad, *layout, emulate=emulate)
-        dx_MK = dw = None
+        dx_MK = dw = db = None
         if needs_dx:
             dx_MK = dgrad(rows, w, offs, spec, ctx.x_dtype)
         if needs_dw:
             dw = wgrad(columns, for_wgrad, offs, spec, w.dtype)
+        if needs_db:
+            db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx_MK, dw, db, *(None for _ in others)
 
 
@@ -327,6 +319,13 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     return x.dtype
 
 
+def check_devices(x: Tensor, **others: Tensor | None) -> None:
+    """ValueError unless all are on x's device; a kernel would read any address it is given."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
+
+
 def check_multiples_of_16(name: str, weight: Tensor) -> None:
     n, k = weight.shape[-2:]
     if n % 16 or k % 16 or not n or not k:
@@ -373,7 +372,8 @@ def fp8_linear(
         y (..., N) in the dtype of F.linear. Gradients have the dtypes of what they belong to.
 
     Raises:
-        ValueError: a recipe, shape or dtype other than these, with its value and what is allowed.
+        ValueError: a recipe, shape, dtype or device other than these, with its value and what is
+            allowed.
         RuntimeError: CUDA tensors on a GPU other than Hopper, without emulate.
     """
     get_recipe(recipe)
@@ -385,6 +385,7 @@ def fp8_linear(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
     check_multiples_of_16("weight", weight)
+    check_devices(x, weight=weight, bias=bias)
     spec = Spec(recipe, emulate, False, compute_dtype(x, weight=weight, bias=bias))
     y = _product(x, weight, bias, None, spec, cache)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -426,5 +427,6 @@ def fp8_grouped_mm(
         )
     offs = checked_offs(offs, weight.shape[0])
     check_multiples_of_16("weight", weight)
+    check_devices(x, weight=weight, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, weight=weight))
     return _product(x, weight, None, offs, spec, cache)

@@ -1,7 +1,8 @@
 """The ops of `reference.py` as `torch.ops.titan_fp8.*`, for autograd, torch.compile and benchmarks.
 
-Each op has the name and arguments of the reference's function, and `emulate=False` besides. It
-runs the Hopper kernels on CUDA tensors, and the reference on the CPU or with `emulate=True`.
+Each op has the name and arguments of the reference's function, or of that in `composites.py`, and
+`emulate=False` besides. It runs the Hopper kernels on CUDA tensors, and the reference on the CPU or
+with `emulate=True`.
 Ops are functional: they write to none of their arguments and return fresh tensors, so that
 torch.compile merges equal ones, such as the quantisation of an input that wq, wk and wv share.
 
@@ -9,7 +10,7 @@ The products with a weight, fprop and dgrad, quantise it themselves. So torch.co
 FP8 copy of a weight, which it would else make in forward for backward and keep until then, and the
 host dispatches one op for the kernels of both. Their parts are ops as well, for benchmarks.
 
-What always runs together has an op besides, see `composites.py`.
+The experts' forward and backward have an op each besides, made of these, see `composites.py`.
 
 The ops on rows have nothing to do with FP8: no `emulate`, and kernels for any CUDA GPU.
 

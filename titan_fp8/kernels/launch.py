@@ -5,7 +5,7 @@ busy as it is. Triton finds the compiled kernel of a launch by binding and hashi
 layouts too, checks each tensor descriptor and packs the parameters in Python: 40 to 80 us, longer
 than many a kernel runs. Here Triton compiles, and launches a kernel for the first time. From then
 on `launcher.c` finds it by those traits of its arguments that Triton compiles for, packs the
-parameters and calls CUDA's driver.
+parameters and calls CUDA's driver; Triton's hooks around a launch see the first one alone.
 
 Python passes what costs it little: tensors whose type the kernel sees differently, `Typed`, and
 what TMA reads or writes, `Box`, are tuples, neither made nor checked by PyTorch or Triton.
@@ -86,17 +86,24 @@ class Kernel(GluonJITFunction):
 
     def __getitem__(self, grid: tuple[int, ...]):
         if self._launcher is None:
-            self._plans: dict[bytes, bytes] = {}
-            # What is told apart by its address has to stay there.
-            self._kept: list[Any] = []
+            plans: dict[bytes, bytes] = {}
+            first = functools.partial(self._launch_first, plans, [])
             constants = bytes(p.is_constexpr for p in self.params)
             self._launcher = native().Launcher(
-                *(self._launch_first, self._plans, constants),
+                *(first, plans, constants),
                 *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
             )
         return functools.partial(self._launcher, grid)
 
-    def _launch_first(self, key: bytes, grid: tuple[int, ...], args: tuple, options: dict) -> None:
+    def _launch_first(
+        self,
+        plans: dict[bytes, bytes],
+        kept: list[Any],
+        key: bytes,
+        grid: tuple[int, ...],
+        args: tuple,
+        options: dict,
+    ) -> None:
         """Launches through Triton, which compiles if it has not, and notes how to launch again."""
         missing = [p.name for p in self.params[len(args) :] if not p.is_constexpr]
         if missing:
@@ -104,7 +111,7 @@ class Kernel(GluonJITFunction):
         named = dict(zip(self.arg_names, args)) | options
         values = {name: for_triton(value) for name, value in named.items()}
         compiled = self.run(**values, grid=grid, warmup=False)
-        if compiled is None or key in self._plans:
+        if compiled is None or key in plans:
             return
         known = plan(compiled, named)
         if known is None:
@@ -113,10 +120,12 @@ class Kernel(GluonJITFunction):
                 "launches are left to it and take the host longer",
                 self.__name__,
             )
+        # What is told apart by its address has to stay there, and what is launched loaded.
         runtime = {p.name for p in self.params if not p.is_constexpr}
-        self._kept += (value for name, value in named.items() if name not in runtime)
-        self._kept += (value.layout for value in args if isinstance(value, Box))
-        self._plans[key] = known or b""
+        kept += (value for name, value in named.items() if name not in runtime)
+        kept += (value.layout for value in args if isinstance(value, Box))
+        kept.append(compiled)
+        plans[key] = known or b""
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
@@ -153,15 +162,19 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
         or metadata.num_ctas != 1
     )
     # Behind its arguments a kernel has pointers to two kinds of scratch memory.
-    if not launches_alone or _parameters(compiled.asm["ptx"]) != [*sizes, 8, 8]:
+    # Triton can be told to keep no PTX.
+    ptx = compiled.asm.get("ptx", "")
+    if not launches_alone or _parameters(ptx) != [*sizes, 8, 8]:
         return None
     return array("q", words).tobytes()
 
 
 def _parameters(ptx: str) -> list[int]:
     """How many bytes each parameter of the kernel has."""
-    entry = re.search(r"\.entry [^(]*\(([^)]*)\)", ptx)[1]
-    declared = re.findall(r"\.param (?:\.align \d+ )?\.[busf](\d+)[^\[\n]*(?:\[(\d+)\])?", entry)
+    entry = re.search(r"\.entry [^(]*\(([^)]*)\)", ptx)
+    if entry is None:
+        return []
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.[busf](\d+)[^\[\n]*(?:\[(\d+)\])?", entry[1])
     return [int(bits) // 8 * int(count or 1) for bits, count in declared]
 
 
