@@ -64,19 +64,21 @@ def _on_gpu_of(x: Tensor, function: Callable, *args):
         return function(*args)
 
 
-def _register(fake) -> None:
-    """Defines the op of which `fake` computes the empty result."""
-    name = fake.__name__.removeprefix("_")
-    schema = torch.library.infer_schema(getattr(reference, name), mutates_args=())
+def _register(name: str, prototype: Callable, call: Callable, fake: Callable) -> None:
+    """Defines the op of that name, with the arguments of `prototype`.
+
+    `call` computes it by an implementation of ops, the first argument, `fake` its empty result.
+    """
+    schema = torch.library.infer_schema(prototype, mutates_args=())
     arguments, result = schema.rsplit(" -> ", 1)
     _library.define(f"{name}{arguments[:-1]}, *, bool emulate=False) -> {result}")
 
     def run(x, *args, emulate=False):
         x = x.contiguous()
         if emulate or not x.is_cuda:
-            return getattr(reference, name)(x, *args)
+            return call(reference, x, *args)
         require_kernels(x.device)
-        return run_kernel(name, x, args)
+        return _on_gpu_of(x, call, _kernels(), x, *args)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
 
@@ -226,36 +228,29 @@ GEMMS = (
     _bf16_wgrad,
 )
 
-for _fake in (*QUANTIZERS, *SWIGLU, *GEMMS):
-    _register(_fake)
-
 _fakes = SimpleNamespace(
     **{f.__name__.removeprefix("_"): f for f in (*QUANTIZERS, *SWIGLU, *GEMMS)}
 )
 
 
-def _register_composite(composite) -> None:
-    """As `_register`, for an op that is made of those."""
+def _register_single(name: str, fake: Callable) -> None:
+    def call(of, *args):
+        return getattr(of, name)(*args)
 
-    def run(x, *args, emulate=False):
-        x = x.contiguous()
-        if emulate or not x.is_cuda:
-            return composite(reference, x, *args)
-        require_kernels(x.device)
-        return _on_gpu_of(x, composite, _kernels(), x, *args)
+    _register(name, getattr(reference, name), call, fake)
 
-    def run_fake(*args, emulate=False):
+
+def _register_composite(composite: Callable) -> None:
+    def fake(*args):
         return composite(_fakes, *args)
 
-    name, signature = composite.__name__, inspect.signature(composite)
-    run_fake.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
-    schema = torch.library.infer_schema(run_fake, mutates_args=())
-    arguments, result = schema.rsplit(" -> ", 1)
-    _library.define(f"{name}{arguments[:-1]}, *, bool emulate=False) -> {result}")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"titan_fp8::{name}", run_fake, lib=_library)
+    signature = inspect.signature(composite)
+    fake.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+    _register(composite.__name__, fake, composite, fake)
 
 
+for _name, _fake in vars(_fakes).items():
+    _register_single(_name, _fake)
 for _composite in COMPOSITES:
     _register_composite(_composite)
 

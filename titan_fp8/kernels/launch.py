@@ -161,9 +161,9 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
         or metadata.launch_pdl
         or metadata.num_ctas != 1
     )
-    # Behind its arguments a kernel has pointers to two kinds of scratch memory.
     # Triton can be told to keep no PTX.
     ptx = compiled.asm.get("ptx", "")
+    # Behind its arguments a kernel has pointers to two kinds of scratch memory.
     if not launches_alone or _parameters(ptx) != [*sizes, 8, 8]:
         return None
     return array("q", words).tobytes()
