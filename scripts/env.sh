@@ -24,7 +24,7 @@ from importlib.util import find_spec
 
 assert (3, 10) <= sys.version_info < (3, 13)
 assert version("torchtitan").startswith("0.2.")
-for name in "torch tensorboard matplotlib tokenizers datasets pytest ruff".split():
+for name in "torch tensorboard matplotlib tokenizers datasets pytest xdist ruff".split():
     assert find_spec(name), name
 PY
 }

@@ -7,7 +7,8 @@ cd "$root"
 prepare_env
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m pytest tests -q "$@"
+pytest=("$python" -m pytest -q -n 2 --dist worksteal)
+"${pytest[@]}" tests "$@"
 
 # The oldest Triton that we run on, what torch 2.11 brings: it may spill where the newest does not.
 oldest=3.6.0
@@ -20,7 +21,7 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
         mv "$folder.part" "$folder"
     fi
     echo "== kernels and launches with Triton $oldest"
-    PYTHONPATH="$folder:$PYTHONPATH" "$python" -m pytest -q tests/test_compile_*.py tests/test_launch.py
+    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/test_compile_*.py tests/test_launch.py
 fi
 
 if "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then

@@ -12,6 +12,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_fp8 import FP8Linear
 from titan_fp8.plugin.experts import FP8GroupedExperts
 
+pytestmark = pytest.mark.usefixtures("fresh_host")
+
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 # configs/<name>.toml: GPUs it is written for, FP8 linears, FP8 grouped experts. A Llama block has 7
 # linears; a DeepSeek block has 5 around the attention (4 without a query rank), 3 in a dense
