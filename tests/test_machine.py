@@ -67,6 +67,41 @@ def test_op_level_checkpointing_takes_dense_fp8_gemms_for_mm(tmp_path, gemm):
     assert asked[2:] == [(permutation.invert, (48, 32))]
 
 
+def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
+    asked = []
+
+    def policy(ctx, func, *args, **kwargs):
+        asked.append(func)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    def asked_for(contexts) -> set:
+        asked.clear()
+        x, w = torch.randn(16, 32), torch.randn(48, 32)
+        for context in contexts:  # forward, and what recomputes it
+            with context:
+                torch.mm(x, w.t())
+                OPS.blockwise_fprop(*OPS.quantize_1x128(x), w)
+                permutation.invert(torch.arange(3), 3)
+        return set(asked)
+
+    def adapted(flag) -> set:
+        converted(job(tmp_path, "llama3", flag, converters=(LINEAR,)))
+        wrapper = activation_checkpoint.ptd_checkpoint_wrapper
+        module = wrapper(nn.Identity(), context_fn=contexts)
+        return asked_for(module.checkpoint_fn.keywords["context_fn"]())
+
+    aten = torch.ops.aten
+    others = {aten.t.default, aten.mm.default, aten.arange.default}
+    ours = {OPS.quantize_1x128.default, permutation.invert}
+    assert adapted("--compile.enable") == others
+    assert adapted("--compile.no_enable") == others | ours  # products ask as mm
+    # Anybody else's are as they were.
+    assert asked_for(contexts()) == others | ours | {OPS.blockwise_fprop.default}
+
+
 def test_async_tensor_parallelism_is_warned_about_once(tmp_path, caplog):
     flag = "--parallelism.enable_async_tensor_parallel"
     converted(job(tmp_path, "deepseek_v3", flag))

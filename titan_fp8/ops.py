@@ -285,5 +285,12 @@ def _dot_rows(a, b, index):
     return _s(a, *index.shape)
 
 
-for _fake in (_gather_rows, _combine_rows, _dot_rows):
+ON_ROWS = (_gather_rows, _combine_rows, _dot_rows)
+
+for _fake in ON_ROWS:
     _register_on_rows(_fake)
+
+NAMES = tuple(
+    f.__name__.removeprefix("_") for f in (*QUANTIZERS, *SWIGLU, *GEMMS, *COMPOSITES, *ON_ROWS)
+)
+"""All ops of `torch.ops.titan_fp8`."""

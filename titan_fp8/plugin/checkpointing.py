@@ -10,7 +10,8 @@ Blocks that are compiled as a whole tell the compiler what to keep: the policy i
 are traced. MoE blocks are compiled in parts, and the checkpoint around them sees the ops of their
 compiled code as they run, but not what that code does to their outputs: it writes the next thing
 where it has read the last. A product kept from there is another one when it is needed. So nothing
-is kept of them, as in bf16, whose GEMMs the policy does not recognise in compiled code.
+is kept of them, as in bf16, whose GEMMs the policy does not recognise in compiled code. Nor is it
+asked then: our ops go past the checkpoint's modes, in which the host spends as long as in an op.
 
 The indices that sort a rank's tokens by expert are kept: they are small, follow from counts that
 torchtitan keeps, and making them again would take the host longer than the GPU. Those by which
@@ -23,9 +24,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed import activation_checkpoint
 
+from titan_fp8.ops import NAMES
 from titan_fp8.plugin import permutation
 
 _ops = torch.ops.titan_fp8
@@ -61,21 +64,36 @@ def _with_our_ops(context_fn: Callable, compiles: bool) -> Callable:
         contexts = context_fn()
         for context in contexts:
             if getattr(context, "policy_fn", None) is not None:
-                context.policy_fn = _knowing_our_ops(context.policy_fn, compiles)
+                context.policy_fn = _knowing_our_ops(context.policy_fn)
+            if isinstance(context, TorchDispatchMode):
+                context.of_compiled_model = compiles
+                _let_our_ops_pass(type(context))
         return contexts
 
     return make_contexts
 
 
-def _knowing_our_ops(policy: Callable, compiles: bool) -> Callable:
+@functools.cache
+def _let_our_ops_pass(mode: type) -> None:
+    """Has our ops ask `_pass` what to do under a mode of this class, once a process."""
+    for name in (*(f"titan_fp8::{name}" for name in NAMES), "titan_fp8_plugin::invert"):
+        torch.library.register_torch_dispatch(name, mode, _pass)
+
+
+def _pass(mode: Any, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
+    """Runs an op, past the mode if code of a compiled model runs and nothing is being traced."""
+    if getattr(mode, "of_compiled_model", False) and type(args[0]) is torch.Tensor:
+        return func(*args, **(kwargs or {}))
+    return type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
+
+
+def _knowing_our_ops(policy: Callable) -> Callable:
     def ask(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func is permutation.places_of_tokens:
             return CheckpointPolicy.MUST_SAVE
         if func in _GEMMS:
             # Arguments that are their defaults do not arrive.
             a, _, w, *rest = args
-            if compiles and type(a) is torch.Tensor:  # compiled code that runs, nothing is traced
-                return CheckpointPolicy.PREFER_RECOMPUTE
             if not rest or rest[0] is None:
                 # The host reads the shape of the right operand; a real one would enter the graph.
                 right = SimpleNamespace(shape=torch.Size(reversed(w.shape)))
