@@ -19,7 +19,7 @@ from torchtitan.models.moe.moe import MoE
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.functional import differentiable_once
-from titan_fp8.plugin.permutation import invert
+from titan_fp8.plugin.permutation import arrived, invert
 
 _ops = torch.ops.titan_fp8
 
@@ -51,6 +51,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
+        y = arrived(y)
         ctx.save_for_backward(slots, rows, *(() if scores is None else (y, scores)))
         return _ops.combine_rows(y, rows, scores)
 

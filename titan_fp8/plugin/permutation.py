@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
@@ -69,6 +70,14 @@ def places_of_tokens(
     return index, invert(index, tokens), sizes
 
 
+def arrived(x: Tensor) -> Tensor:
+    """x itself, once its collective is through.
+
+    Ops wait by themselves, but the dispatch of the tensor's class costs the host more than the op.
+    """
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
 class Permutation(NamedTuple):
     """Which token stands where, and where each token stands."""
 
@@ -84,7 +93,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _gather_rows(x, index)
+        return _gather_rows(arrived(x), index)
 
     @staticmethod
     @differentiable_once
