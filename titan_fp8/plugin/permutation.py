@@ -51,11 +51,9 @@ def _fake_places(counts, experts, ranks, tokens, length, alignment):
 
 @_one_op(fake=lambda index, count: index.new_empty(count))
 def invert(index: Tensor, count: int) -> Tensor:
-    """Where in `index` each number below `count` stands, -1 for one that does not: (count,)."""
-    inverse = index.new_full((count + 1,), -1)
-    # Padding, -1, writes to the last element.
-    inverse[index] = torch.arange(len(index), device=index.device, dtype=index.dtype)
-    return inverse[:-1]
+    """Where in `index`, int64, each number below `count` stands, -1 for one that does not."""
+    places = torch.arange(len(index), device=index.device)
+    return index.new_full((count,), -1).scatter_(0, index, places)
 
 
 @_one_op(fake=_fake_places)
@@ -67,7 +65,9 @@ def places_of_tokens(
         rest = experts, ranks, tokens, length, alignment
         return run_kernel("places_of_tokens", counts.contiguous(), rest)
     index, sizes, _ = moe_utils.generate_permute_indices(counts, experts, ranks, length, alignment)
-    return index, invert(index, tokens), sizes
+    # Padding, -1, goes behind the tokens.
+    places = invert(index.long() % (tokens + 1), tokens + 1)[:-1]
+    return index, places.to(index.dtype), sizes
 
 
 def arrived(x: Tensor) -> Tensor:
