@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 @pytest.fixture
 def fresh_host(monkeypatch):
     """torchtitan as in a new process: what trainers and conversions change is put back after."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.distributed import activation_checkpoint, expert_parallel
     from torchtitan.models.moe import moe, utils
@@ -37,6 +38,8 @@ def fresh_host(monkeypatch):
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
     for name in ("_permute", "_unpermute"):
         monkeypatch.setattr(expert_parallel, name, getattr(expert_parallel, name))
+    name = "foreach_reduce_scatter_copy_in"
+    monkeypatch.setattr(_fsdp_collectives, name, getattr(_fsdp_collectives, name))
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
     monkeypatch.setattr(activation_checkpoint, "ptd_checkpoint_wrapper", wrapper)
     metrics = dict(MetricsProcessor.__dict__)

@@ -21,6 +21,7 @@ from titan_fp8.plugin.checkpointing import adapt_checkpointing
 from titan_fp8.plugin.config import GROUPED_MM, LINEAR
 from titan_fp8.plugin.experts import convert_experts
 from titan_fp8.plugin.feed_forward import fuse_feed_forwards
+from titan_fp8.plugin.fsdp import reduce_over_one_rank_by_copies
 from titan_fp8.plugin.moe import route_by_gathers
 from titan_fp8.plugin.permutation import permute_by_gathers
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
@@ -96,6 +97,8 @@ class GroupedMMConverter(_Converter):
         if recipe != BF16:
             # Beyond the Literal of its signature, which the host does not enforce.
             set_token_group_alignment_size_m(get_recipe(recipe).alignment)
+            if self.parallel_dims.ep_enabled:
+                reduce_over_one_rank_by_copies()
         self.log("grouped experts", recipe, report)
         if (section.permutation or ("host" if recipe == BF16 else "gather")) == "gather":
             self.permute_by_gathers(model, asked=section.permutation is not None)
