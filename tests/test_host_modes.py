@@ -14,7 +14,9 @@ import gloo
 import pytest
 import torch
 from titan import (
+    AC,
     BOTH,
+    CHECKPOINTING,
     LINEAR,
     batch,
     converted,
@@ -35,14 +37,6 @@ from titan_fp8 import reference
 pytestmark = pytest.mark.usefixtures("fresh_host")
 
 CONVERTERS = {"llama3": (LINEAR,), "deepseek_v3": BOTH}
-AC = "--activation_checkpoint"
-CHECKPOINTING = {
-    "full": (f"{AC}.mode", "full"),
-    "layer 1": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "1"),
-    "layer 2": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "2"),
-    "op": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "op"),
-    "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
-}
 # Traces, decomposes and partitions as inductor does, and leaves out the C++ compiler.
 COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 # A token that goes to another expert for a rounding error changes more than the error.

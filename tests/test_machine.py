@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan import (
+    AC,
     BOTH,
+    CHECKPOINTING,
     GROUPED_MM,
     LINEAR,
     build,
@@ -100,6 +102,22 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
     assert adapted("--compile.no_enable") == others | ours  # products ask as mm
     # Anybody else's are as they were.
     assert asked_for(contexts()) == others | ours | {OPS.blockwise_fprop.default}
+
+
+@pytest.mark.parametrize(
+    "flags, checkpointed",
+    [
+        ((f"{AC}.mode", "none"), False),
+        ((f"{AC}.mode", "memory_budget"), False),
+        (CHECKPOINTING["layer 2"], False),
+        (CHECKPOINTING["layer 1"], True),
+        (CHECKPOINTING["op"], True),
+        (CHECKPOINTING["full"], True),
+    ],
+)
+def test_the_compiler_knows_whether_all_blocks_are_checkpointed(tmp_path, flags, checkpointed):
+    converted(job(tmp_path, "deepseek_v3", "--compile.enable", *flags))
+    assert torch._inductor.config.joint_custom_pre_pass.checkpointed == checkpointed
 
 
 def test_async_tensor_parallelism_is_warned_about_once(tmp_path, caplog):

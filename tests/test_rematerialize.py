@@ -69,7 +69,11 @@ def test_inputs_behind_pointwise_products_are_quantised_again(installed):
         torch.testing.assert_close(got, p.grad, rtol=0.02, atol=0.02 * float(p.grad.abs().max()))
 
 
-def test_without_the_pass_they_are_kept():
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_without_the_pass_or_inside_of_checkpoints_they_are_kept(checkpointed):
+    if checkpointed:
+        for last in (False, True):
+            recompute_fp8_inputs(last)
     shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
     assert sorted(shapes) == [(64, 128), (96, 128)]
 

@@ -32,6 +32,15 @@ ROOT = Path(__file__).parents[1]
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 BOTH = (LINEAR, GROUPED_MM)
+AC = "--activation_checkpoint"
+CHECKPOINTING = {
+    "full": (f"{AC}.mode", "full"),
+    "layer 1": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "1"),
+    "layer 2": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "2"),
+    "op": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "op"),
+    "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
+}
+"""The host's ways of activation checkpointing, as flags."""
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:

@@ -47,7 +47,11 @@ class _Converter(QuantizationConverter):
             require_kernels(torch.device("cuda", torch.cuda.current_device()))
         adapt_checkpointing(self.compiles)
         if self.compiles:
-            recompute_fp8_inputs()
+            checkpoint = self.job_config.activation_checkpoint
+            all_blocks = checkpoint.mode == "full" or (
+                checkpoint.mode == "selective" and checkpoint.selective_ac_option in ("op", "1")
+            )
+            recompute_fp8_inputs(checkpointed=all_blocks)
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
 

@@ -11,9 +11,11 @@ with or without fusion, an eager one less.)
 So a pass over the joint graph marks the quantisation of such inputs as to be recomputed, as
 activation checkpointing marks what it recomputes. Inputs of any other origin stay as they are: for
 a graph's own input, say, the FP8 copy is the smallest thing to keep. Graphs which activation
-checkpointing has marked already are left to it. But torch 2.11 does not mark what an
-autograd.Function does, where a whole block is to be recomputed: with full checkpointing a block
-kept the outputs of all its FP8 GEMMs. The pass marks these.
+checkpointing has marked already are left to it, and so are the parts of MoE blocks, compiled one by
+one inside of a checkpoint: what they keep lives from the recomputation of their block to its
+backward. But torch 2.11 does not mark what an autograd.Function does, where a whole block is to be
+recomputed: with full checkpointing a block kept the outputs of all its FP8 GEMMs. The pass marks
+these.
 """
 
 import operator
@@ -43,16 +45,21 @@ _SAME_VALUES = {
 
 
 class RecomputeFP8Inputs(CustomGraphPass):
-    """The pass, for `torch._inductor.config.joint_custom_pre_pass`; `before` it run the others."""
+    """The pass, for `torch._inductor.config.joint_custom_pre_pass`; `before` it run the others.
 
-    def __init__(self, before: Sequence[CustomGraphPass] = ()):
-        self.before = tuple(before)
+    `checkpointed`: all blocks of the model are, so that graphs without marks are parts of them.
+    """
+
+    def __init__(self, before: Sequence[CustomGraphPass] = (), checkpointed: bool = False):
+        self.before, self.checkpointed = tuple(before), checkpointed
 
     def __call__(self, graph: fx.Graph) -> None:
         for graph_pass in self.before:
             graph_pass(graph)
         if any("recompute" in node.meta for node in graph.nodes):
             _complete_marks(graph)
+            return
+        if self.checkpointed:
             return
         for node in graph.nodes:
             if node.target in _QUANTIZERS and _is_cheap_in_backward(node.args[0]):
@@ -61,7 +68,8 @@ class RecomputeFP8Inputs(CustomGraphPass):
                     part.meta["ac_graph_id"] = 0
 
     def uuid(self) -> object:
-        return get_hash_for_files((__file__,)), *(graph_pass.uuid() for graph_pass in self.before)
+        others = (graph_pass.uuid() for graph_pass in self.before)
+        return get_hash_for_files((__file__,)), self.checkpointed, *others
 
 
 def _complete_marks(graph: fx.Graph) -> None:
@@ -97,9 +105,11 @@ def _is_cheap_in_backward(x: fx.Node) -> bool:
     return x.target is _aten.mul.Tensor or "attention" in str(x.args[:1]) + str(x.target)
 
 
-def recompute_fp8_inputs() -> None:
-    """Installs the pass, behind those that are there already; calling it again does nothing."""
+def recompute_fp8_inputs(checkpointed: bool = False) -> None:
+    """Installs the pass, behind those that are there already; the last call counts."""
     there = inductor_config.joint_custom_pre_pass
-    if not isinstance(there, RecomputeFP8Inputs):
+    if isinstance(there, RecomputeFP8Inputs):
+        before = there.before
+    else:
         before = there if isinstance(there, (list, tuple)) else [there] if there else []
-        inductor_config.joint_custom_pre_pass = RecomputeFP8Inputs(before)
+    inductor_config.joint_custom_pre_pass = RecomputeFP8Inputs(before, checkpointed)
