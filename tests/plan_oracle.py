@@ -174,11 +174,11 @@ class Experts(nn.Module):
 
 def as_on_ranks(model: nn.Module, plan: Plan, microbatches: int, recipe: str) -> None:
     """Changes `model`, unsharded, to compute what the ranks of `plan` compute together."""
-    shares = plan.fsdp * microbatches
+    shares = plan.shares * microbatches
     expert_shares, expert_ranks = shares, plan.tp
     if plan.ep > 1:
         # An expert's rank gathers its tokens from all ranks of its group.
-        expert_shares, expert_ranks = plan.fsdp * plan.tp // (plan.ep * plan.etp), plan.etp
+        expert_shares, expert_ranks = plan.shares * plan.tp // (plan.ep * plan.etp), plan.etp
     for block in model.layers.values():
         quantize_linears(block, recipe)
         if plan.tp > 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from plan_oracle import as_on_ranks
-from plans import RECIPES, Plan
+from plans import PLANS, RECIPES, Plan
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,8 +31,7 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-BATCH, SEQ_LEN, VOCAB = 2, 160, 2048
-TOKENS = BATCH * SEQ_LEN
+SEQ_LEN, VOCAB = 160, 2048
 FLAVOR = "two_layers"
 SHAPES = {
     "llama3": {"n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "multiple_of": 32},
@@ -66,18 +65,21 @@ def run_unsharded(rank: int, folder: Path) -> None:
     model = build(plan, configure(plan, "bf16"))
     materialize(model)
     dcp.save(ModelWrapper(model).state_dict(), checkpoint_id=folder / plan.model, no_dist=True)
-    for learned_scores in (True, False):
+    cases = {(has_whole_router_gradient(p), p.sequences) for p in PLANS if p.model == plan.model}
+    for learned_scores, sequences in cases:
         fix_routing(learned_scores)
-        results = {recipe: run(plan, recipe, folder) for recipe in ("bf16", *RECIPES)}
-        results["host bf16"] = run(plan, "bf16", folder, precision="bfloat16")
-        torch.save(results, folder / f"{plan.model}-{learned_scores}.pt")
+        text = batch(sequences)
+        results = {recipe: run(plan, recipe, folder, text) for recipe in ("bf16", *RECIPES)}
+        results["host bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
+        torch.save(results, folder / f"{plan.model}-{learned_scores}-{sequences}.pt")
 
 
 def run_plan(rank: int, plan: Plan, folder: Path) -> None:
     """Writes what this rank of `plan` computes; the first two also what the oracle does."""
     fix_routing(has_whole_router_gradient(plan))
-    results = {recipe: run(plan, recipe, folder) for recipe in RECIPES}
-    results["host bf16"] = run(plan, "bf16", folder, precision="bfloat16")
+    text = batch(plan.sequences)
+    results = {recipe: run(plan, recipe, folder, text) for recipe in RECIPES}
+    results["host bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
     torch.save(results, folder / f"{plan.name}-{rank}.pt")
     if rank < len(RECIPES):
         torch.save(
@@ -110,7 +112,7 @@ def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
     flavors[FLAVOR] = dataclasses.replace(flavors["debugmodel"], **SHAPES[plan.model])
     flags = plan.flags(recipe)
     flags += ["--model.flavor", FLAVOR, "--training.mixed_precision_param", precision]
-    flags += ["--training.local_batch_size", str(BATCH // plan.fsdp)]
+    flags += ["--training.local_batch_size", str(plan.sequences // plan.shares)]
     flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
     # Loss parallel sums the softmax in another order, enough for a rounding to fall the other way.
     flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
@@ -120,8 +122,10 @@ def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
 def dims_of(plan: Plan) -> ParallelDims:
     degrees = dataclasses.asdict(plan)
     del degrees["model"]
-    fsdp = degrees.pop("fsdp")
-    return ParallelDims(dp_replicate=1, dp_shard=fsdp, cp=1, world_size=plan.ranks, **degrees)
+    replicate, fsdp = degrees.pop("replicate"), degrees.pop("fsdp")
+    return ParallelDims(
+        dp_replicate=replicate, dp_shard=fsdp, cp=1, world_size=plan.ranks, **degrees
+    )
 
 
 def build(plan: Plan, config: JobConfig) -> nn.Module:
@@ -150,21 +154,28 @@ def load(parts: list[nn.Module], checkpoint: Path, alone: bool) -> None:
     wrapper.load_state_dict(state)
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and labels (BATCH, SEQ_LEN)."""
+def batch(sequences: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels (sequences, SEQ_LEN)."""
     generator = torch.Generator().manual_seed(1)
-    text = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+    text = torch.randint(VOCAB, (sequences, SEQ_LEN + 1), generator=generator)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def run(plan: Plan, recipe: str, folder: Path, precision: str = "float32") -> Result:
-    """One forward and backward of `plan` on this rank's share of the batch."""
+def run(
+    plan: Plan,
+    recipe: str,
+    folder: Path,
+    text: tuple[Tensor, Tensor],
+    precision: str = "float32",
+) -> Result:
+    """One forward and backward of `plan` on this rank's share of tokens and labels."""
     config, dims = configure(plan, recipe, precision), dims_of(plan)
     spec, model = get_train_spec(plan.model), build(plan, config)
-    tokens, labels = batch()
-    if plan.fsdp > 1:
+    tokens, labels = text
+    total = labels.numel()
+    if plan.shares > 1:
         share = dims.get_mesh("batch").get_local_rank()
-        tokens, labels = (t.chunk(plan.fsdp)[share] for t in (tokens, labels))
+        tokens, labels = (t.chunk(plan.shares)[share] for t in (tokens, labels))
     if plan.pp > 1:
         schedule, parts, first, last = spec.pipelining_fn(
             model, dims, config, torch.device("cpu"), model.model_args, spec.parallelize_fn,
@@ -180,10 +191,12 @@ def run(plan: Plan, recipe: str, folder: Path, precision: str = "float32") -> Re
     else:
         with maybe_enable_amp(dims, precision, "cpu"):
             output = parts[0](tokens)
-            loss = cross_entropy_loss(output, labels) / TOKENS
+            loss = cross_entropy_loss(output, labels) / total
         loss.backward()
     named = (item for part in parts for item in part.named_parameters())
-    return result(output, named, TOKENS if plan.pp > 1 else 1)
+    # DDP averages gradients, where the host has FSDP sum them.
+    averaged = 1 if plan.fsdp > 1 else 1 / plan.replicate
+    return result(output, named, total if plan.pp > 1 else averaged)
 
 
 def run_oracle(plan: Plan, recipe: str, folder: Path) -> Result:
@@ -192,16 +205,16 @@ def run_oracle(plan: Plan, recipe: str, folder: Path) -> Result:
     model = build(alone, configure(alone, "bf16"))
     load([model], folder / plan.model, alone=True)
     named = list(model.named_parameters())
-    microbatches = BATCH if plan.pp > 1 else 1
+    microbatches = plan.sequences if plan.pp > 1 else 1
     as_on_ranks(model, plan, microbatches, recipe)
-    tokens, labels = batch()
+    tokens, labels = batch(plan.sequences)
     output = model(tokens)
-    scale = TOKENS if plan.pp > 1 else 1
-    (cross_entropy_loss(output, labels) / (TOKENS // scale)).backward()
+    scale = labels.numel() if plan.pp > 1 else 1
+    (cross_entropy_loss(output, labels) / (labels.numel() // scale)).backward()
     return result(output, named, scale)
 
 
-def result(output: Tensor | None, named, scale: int) -> Result:
+def result(output: Tensor | None, named, scale: float) -> Result:
     def whole(t: Tensor) -> Tensor:
         return (t.full_tensor() if isinstance(t, DTensor) else t).detach().float()
 

@@ -1,5 +1,6 @@
 """The parallel plans under test, one table for all tests of them."""
 
+import dataclasses
 from dataclasses import dataclass
 
 RECIPES = ("blockwise", "rowwise")
@@ -9,9 +10,14 @@ GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees of parallelism, as in torchtitan's [parallelism]; `fsdp` is data_parallel_shard's."""
+    """Degrees of parallelism, as in torchtitan's [parallelism].
+
+    `replicate` and `fsdp` are data_parallel_replicate's and data_parallel_shard's: HSDP has both,
+    DDP the first alone.
+    """
 
     model: str
+    replicate: int = 1
     fsdp: int = 1
     tp: int = 1
     ep: int = 1
@@ -20,12 +26,26 @@ class Plan:
 
     @property
     def name(self) -> str:
-        degrees = {"fsdp": self.fsdp, "tp": self.tp, "ep": self.ep, "etp": self.etp, "pp": self.pp}
-        return "-".join([self.model, *(f"{k}{v}" for k, v in degrees.items() if v > 1)])
+        degrees = dataclasses.asdict(self)
+        model = degrees.pop("model")
+        return "-".join([model, *(f"{k}{v}" for k, v in degrees.items() if v > 1)])
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the ranks divide a batch."""
+        return self.replicate * self.fsdp
+
+    @property
+    def sequences(self) -> int:
+        """Of a batch; a rank has one or, without FSDP, two.
+
+        With two, tensor parallelism and etp 1 the host's own gradients are wrong (docs/log.md).
+        """
+        return 2 * self.replicate
 
     @property
     def ranks(self) -> int:
-        return self.fsdp * self.tp * self.pp
+        return self.shares * self.tp * self.pp
 
     @property
     def converters(self) -> tuple[str, ...]:
@@ -35,6 +55,7 @@ class Plan:
     def flags(self, recipe: str) -> list[str]:
         """The model, the plan and the recipe on torchtitan's command line."""
         degrees = {
+            "data_parallel_replicate": self.replicate,
             "data_parallel_shard": self.fsdp,
             "tensor_parallel": self.tp,
             "expert_parallel": self.ep,
@@ -51,12 +72,15 @@ class Plan:
 
 PLANS = (
     Plan("llama3", fsdp=2),
+    Plan("llama3", replicate=2),
+    Plan("llama3", replicate=2, fsdp=2),
     Plan("llama3", tp=2),
     Plan("llama3", fsdp=2, tp=2),
     Plan("llama3", pp=2),
     Plan("deepseek_v3", fsdp=2),
     Plan("deepseek_v3", tp=2),
     Plan("deepseek_v3", fsdp=2, ep=2),
+    Plan("deepseek_v3", replicate=2, fsdp=2, ep=2),
     Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=1),
     Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=2),
     Plan("deepseek_v3", pp=2),

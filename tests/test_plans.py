@@ -63,7 +63,7 @@ def test_a_plan_quantises_what_each_rank_holds(plan, folder, capsys):
     spawn(plan_ranks.run_plan, plan.ranks, plan, folder)
     learned = plan_ranks.has_whole_router_gradient(plan)
     ranks = [read(folder / f"{plan.name}-{rank}.pt") for rank in range(plan.ranks)]
-    unsharded = read(folder / f"{plan.model}-{learned}.pt")
+    unsharded = read(folder / f"{plan.model}-{learned}-{plan.sequences}.pt")
     sharded = {recipe: gather(plan, [rank[recipe] for rank in ranks]) for recipe in ranks[0]}
     host = difference(sharded["host bf16"], unsharded["host bf16"])
     for recipe in RECIPES:

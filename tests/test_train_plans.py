@@ -55,7 +55,7 @@ def job(plan: Plan, recipe: str, text: Path, folder: Path) -> list[object]:
     """The command line of a training that writes to `folder`."""
     flags = [*plan.flags(recipe), *training(text, folder), "--training.steps", STEPS]
     flags += ["--model.flavor", "tiny", "--experimental.custom_import", "titan"]
-    flags += ["--training.local_batch_size", 4 // plan.fsdp]
+    flags += ["--training.local_batch_size", 4 // plan.shares]
     return [*flags, "--checkpoint.enable", "--checkpoint.interval", 10 * STEPS]
 
 
