@@ -2,7 +2,7 @@
 # has all it needs:
 #
 # 1. TITAN_FP8_PYTHON, if set, is used as it is (a container image, a GPU node without a network).
-# 2. Else the python3 on PATH, if all the packages below are in it.
+# 2. Else the python3 on PATH, if all the packages below are in it, in versions that were tried.
 # 3. Else .venv of this repository. The first call makes it, with Python 3.10, 3.11 or 3.12, and so
 #    does the first after a change to pyproject.toml or this file. Its torch is the one that was
 #    tried: 2.11 with an NVIDIA GPU, 2.13 without. pip's own settings (PIP_INDEX_URL and the like)
@@ -22,9 +22,13 @@ import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from packaging.specifiers import SpecifierSet
+
 assert (3, 10) <= sys.version_info < (3, 13)
-assert version("torchtitan").startswith("0.2.")
-for name in "torch tensorboard matplotlib tokenizers datasets pytest xdist ruff".split():
+# As pyproject.toml has them.
+for name, range in {"torch": ">=2.11,<2.14", "torchtitan": ">=0.2.2,<0.3", "triton": ">=3.6"}.items():
+    assert SpecifierSet(range).contains(version(name)), name
+for name in "tensorboard matplotlib tokenizers datasets pytest xdist ruff".split():
     assert find_spec(name), name
 PY
 }

@@ -8,7 +8,8 @@
 # (on a machine with one GPU: one rank). What the first call prepares, the next reuses: environment,
 # corpus, tokenizer, seed checkpoint. Results are in outputs/quickstart/MODEL: a folder for each run
 # with its log and TensorBoard events, and the comparison as loss.png. The exit status is that of
-# the comparison; losses of fewer than 20 steps are compared but not judged.
+# the comparison; losses of fewer than 20 steps are compared but not judged. On GPUs that are no Hopper
+# FP8 is emulated, as on the CPU.
 #
 # Routing amplifies any rounding. So deepseek_v3 trains its baseline a second time, in FP32, and FP8
 # is held to the larger of the tolerance and that run's gap.
@@ -74,6 +75,11 @@ train() {
 }
 
 bf16=(--quantize.linear.titan_fp8.recipe bf16)
+fp8=()
+if [[ $gpus -gt 0 && $("$python" -c 'import torch; print(torch.cuda.get_device_capability()[0])') != 9 ]]; then
+    fp8=(--quantize.linear.titan_fp8.emulate)
+    [[ $model == llama3 ]] || fp8+=(--quantize.grouped_mm.titan_fp8.emulate)
+fi
 if [[ ! -f $seed/checkpoint/step-0/.metadata ]]; then
     echo "== $model: seed checkpoint"
     NGPU=1 launch "$seed" "${bf16[@]}" --parallelism.expert_parallel_degree 1 \
@@ -83,7 +89,7 @@ fi
 rm -f "$runs/loss.png"
 compare=("$runs/bf16" "$runs/blockwise" --out "$runs/loss.png")
 train bf16 "${bf16[@]}"
-train blockwise
+train blockwise "${fp8[@]}"
 if [[ $model == deepseek_v3 ]]; then
     train fp32 "${bf16[@]}" --training.mixed_precision_param float32
     compare+=(--noise "$runs/fp32")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,31 @@ def test_quickstart_refuses(arguments: list[str], message: str) -> None:
     assert result.returncode == 2
     assert message in result.stderr
     assert "usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]" in result.stderr
+
+
+@pytest.mark.parametrize("capability", [8, 9])
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+def test_quickstart_emulates_on_a_gpu_that_is_no_hopper(
+    model: str, capability: int, tmp_path: Path
+) -> None:
+    for folder in ("scripts", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+        case "$*" in
+            *capability*) echo {capability} ;;
+            *device_count*) echo 1 ;;
+            *distributed.run*) echo "$*" >>{calls} ;;
+        esac""")
+    python.chmod(0o755)
+    run(str(tmp_path / "scripts/quickstart.sh"), model, TITAN_FP8_PYTHON=str(python))
+    emulating = {
+        Path(call.partition("--job.dump_folder ")[2].split()[0]).name: call.count(".emulate")
+        for call in calls.read_text().splitlines()
+    }
+    sections = {"llama3": 1, "deepseek_v3": 2}[model]
+    assert emulating.pop("blockwise") == (sections if capability == 8 else 0)
+    assert "bf16" in emulating and not any(emulating.values())
 
 
 @pytest.mark.parametrize(
