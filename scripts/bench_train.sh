@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a production model in bf16 and in FP8, side by side on the GPUs of this machine, and compare speed, memory, loss:
+# Train a production model in bf16 and in FP8, one after the other on the GPUs of this machine, and compare speed, memory, loss:
 #
 #   ./scripts/bench_train.sh llama3_8b|deepseek_v3_16b [--steps N] [RUN ...]
 #
@@ -9,7 +9,7 @@
 # force with BALANCED=1. NGPU=8 takes 8 GPUs and EP 8, NGPU=2 takes 2, EP 2 and bf16 parameters, which take no more memory.
 # A RUN is RECIPE[/PERMUTATION][:SEED]: which permutation goes around the experts (host, gather; left out, the recipe's own) and
 # which seed is used (42). Default runs: bf16 blockwise rowwise. The first is the baseline; the same with
-# another seed tells the noise. Text and tokenizer are the offline ones of prepare_data.py. Every loss is logged from 100 steps on, below every fifth, for logging waits for the GPU.
+# another seed tells the noise; the bar for losses is 0.5 %, or that noise. Text and tokenizer are the offline ones of prepare_data.py. Every loss is logged from 100 steps on, below every fifth, for logging waits for the GPU.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

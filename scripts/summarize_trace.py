@@ -1,7 +1,7 @@
 """Where the milliseconds of a training step go, from a trace that torchtitan's profiler left:
 
-    ./scripts/train.sh CONFIG ... --profiling.enable_profiling
-    python scripts/summarize_trace.py outputs/profile_traces/iteration_10/rank0_trace.json
+    ./scripts/train.sh CONFIG --job.dump_folder FOLDER --profiling.enable_profiling
+    python scripts/summarize_trace.py FOLDER/profile_traces/iteration_10/rank0_trace.json
 
 Prints the GPU time by kind of kernel, the time in which the GPU had nothing to do, and what the
 host was at. Profiling slows the host down: idle time is an upper bound, GPU time is what it is.

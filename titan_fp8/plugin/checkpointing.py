@@ -3,7 +3,7 @@
 torchtitan's policy saves the outputs of some ops, and of every second `aten.mm`. To it an FP8 GEMM
 is an op that it has never heard of, to be recomputed each time. Here it is asked about `aten.mm` in
 the GEMM's place, so that a block keeps the memory that it had in bf16. Saving all of them instead
-was 6 % faster on Llama3-8B and took as much memory as no checkpointing at all (docs/benchmarks.md).
+was 5 % faster on Llama3-8B and took as much memory as no checkpointing at all (docs/benchmarks.md).
 Grouped GEMMs are recomputed, as torchtitan's own are.
 
 Blocks that are compiled as a whole tell the compiler what to keep: the policy is asked while they
