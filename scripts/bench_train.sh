@@ -8,8 +8,9 @@
 # deepseek_v3_16b: 4 GPUs, EP 4, batch 4 x 4096, op-level checkpointing, compile; routing is left to itself, or balanced by
 # force with BALANCED=1. NGPU=8 takes 8 GPUs and EP 8, NGPU=2 takes 2, EP 2 and bf16 parameters, which take no more memory.
 # A RUN is RECIPE[/PERMUTATION][:SEED]: which permutation goes around the experts (host, gather; left out, the recipe's own) and
-# which seed is used (42). Default runs: bf16 blockwise rowwise. The first is the baseline; the same with
-# another seed tells the noise; the bar for losses is 0.5 %, or that noise. Text and tokenizer are the offline ones of prepare_data.py. Every loss is logged from 100 steps on, below every fifth, for logging waits for the GPU.
+# which seed is used (42). Default runs: bf16 blockwise rowwise. The first is the baseline; the same with another seed tells the
+# noise, and the bar for losses is 0.5 % or that noise. Text and tokenizer are the offline ones of prepare_data.py. From 100
+# steps on every loss is logged, else every fifth, for logging waits for the GPU.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
