@@ -4,6 +4,7 @@ A mistake raises while the file is read, which is before a trainer exists: no st
 That the command line ends so too is tested once, on a run in its own process.
 """
 
+import re
 import sys
 
 import pytest
@@ -112,6 +113,13 @@ def test_a_mistake_in_the_toml_names_key_value_and_what_is_allowed(
     written = {"true": "True"}.get(value, value).replace('"', "'")
     assert written in message
     assert all(word in message for word in allowed)
+
+
+@pytest.mark.parametrize("section", BOTH)
+@pytest.mark.parametrize("value", ['"default"', "false", "2"])
+def test_the_mark_of_a_section_that_is_not_in_the_file_is_no_key(tmp_path, section, value):
+    with pytest.raises(ValueError, match=re.escape(f"[{section}] origin = ")):
+        parse(tmp_path, HEAD + f"[{section}]\norigin = {value}\n")
 
 
 def test_an_unknown_key_is_named(tmp_path):

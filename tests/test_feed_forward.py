@@ -304,6 +304,8 @@ def test_compiled_is_eager_to_the_bit_for_any_token_count():
     "change, message",
     [
         ({"recipe": "fp8"}, "recipe = 'fp8': allowed are 'blockwise', "),
+        ({"emulate": "no"}, "emulate = 'no': allowed are true and false"),
+        ({"aligned": 1}, "aligned = 1: allowed are true and false"),
         ({"x": torch.zeros(3, 128)}, "x has shape (3, 128) and w1, w2, w3 (272, 144), (96, 272), "
          "(272, 144): allowed are (..., K) and (H, K), (N, H), w3 as w1"),
         ({"w3": torch.zeros(256, K)}, "(256, 144): allowed are"),

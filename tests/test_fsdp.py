@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from titan import LINEAR, converted, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from titan_fp8 import convert_linears
 from titan_fp8.plugin import fsdp
 from titan_fp8.plugin.fsdp import reduce_over_one_rank_by_copies
 
@@ -74,6 +76,19 @@ def test_gradients_of_several_ranks_are_left_to_fsdp2(monkeypatch):
     args = [torch.ones(4)], torch.empty(4), 2
     _fsdp_collectives.foreach_reduce_scatter_copy_in(*args)
     assert seen == [args]
+
+
+def test_what_is_loaded_into_fsdps_modules_may_be_sharded_finely():
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+    try:
+        model = nn.Sequential(nn.Linear(64, 32))
+        convert_linears(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert model[0].weight.to_local().shape == (4, 64)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

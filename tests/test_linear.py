@@ -219,6 +219,7 @@ def test_default_filters_may_match_nothing():
          "'rowwise_with_gw_hp', 'bf16'"),
         ({"recipe": None}, "recipe = None: allowed are 'blockwise', "),
         ({"recipe": ["rowwise"]}, "recipe = ['rowwise']: allowed are 'blockwise', "),
+        ({"emulate": "no"}, "emulate = 'no': allowed are true and false"),
         ({"filter_fqns": "output"}, "filter_fqns = 'output': allowed is a list of strings"),
         ({"filter_fqns": (name for name in ["output"])}, ": allowed is a list of strings"),
         ({"filter_fqns": ["output", 3]}, "filter_fqns = ['output', 3]: allowed is a list of str"),

@@ -4,7 +4,9 @@ GPUs are pretended, so that every answer is tested on every machine.
 """
 
 import logging
+import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +27,7 @@ from titan import (
 )
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed import activation_checkpoint
@@ -89,17 +92,19 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
                 permutation.invert(torch.arange(3), 3)
         return set(asked)
 
-    def adapted(flag) -> set:
-        converted(job(tmp_path, "llama3", flag, converters=(LINEAR,)))
-        wrapper = activation_checkpoint.ptd_checkpoint_wrapper
-        module = wrapper(nn.Identity(), context_fn=contexts)
+    def adapted(compiled: bool) -> set:
+        converted(job(tmp_path, "llama3", converters=(LINEAR,)))
+        block = nn.Sequential(nn.Identity())
+        module = activation_checkpoint.ptd_checkpoint_wrapper(block, context_fn=contexts)
+        if compiled:  # as the host does: behind the wrapper, part by part
+            block[0] = torch.compile(block[0])
         return asked_for(module.checkpoint_fn.keywords["context_fn"]())
 
     aten = torch.ops.aten
     others = {aten.t.default, aten.mm.default, aten.arange.default}
     ours = {OPS.quantize_1x128.default, permutation.invert}
-    assert adapted("--compile.enable") == others
-    assert adapted("--compile.no_enable") == others | ours  # products ask as mm
+    assert adapted(compiled=True) == others
+    assert adapted(compiled=False) == others | ours  # products ask as mm
     # Anybody else's are as they were.
     assert asked_for(contexts()) == others | ours | {OPS.blockwise_fprop.default}
 
@@ -111,6 +116,7 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
         ((f"{AC}.mode", "memory_budget"), False),
         (CHECKPOINTING["layer 2"], False),
         (CHECKPOINTING["layer 1"], True),
+        ((f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "0"), True),
         (CHECKPOINTING["op"], True),
         (CHECKPOINTING["full"], True),
     ],
@@ -118,6 +124,29 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
 def test_the_compiler_knows_whether_all_blocks_are_checkpointed(tmp_path, flags, checkpointed):
     converted(job(tmp_path, "deepseek_v3", "--compile.enable", *flags))
     assert torch._inductor.config.joint_custom_pre_pass.checkpointed == checkpointed
+
+
+@pytest.mark.parametrize(
+    "schedule, version, recipe, refused",
+    [
+        ("ZBVZeroBubble", "2.11.0+cu130", "rowwise", True),
+        ("interleavedzerobubble", "2.12.1", "blockwise", True),
+        ("InterleavedZeroBubble", "2.13.0", "blockwise", False),
+        ("InterleavedZeroBubble", "2.11.0", "bf16", False),
+        ("Interleaved1F1B", "2.11.0", "blockwise", False),
+    ],
+)
+def test_a_schedule_that_this_torch_cannot_run_is_refused(
+    tmp_path, monkeypatch, schedule, version, recipe, refused
+):
+    flags = [f"--{LINEAR}.recipe", recipe, "--parallelism.pipeline_parallel_degree", 2]
+    flags += ["--parallelism.pipeline_parallel_schedule", schedule]
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    message = re.escape(
+        f"parallelism.pipeline_parallel_schedule = {schedule!r}: on torch {version}"
+    )
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        converted(job(tmp_path, "llama3", *flags, converters=(LINEAR,)))
 
 
 def test_async_tensor_parallelism_is_warned_about_once(tmp_path, caplog):

@@ -97,9 +97,12 @@ def build(config: JobConfig) -> nn.Module:
 
 
 def convert(config: JobConfig, model: nn.Module) -> nn.Module:
-    """The model after the job's converters, as the trainer calls them on one rank or one of ep."""
+    """The model after the job's converters, as the trainer calls them on one of ep x pp ranks."""
     ep = config.parallelism.expert_parallel_degree
-    dims = ParallelDims(dp_shard=ep, dp_replicate=1, cp=1, tp=1, pp=1, ep=ep, etp=1, world_size=ep)
+    pp = config.parallelism.pipeline_parallel_degree
+    dims = ParallelDims(
+        dp_shard=ep, dp_replicate=1, cp=1, tp=1, pp=pp, ep=ep, etp=1, world_size=ep * pp
+    )
     build_model_converters(config, dims).convert(model)
     return model
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_fp8.functional import (
     InputCache,
     Spec,
+    check_bool,
     check_devices,
     check_multiples_of_16,
     checked_offs,
@@ -137,6 +138,8 @@ def fp8_swiglu(
     Raises:
         ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
     """
+    check_bool("emulate", emulate)
+    check_bool("aligned", aligned)
     _check_shapes(x, w1, w2, w3, offs)
     if offs is not None:
         offs = checked_offs(offs, w1.shape[0])

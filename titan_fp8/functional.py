@@ -319,6 +319,12 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     return x.dtype
 
 
+def check_bool(key: str, value: object) -> None:
+    """ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r}: allowed are true and false")
+
+
 def check_devices(x: Tensor, **others: Tensor | None) -> None:
     """ValueError unless all are on x's device; a kernel would read any address it is given."""
     for name, t in others.items():
@@ -377,6 +383,7 @@ def fp8_linear(
         RuntimeError: CUDA tensors on a GPU other than Hopper, without emulate.
     """
     get_recipe(recipe)
+    check_bool("emulate", emulate)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
@@ -420,6 +427,8 @@ def fp8_grouped_mm(
         ValueError, RuntimeError: as `fp8_linear`; ValueError also for other dtypes of offs.
     """
     get_recipe(recipe)
+    check_bool("emulate", emulate)
+    check_bool("aligned", aligned)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from titan_fp8.functional import InputCache, fp8_linear
+from titan_fp8.functional import InputCache, check_bool, fp8_linear
 from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
@@ -99,8 +99,8 @@ class FP8Linear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's; refuses a weight that the host has sharded too finely for FP8."""
-        if name == "weight" and isinstance(param, DTensor):
-            check_shards(f"{self.fqn}.weight", param)
+        if name == "weight":
+            check_shards(f"{self.fqn}.weight", param, self._parameters.get(name))
         super().register_parameter(name, param)
 
     def extra_repr(self) -> str:
@@ -118,11 +118,19 @@ def _sharded_gemm(w: Placement, x: Placement, ndim: int) -> tuple[Placement, ...
     return Replicate(), Replicate(), Replicate(), Replicate()
 
 
-def check_shards(name: str, param: DTensor) -> None:
+def check_shards(name: str, param: Tensor | None, before: Tensor | None) -> None:
     """ValueError unless the last two dims of each rank's shard are multiples of 16.
 
     Reads the global shape, so that every rank raises, not only the one with the ragged shard.
+    A parameter sharded as the one `before` is let through, as are those of no DTensor: FSDP2, whose
+    shards may be of any size, replaces parameters without registering them, but who loads a
+    checkpoint into its modules registers the like.
     """
+    if not isinstance(param, DTensor) or (
+        isinstance(before, DTensor)
+        and (param.device_mesh, param.placements) == (before.device_mesh, before.placements)
+    ):
+        return
     for dim in (param.dim() - 2, param.dim() - 1):
         sizes = {param.shape[dim]}
         for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
@@ -177,10 +185,11 @@ def convert_linears(
         The report on every linear of the model.
 
     Raises:
-        ValueError: a bad recipe; an empty string among filter_fqns, or one which is not among the
-            defaults and matches no module.
+        ValueError: a bad recipe or emulate; an empty string among filter_fqns, or one which is not
+            among the defaults and matches no module.
     """
     check_recipe("recipe", recipe)
+    check_bool("emulate", emulate)
     check_patterns("filter_fqns", filter_fqns)
     # All names of each module: one that is shared has several.
     names: dict[nn.Module, list[str]] = {}

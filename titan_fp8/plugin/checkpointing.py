@@ -24,6 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed import activation_checkpoint
@@ -35,30 +37,30 @@ _ops = torch.ops.titan_fp8
 _GEMMS = (_ops.blockwise_fprop.default, _ops.rowwise_fprop.default)
 
 
-def adapt_checkpointing(compiles: bool) -> None:
-    """Has the host's op-level checkpointing treat our ops as the module says, in models to come.
-
-    `compiles` says that the host compiles them.
-    """
+def adapt_checkpointing() -> None:
+    """Has the host's op-level checkpointing treat our ops as the module says; idempotent."""
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
-    activation_checkpoint.ptd_checkpoint_wrapper = _adapted(
-        getattr(wrapper, "of_host", wrapper), compiles
-    )
+    activation_checkpoint.ptd_checkpoint_wrapper = _adapted(getattr(wrapper, "of_host", wrapper))
 
 
-def _adapted(wrapper: Callable, compiles: bool) -> Callable:
+def _adapted(wrapper: Callable) -> Callable:
     @functools.wraps(wrapper)
-    def wrap(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    def wrap(module: nn.Module, **options: Any) -> nn.Module:
         if "context_fn" in options:
-            options["context_fn"] = _with_our_ops(options["context_fn"], compiles)
+            options["context_fn"] = _with_our_ops(options["context_fn"], module)
         return wrapper(module, **options)
 
     wrap.of_host = wrapper
     return wrap
 
 
-def _with_our_ops(context_fn: Callable, compiles: bool) -> Callable:
-    """`context_fn` with contexts whose policy knows our ops."""
+def _with_our_ops(context_fn: Callable, block: nn.Module) -> Callable:
+    """`context_fn`, for the checkpoint around `block`, with contexts whose policy knows our ops."""
+
+    @functools.cache
+    def is_compiled_in_parts() -> bool:
+        # Asked when it runs: the host compiles after it has wrapped, and not every model.
+        return any(isinstance(module, OptimizedModule) for module in block.modules())
 
     def make_contexts() -> tuple:
         contexts = context_fn()
@@ -66,7 +68,7 @@ def _with_our_ops(context_fn: Callable, compiles: bool) -> Callable:
             if getattr(context, "policy_fn", None) is not None:
                 context.policy_fn = _knowing_our_ops(context.policy_fn)
             if isinstance(context, TorchDispatchMode):
-                context.of_compiled_model = compiles
+                context.of_compiled_parts = is_compiled_in_parts()
                 _let_our_ops_pass(type(context))
         return contexts
 
@@ -81,8 +83,8 @@ def _let_our_ops_pass(mode: type) -> None:
 
 
 def _pass(mode: Any, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """Runs an op, past the mode if code of a compiled model runs and nothing is being traced."""
-    if getattr(mode, "of_compiled_model", False) and type(args[0]) is torch.Tensor:
+    """Runs an op, past the mode if it is one of a block in compiled parts that is not traced."""
+    if getattr(mode, "of_compiled_parts", False) and type(args[0]) is torch.Tensor:
         return func(*args, **(kwargs or {}))
     return type(mode).__torch_dispatch__(mode, func, types, args, kwargs)
 

@@ -11,6 +11,7 @@ once all of it is merged, where torchtitan validates its own configuration.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_fp8.functional import check_bool
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, check_patterns, check_recipe
 
 LINEAR = "quantize.linear.titan_fp8"
@@ -26,7 +28,16 @@ GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
 RecipeName = Literal["blockwise", "rowwise", "rowwise_with_gw_hp", "bf16"]
 PermutationName = Literal["gather", "host"]
-Written = Annotated[bool, tyro.conf.Suppress]
+
+
+class Origin(str, Enum):
+    """Where a section comes from; of a type that no TOML can write, and JSON can."""
+
+    FILE = "file"
+    DEFAULT = "default"
+
+
+SectionOrigin = Annotated[Origin, tyro.conf.Suppress]
 
 
 @dataclass
@@ -44,13 +55,14 @@ class TitanFP8Linear:
     emulate: bool = False
     """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
 
-    written: Written = field(default=True, repr=False)
-    """Whether the file has this section; not a setting."""
+    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
+    """Not a setting."""
 
     def __post_init__(self) -> None:
         check_recipe(f"[{LINEAR}] recipe", self.recipe)
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
-        _check_bool(f"[{LINEAR}] emulate", self.emulate)
+        check_bool(f"[{LINEAR}] emulate", self.emulate)
+        _check_origin(LINEAR, self.origin)
 
 
 @dataclass
@@ -72,8 +84,8 @@ class TitanFP8GroupedMM:
     roundings of weighted outputs to the dtype of the activations.
     Left out, "gather", but for recipe "bf16" "host"."""
 
-    written: Written = field(default=True, repr=False)
-    """Whether the file has this section; not a setting."""
+    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
+    """Not a setting."""
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
@@ -84,7 +96,8 @@ class TitanFP8GroupedMM:
                 f"[{GROUPED_MM}] fqns = []: it would convert nothing; name the experts to convert "
                 f'or drop "{GROUPED_MM}" from model.converters'
             )
-        _check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
+        check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
+        _check_origin(GROUPED_MM, self.origin)
         allowed = get_args(PermutationName)
         if self.permutation not in (None, *allowed):
             raise ValueError(
@@ -99,20 +112,22 @@ def _check_list(key: str, value: object) -> None:
     check_patterns(key, value)
 
 
-def _check_bool(key: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} = {value!r}: allowed are true and false")
+def _check_origin(section: str, value: object) -> None:
+    if not isinstance(value, Origin):
+        raise ValueError(f"[{section}] origin = {value!r}: there is no such key")
 
 
 @dataclass
 class QuantizedLinear:
-    titan_fp8: TitanFP8Linear = field(default_factory=lambda: TitanFP8Linear(written=False))
+    titan_fp8: TitanFP8Linear = field(default_factory=lambda: TitanFP8Linear(origin=Origin.DEFAULT))
     """titan_fp8 for nn.Linear modules"""
 
 
 @dataclass
 class QuantizedGroupedMM:
-    titan_fp8: TitanFP8GroupedMM = field(default_factory=lambda: TitanFP8GroupedMM(written=False))
+    titan_fp8: TitanFP8GroupedMM = field(
+        default_factory=lambda: TitanFP8GroupedMM(origin=Origin.DEFAULT)
+    )
     """titan_fp8 for the grouped GEMMs of MoE experts"""
 
 
@@ -139,12 +154,12 @@ def check_merged(config: JobConfig) -> None:
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
     }
     for name, (parent, kind) in sections.items():
-        section, default = parent.titan_fp8, kind(written=False)
+        section, default = parent.titan_fp8, kind(origin=Origin.DEFAULT)
         if not isinstance(section, kind):
             raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
         # A flag that repeats a default leaves no other trace.
         flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in sys.argv)
-        is_set = section.written or flag or section != default
+        is_set = section.origin is Origin.FILE or flag or section != default
         if is_set and name not in config.model.converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {config.model.converters} does not list "

@@ -27,6 +27,9 @@ from titan_fp8.plugin.permutation import permute_by_gathers
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
 from titan_fp8.recipe import BF16, get_recipe
 
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Pipeline schedules that run the backward of inputs and that of weights apart."""
+
 
 class _Converter(QuantizationConverter):
     """What both converters do around the conversion itself."""
@@ -45,15 +48,27 @@ class _Converter(QuantizationConverter):
             announce_emulation()
         else:
             require_kernels(torch.device("cuda", torch.cuda.current_device()))
-        adapt_checkpointing(self.compiles)
+        self.check_schedule()
+        adapt_checkpointing()
         if self.compiles:
             checkpoint = self.job_config.activation_checkpoint
-            all_blocks = checkpoint.mode == "full" or (
-                checkpoint.mode == "selective" and checkpoint.selective_ac_option in ("op", "1")
-            )
+            blocks = {"full": "1", "selective": checkpoint.selective_ac_option}
+            all_blocks = blocks.get(checkpoint.mode) in ("op", "0", "1")
             recompute_fp8_inputs(checkpointed=all_blocks)
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
+
+    def check_schedule(self) -> None:
+        """ValueError for a pipeline schedule that this torch cannot run around FP8 layers."""
+        schedule = self.job_config.parallelism.pipeline_parallel_schedule
+        splits = schedule.lower() in map(str.lower, SPLIT_BACKWARD)
+        if self.parallel_dims.pp_enabled and splits and torch.__version__ < (2, 13):
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule = {schedule!r}: on torch "
+                f"{torch.__version__} backward in two parts fails at autograd functions in Python, "
+                "as FP8 layers are; allowed are schedules with one, such as 'Interleaved1F1B', or "
+                "torch 2.13"
+            )
 
     def log(self, what: str, recipe: str, report: ConversionReport) -> None:
         count, total = len(report.converted), len(report.converted) + len(report.left)
@@ -109,7 +124,7 @@ class GroupedMMConverter(_Converter):
 
     def permute_by_gathers(self, model: nn.Module, asked: bool) -> None:
         """Replaces the host's permutation; warns where it was `asked` for and there is none."""
-        adapt_checkpointing(self.compiles)
+        adapt_checkpointing()
         layers = route_by_gathers(model)
         if layers and self.parallel_dims.ep_enabled:
             permute_by_gathers()

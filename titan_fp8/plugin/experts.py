@@ -19,6 +19,7 @@ from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8.feed_forward import fp8_swiglu
+from titan_fp8.functional import check_bool
 from titan_fp8.linear import ConversionReport, check_patterns, check_recipe, check_shards
 from titan_fp8.recipe import BF16
 
@@ -78,8 +79,7 @@ class FP8GroupedExperts(GroupedExperts):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's; refuses a weight that the host has sharded too finely for FP8."""
-        if isinstance(param, DTensor):
-            check_shards(f"{self.fqn}.{name}", param)
+        check_shards(f"{self.fqn}.{name}", param, self._parameters.get(name))
         super().register_parameter(name, param)
 
     def extra_repr(self) -> str:
@@ -107,9 +107,11 @@ def convert_experts(
         The report on every grouped experts module of the model.
 
     Raises:
-        ValueError: a bad recipe; an empty fqns or string in it; a pattern which converts nothing.
+        ValueError: a bad recipe or emulate; an empty fqns or string in it; a pattern which converts
+            nothing.
     """
     check_recipe("recipe", recipe)
+    check_bool("emulate", emulate)
     check_patterns("fqns", fqns)
     if not fqns:
         raise ValueError("fqns = []: it would convert nothing; name the experts to convert")
