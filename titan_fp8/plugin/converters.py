@@ -66,8 +66,8 @@ class _Converter(QuantizationConverter):
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule = {schedule!r}: on torch "
                 f"{torch.__version__} backward in two parts fails at autograd functions in Python, "
-                "as FP8 layers are; allowed are schedules with one, such as 'Interleaved1F1B', or "
-                "torch 2.13"
+                "as FP8 layers are; allowed are schedules that run it at once, such as "
+                "'Interleaved1F1B', or torch 2.13"
             )
 
     def log(self, what: str, recipe: str, report: ConversionReport) -> None:
