@@ -6,6 +6,7 @@ GPUs are pretended, so that every answer is tested on every machine.
 import logging
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -92,19 +93,19 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
                 permutation.invert(torch.arange(3), 3)
         return set(asked)
 
-    def adapted(compiled: bool) -> set:
+    def adapted(compile_a_part: Callable) -> set:
         converted(job(tmp_path, "llama3", converters=(LINEAR,)))
         block = nn.Sequential(nn.Identity())
         module = activation_checkpoint.ptd_checkpoint_wrapper(block, context_fn=contexts)
-        if compiled:  # as the host does: behind the wrapper, part by part
-            block[0] = torch.compile(block[0])
+        compile_a_part(block)  # when it is wrapped, as the host does
         return asked_for(module.checkpoint_fn.keywords["context_fn"]())
 
     aten = torch.ops.aten
     others = {aten.t.default, aten.mm.default, aten.arange.default}
     ours = {OPS.quantize_1x128.default, permutation.invert}
-    assert adapted(compiled=True) == others
-    assert adapted(compiled=False) == others | ours  # products ask as mm
+    assert adapted(lambda block: block.append(torch.compile(block.pop(0)))) == others
+    assert adapted(lambda block: block[0].compile()) == others
+    assert adapted(lambda block: None) == others | ours  # products ask as mm
     # Anybody else's are as they were.
     assert asked_for(contexts()) == others | ours | {OPS.blockwise_fprop.default}
 

@@ -60,7 +60,10 @@ def _with_our_ops(context_fn: Callable, block: nn.Module) -> Callable:
     @functools.cache
     def is_compiled_in_parts() -> bool:
         # Asked when it runs: the host compiles after it has wrapped, and not every model.
-        return any(isinstance(module, OptimizedModule) for module in block.modules())
+        return any(
+            isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+            for module in block.modules()
+        )
 
     def make_contexts() -> tuple:
         contexts = context_fn()
