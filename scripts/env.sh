@@ -2,7 +2,7 @@
 # has all it needs:
 #
 # 1. TITAN_FP8_PYTHON, if set, is used as it is (a container image, a GPU node without a network).
-# 2. Else the python3 on PATH, if all the packages below are in it, in versions that were tried.
+# 2. Else the python3 on PATH, if all that pyproject.toml names is in it, in those versions.
 # 3. Else .venv of this repository. The first call makes it, with Python 3.10, 3.11 or 3.12, and so
 #    does the first after a change to pyproject.toml or this file. Its torch is the one that was
 #    tried: 2.11 with an NVIDIA GPU, 2.13 without. pip's own settings (PIP_INDEX_URL and the like)
@@ -17,19 +17,26 @@ die() {
 }
 
 has_everything() {
-    "$1" - <<'PY' >/dev/null 2>&1
+    "$1" - "$root/pyproject.toml" <<'PY' >/dev/null 2>&1
+import platform
 import sys
 from importlib.metadata import version
-from importlib.util import find_spec
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-assert (3, 10) <= sys.version_info < (3, 13)
-# As pyproject.toml has them.
-for name, range in {"torch": ">=2.11,<2.14", "torchtitan": ">=0.2.2,<0.3", "triton": ">=3.6"}.items():
-    assert SpecifierSet(range).contains(version(name)), name
-for name in "tensorboard matplotlib tokenizers datasets pytest xdist ruff".split():
-    assert find_spec(name), name
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+assert SpecifierSet(project["requires-python"]).contains(platform.python_version())
+needed = sum(project["optional-dependencies"].values(), project["dependencies"])
+for package in map(Requirement, needed):
+    if package.name != project["name"] and (not package.marker or package.marker.evaluate()):
+        assert package.specifier.contains(version(package.name)), package
 PY
 }
 
