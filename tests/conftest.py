@@ -35,13 +35,14 @@ def fresh_host(monkeypatch):
     converters.announce_emulation.cache_clear()
     converters.warn_async_tp.cache_clear()
     monkeypatch.setattr(utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-    monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
-    for name in ("_permute", "_unpermute"):
-        monkeypatch.setattr(expert_parallel, name, getattr(expert_parallel, name))
-    name = "foreach_reduce_scatter_copy_in"
-    monkeypatch.setattr(_fsdp_collectives, name, getattr(_fsdp_collectives, name))
-    wrapper = activation_checkpoint.ptd_checkpoint_wrapper
-    monkeypatch.setattr(activation_checkpoint, "ptd_checkpoint_wrapper", wrapper)
+    for owner, name in (
+        (moe, "_run_experts_grouped_mm"),
+        (expert_parallel, "_permute"),
+        (expert_parallel, "_unpermute"),
+        (_fsdp_collectives, "foreach_reduce_scatter_copy_in"),
+        (activation_checkpoint, "ptd_checkpoint_wrapper"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     metrics = dict(MetricsProcessor.__dict__)
     with (
         torch._inductor.config.patch(joint_custom_pre_pass=None),

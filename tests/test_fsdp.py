@@ -1,4 +1,4 @@
-"""The reduction of gradients that FSDP2 does over one rank."""
+"""What is ours around FSDP2: its reduction over one rank, and loading into its modules."""
 
 import pytest
 import torch
