@@ -122,9 +122,8 @@ def check_shards(name: str, param: Tensor | None, before: Tensor | None) -> None
     """ValueError unless the last two dims of each rank's shard are multiples of 16.
 
     Reads the global shape, so that every rank raises, not only the one with the ragged shard.
-    A parameter sharded as the one `before` is let through, as are those of no DTensor: FSDP2, whose
-    shards may be of any size, replaces parameters without registering them, but who loads a
-    checkpoint into its modules registers the like.
+    Plain tensors pass, and so does what is sharded as the parameter `before` it was: shards of
+    FSDP2's may be of any size, and loading a checkpoint into its modules registers them again.
     """
     if not isinstance(param, DTensor) or (
         isinstance(before, DTensor)

@@ -27,8 +27,8 @@ from titan_fp8.plugin.permutation import permute_by_gathers
 from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
 from titan_fp8.recipe import BF16, get_recipe
 
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Pipeline schedules that run the backward of inputs and that of weights apart."""
+SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+"""Pipeline schedules that run the backward of inputs and that of weights apart, in lower case."""
 
 
 class _Converter(QuantizationConverter):
@@ -51,9 +51,10 @@ class _Converter(QuantizationConverter):
         self.check_schedule()
         adapt_checkpointing()
         if self.compiles:
-            checkpoint = self.job_config.activation_checkpoint
-            blocks = {"full": "1", "selective": checkpoint.selective_ac_option}
-            all_blocks = blocks.get(checkpoint.mode) in ("op", "0", "1")
+            ac = self.job_config.activation_checkpoint
+            all_blocks = ac.mode == "full" or (
+                ac.mode == "selective" and ac.selective_ac_option in ("op", "0", "1")
+            )
             recompute_fp8_inputs(checkpointed=all_blocks)
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
@@ -61,7 +62,7 @@ class _Converter(QuantizationConverter):
     def check_schedule(self) -> None:
         """ValueError for a pipeline schedule that this torch cannot run around FP8 layers."""
         schedule = self.job_config.parallelism.pipeline_parallel_schedule
-        splits = schedule.lower() in map(str.lower, SPLIT_BACKWARD)
+        splits = schedule.lower() in SPLIT_BACKWARD
         if self.parallel_dims.pp_enabled and splits and torch.__version__ < (2, 13):
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule = {schedule!r}: on torch "

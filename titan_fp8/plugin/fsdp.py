@@ -3,7 +3,7 @@
 Where all ranks are expert-parallel, each is alone in the group over which FSDP2 reduces the
 gradients of its experts. FSDP2 puts them behind each other in FP32 as it does for any group, by an
 operation for which the CPU writes a table of all blocks to copy and sends it to the GPU: 100 ms
-of a DeepSeekV3-16B step's host time on two GPUs. One rank has nothing to interleave.
+of a DeepSeekV3-16B step's CPU time on two GPUs. One rank has nothing to interleave.
 """
 
 from torch import Tensor

@@ -73,7 +73,7 @@ def places_of_tokens(
 def arrived(x: Tensor) -> Tensor:
     """x itself, once its collective is through.
 
-    Ops wait by themselves, but the dispatch of the tensor's class costs the host more than the op.
+    Ops wait by themselves, but the dispatch of the tensor's class costs the CPU more than the op.
     """
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
