@@ -11,18 +11,18 @@ Each patch answers one fact:
   while it is imported, so `prepare` has to come before the first import of torchtitan.
 - `torch.cpu` gets what the trainer asks of a device module and this one lacks: a name, the memory
   of the machine, memory statistics (none: nothing counts CPU memory, and the log shows -0.00), and
-  the current device as a number, which the host passes to a barrier.
-- FSDP reduces with a sum and divides afterwards. The host sets a gradient divide factor of its own,
-  for which FSDP would use the reduction PREMUL_SUM, and gloo has none.
+  the current device as a number, which torchtitan passes to a barrier.
+- FSDP reduces with a sum and divides afterwards. torchtitan sets a gradient divide factor of its
+  own, for which FSDP would use the reduction PREMUL_SUM, and gloo has none.
 - `torch.histc` counts integers: the router counts the tokens of each expert with it, and the CPU
   kernel takes floats only.
-- The token permutation uses the host's CPU version of its Triton kernel, which has the same
+- The token permutation uses torchtitan's CPU version of its Triton kernel, which has the same
   arguments.
 - A sharded start without a checkpoint is warned of. DTensor has no random numbers for CPU meshes,
   so each rank draws the same: the halves of a parameter are equal, experts come in pairs, routers
   tie. A seed checkpoint, written by one process, is a good start.
 
-`main` also asks for the foreach optimizer where the command line names none: the host's default,
+`main` also asks for the foreach optimizer where the command line names none: torchtitan's default,
 fused, takes no DTensor on the CPU. Context parallelism is the one plan that stays out of reach,
 because the CPU attention op has no sharding strategy.
 """

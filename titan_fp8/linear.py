@@ -98,7 +98,7 @@ class FP8Linear(nn.Linear):
         return local if adds else local - local.detach()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's; refuses a weight that the host has sharded too finely for FP8."""
+        """As nn.Module's; refuses a weight that torchtitan has sharded too finely for FP8."""
         if name == "weight":
             check_shards(f"{self.fqn}.weight", param, self._parameters.get(name))
         super().register_parameter(name, param)

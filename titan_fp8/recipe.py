@@ -39,7 +39,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three GEMMs, and the multiple of tokens to which the host pads expert groups.
+    """The three GEMMs, and the multiple of tokens to which torchtitan pads expert groups.
 
     At multiples of 128 nothing is rearranged; rowwise rearranges them in a pass it makes anyway.
     """

@@ -1,7 +1,7 @@
 """Which token goes where: the indices of the permutation around the experts, in one launch.
 
-The host makes them of a score of operations on short vectors. They stand between the moment when a
-rank learns how many tokens it is to get, for which its process has waited for the GPU, and the
+torchtitan makes them of a score of operations on short vectors. They stand between the moment when
+a rank learns how many tokens it is to get, for which its process has waited for the GPU, and the
 first work that the GPU has from then on.
 """
 
@@ -46,7 +46,7 @@ def _places_kernel(
     mine = gl.sum(gl.sum(gl.where((r == rank) & (e == expert), count, 0), 0), 0)
     ahead = gl.sum(gl.sum(gl.where((r < rank) & (e == expert), count, 0), 0), 0)
 
-    # The host gives an expert without tokens a place for padding, too.
+    # torchtitan gives an expert without tokens a place for padding, too.
     size = gl.maximum(gl.cdiv(gl.sum(count, 0), alignment), 1) * alignment
     of = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))
     begin = gl.sum(gl.where(of < expert, size, 0), 0)

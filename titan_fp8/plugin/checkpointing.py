@@ -38,7 +38,7 @@ _GEMMS = (_ops.blockwise_fprop.default, _ops.rowwise_fprop.default)
 
 
 def adapt_checkpointing() -> None:
-    """Has the host's op-level checkpointing treat our ops as the module says; idempotent."""
+    """Has torchtitan's op-level checkpointing treat our ops as the module says; idempotent."""
     wrapper = activation_checkpoint.ptd_checkpoint_wrapper
     activation_checkpoint.ptd_checkpoint_wrapper = _adapted(getattr(wrapper, "of_host", wrapper))
 
@@ -59,7 +59,7 @@ def _with_our_ops(context_fn: Callable, block: nn.Module) -> Callable:
 
     @functools.cache
     def is_compiled_in_parts() -> bool:
-        # Asked when it runs: the host compiles after it has wrapped, and not every model.
+        # Asked when it runs: torchtitan compiles after it has wrapped, and not every model.
         return any(
             isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
             for module in block.modules()
@@ -100,7 +100,7 @@ def _knowing_our_ops(policy: Callable) -> Callable:
             # Arguments that are their defaults do not arrive.
             a, _, w, *rest = args
             if not rest or rest[0] is None:
-                # The host reads the shape of the right operand; a real one would enter the graph.
+                # torchtitan reads the shape of the right operand; a real one would enter the graph.
                 right = SimpleNamespace(shape=torch.Size(reversed(w.shape)))
                 return policy(ctx, torch.ops.aten.mm.default, a, right)
         return policy(ctx, func, *args, **kwargs)

@@ -41,7 +41,7 @@ class _Converter(QuantizationConverter):
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
-        """Readies the host for FP8 layers, which `recipe = "bf16"` does not need."""
+        """Readies torchtitan for FP8 layers, which `recipe = "bf16"` does not need."""
         if recipe == BF16:
             return
         if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
@@ -115,7 +115,7 @@ class GroupedMMConverter(_Converter):
                 compile_backend=self.job_config.compile.backend if self.compiles else None,
             )
         if recipe != BF16:
-            # Beyond the Literal of its signature, which the host does not enforce.
+            # Beyond the Literal of its signature, which torchtitan does not enforce.
             set_token_group_alignment_size_m(get_recipe(recipe).alignment)
             if self.parallel_dims.ep_enabled:
                 reduce_over_one_rank_by_copies()
@@ -124,7 +124,7 @@ class GroupedMMConverter(_Converter):
             self.permute_by_gathers(model, asked=section.permutation is not None)
 
     def permute_by_gathers(self, model: nn.Module, asked: bool) -> None:
-        """Replaces the host's permutation; warns where it was `asked` for and there is none."""
+        """Replaces torchtitan's permutation; warns where it was `asked` for and there is none."""
         adapt_checkpointing()
         layers = route_by_gathers(model)
         if layers and self.parallel_dims.ep_enabled:
@@ -134,7 +134,7 @@ class GroupedMMConverter(_Converter):
         elif asked:
             logger.warning(
                 f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
-                "of this model has the host's permutation"
+                "of this model has torchtitan's permutation"
             )
 
 

@@ -3,10 +3,10 @@
 As with linears, conversion changes the class and leaves the parameters alone: w1, w2 and w3 stay
 high-precision tensors that FSDP2, expert parallelism and tensor parallelism shard as before.
 
-Under expert parallelism the host's dispatch has sorted the tokens by local expert and padded every
-group to a multiple of its alignment, which the converter sets to the recipe's; where that is one of
-128, as blockwise's is, `aligned` passes it on. Elsewhere (rowwise, no expert parallelism, DeepEP's
-dispatch) the quantisers lay the groups out.
+Under expert parallelism torchtitan's dispatch has sorted the tokens by local expert and padded
+every group to a multiple of its alignment, which the converter sets to the recipe's; where that is
+one of 128, as blockwise's is, `aligned` passes it on. Elsewhere (rowwise, no expert parallelism,
+DeepEP's dispatch) the quantisers lay the groups out.
 """
 
 import functools
@@ -78,7 +78,7 @@ class FP8GroupedExperts(GroupedExperts):
         return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's; refuses a weight that the host has sharded too finely for FP8."""
+        """As nn.Module's; refuses a weight that torchtitan has sharded too finely for FP8."""
         check_shards(f"{self.fqn}.{name}", param, self._parameters.get(name))
         super().register_parameter(name, param)
 

@@ -3,8 +3,8 @@
 The linears stay where they are, with their parameters and names; the feed-forward reads their
 weights and does not call them. So whatever hangs on the call of one of them turns fusion off, in
 each forward anew: tensor parallelism (weights that are DTensors, hooks that distribute the input),
-hooks of any kind, a wrapper for checkpointing, FSDP or the compiler around a linear alone. Then the
-host's own forward runs, with FP8Linears as ever.
+hooks of any kind, a wrapper for checkpointing, FSDP or the compiler around a linear alone. Then
+torchtitan's own forward runs, with FP8Linears as ever.
 """
 
 import torch.nn.modules.module as nn_module
@@ -20,7 +20,7 @@ from titan_fp8.linear import FP8Linear
 
 
 class FP8FeedForward(nn.Module):
-    """What `fuse_feed_forwards` puts in front of a host's class; the host's forward is the next."""
+    """What `fuse_feed_forwards` puts before a class of torchtitan, whose forward is the next."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., K): w2(silu(w1 x) * w3 x)."""
@@ -78,7 +78,7 @@ def _is_seen(linear: nn.Module) -> bool:
 
 
 def fuse_feed_forwards(model: nn.Module) -> int:
-    """Fuses the host's feed-forwards whose linears are blockwise FP8Linears; returns how many.
+    """Fuses torchtitan's feed-forwards whose linears are blockwise FP8Linears; returns how many.
 
     In place, by another class, as the linears were converted before. Other recipes have no fused
     SwiGLU to gain from.

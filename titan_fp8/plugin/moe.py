@@ -1,14 +1,15 @@
-"""The host's MoE layer, whose tokens go to their experts and come back by gathers.
+"""torchtitan's MoE layer, whose tokens go to their experts and come back by gathers.
 
-Each token has k slots, one for each of its experts. The host copies tokens into the slots, sorted
+Each token has k slots, one for each of its experts. torchtitan copies tokens into the slots, sorted
 by expert, and sums the slots of each token again, weighted by the router's scores before or after
 the experts. It gets there by `index_put`, which sorts its indices where it has to sum, by a batched
 product of 1 x k times k x dim matrices, and by copies of all slots in FP32, one of which it saves.
 
 Here forward and backward are three ops that read the row of each slot once: gather them, sum them
 by token, multiply them by a row of their token. Sums are in FP32 and rounded once, so that values
-differ from the host's by the order of k summands. The host itself rounds less well in two places:
-the gradient of a token at each summand, and under autocast the sum of outputs, which is in bf16.
+differ from torchtitan's by the order of k summands. torchtitan itself rounds less well in two
+places: the gradient of a token at each summand, and under autocast the sum of outputs, which is in
+bf16.
 """
 
 from typing import Any
@@ -65,10 +66,10 @@ class _Combine(torch.autograd.Function):
 
 
 class GatherMoE(MoE):
-    """The host's MoE by gathers; made from one by `route_by_gathers`."""
+    """torchtitan's MoE by gathers; made from one by `route_by_gathers`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, seq, dim), the same shape out; the routing is the host's."""
+        """x (batch, seq, dim), the same shape out; the routing is torchtitan's."""
         tokens = x.flatten(0, -2)
         scores, chosen, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():

@@ -1,15 +1,15 @@
 """The permutation around the experts as gathers, in both directions and in both passes.
 
-Expert parallelism brings a rank its tokens sorted by the rank they come from. The host's `_permute`
-sorts them by expert and pads each expert's to a multiple of the alignment, and `_unpermute` takes
-them back. It writes rows where an index says, by `index_put`, in `_unpermute` and in the backward
-of `_permute`, and copies the tensor to add a row that stands for the padding.
+Expert parallelism brings a rank its tokens sorted by the rank they come from. torchtitan's
+`_permute` sorts them by expert and pads each expert's to a multiple of the alignment, and
+`_unpermute` takes them back. It writes rows where an index says, by `index_put`, in `_unpermute`
+and in the backward of `_permute`, and copies the tensor to add a row that stands for the padding.
 
 But every token has one place, so each direction is also a gather: by the token of each place, -1
 for padding, or by the place of each token. Forward takes the one, backward the other, and padding
 is zero in either.
 
-The indices, and with them the routing, are those of the host's own function. It makes them of a
+The indices, and with them the routing, are those of torchtitan's own function. It makes them of a
 score of operations on short vectors, each of which would pass by the policy of activation
 checkpointing, forward and recomputed: more work for the host than the experts are. They are two ops
 instead, and those of `places_of_tokens`, on a GPU one kernel, are kept, not made again.
@@ -105,7 +105,7 @@ class _Gather(torch.autograd.Function):
 def permute(
     x: Tensor, num_tokens_per_expert: Tensor, ep_degree: int, num_local_experts: int
 ) -> tuple[torch.Size, Tensor, Permutation, Tensor]:
-    """The host's `_permute`: x (S, dim), sorted by source rank, as (R, dim), sorted by expert.
+    """torchtitan's `_permute`: x (S, dim), sorted by source rank, as (R, dim), sorted by expert.
 
     Returns x's shape, the rows, the permutation, for `unpermute`, and the aligned group sizes.
     """
@@ -119,10 +119,10 @@ def permute(
 
 
 def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:
-    """The host's `_unpermute`: rows (R, dim), sorted by expert, back as `input_shape` (S, dim)."""
+    """torchtitan's `_unpermute`: rows (R, dim), by expert, back as `input_shape` (S, dim)."""
     return _Gather.apply(out, permutation.places, permutation.tokens)
 
 
 def permute_by_gathers() -> None:
-    """Replaces the host's permutation under expert parallelism; idempotent."""
+    """Replaces torchtitan's permutation under expert parallelism; idempotent."""
     expert_parallel._permute, expert_parallel._unpermute = permute, unpermute
