@@ -6,13 +6,13 @@ Two ops:
 
     product   `fp8_grouped_mm` beside `torch._grouped_mm`, for the experts of DeepSeek-V3 671B (8 on
               a rank) and for 1 to 64 experts that share the same tokens
-    experts   the whole layer, w2(silu(w1 x) * w3 x), as the plugin compiles it, beside the host's
+    experts   the whole layer, w2(silu(w1 x) * w3 x), as the plugin compiles it, beside torchtitan's
               own in bf16, compiled too; of DeepSeek-V3 671B and 16B
 
-Group ends are uneven multiples of that to which the host pads for the recipe ("x128", of which the
-layer is told, or "x16"), or arbitrary ("any"). torchao's rowwise product is timed too where torchao
-is installed, compiled, for it fuses by the compiler. "MiB kept" is what forward keeps for backward,
-weights aside.
+Group ends are uneven multiples of that to which torchtitan pads for the recipe ("x128", of which
+the layer is told, or "x16"), or arbitrary ("any"). torchao's rowwise product is timed too where
+torchao is installed, compiled, for it fuses by the compiler. "MiB kept" is what forward keeps for
+backward, weights aside.
 
 No speed is printed for a layer whose result is wrong.
 """
@@ -45,7 +45,7 @@ EXPERTS = ((8, 32768, 2048, 7168), (16, 24576, 1408, 2048))
 EXPERTS_ERROR = 0.1
 """Relative error after up to three products, one behind the other: 0.067 in emulation."""
 ALIGNED = ((128, ("blockwise",)), (16, ("rowwise", "rowwise_with_gw_hp")))
-"""Multiples at which the groups end, and the recipes for which the host pads to these."""
+"""Multiples at which the groups end, and the recipes for which torchtitan pads to these."""
 ANY = (1, ("blockwise", "rowwise", "rowwise_with_gw_hp"))
 
 Shape = tuple[int, int, int, int]

@@ -1,4 +1,4 @@
-"""The permutation around the experts on one GPU: the host's code and the gathers in its place.
+"""The permutation around the experts on one GPU: torchtitan's code and the gathers in its place.
 
     python scripts/bench_permutation.py [--json FILE]
 
@@ -7,7 +7,7 @@ each, 16 of the 64 experts a rank. permute and unpermute are those of expert par
 makes their indices; the layer is a whole MoE layer, router and sorting too, without its experts.
 Bytes are an ideal copy's: each row read once and written once, in forward and in backward; the
 layer's are those of permute and unpermute together, without their padding. No speed is printed for
-what does not compute the same as the host.
+what does not compute the same as torchtitan.
 """
 
 import copy as copies
@@ -134,7 +134,7 @@ def measure_layer(copy: float) -> list[dict[str, object]]:
     inputs = [tuple(draw(TOKENS).view(4, -1, K) for _ in range(2)) for _ in range(3)]
     for what, function in (("layer", forward), ("layer, forward + backward", both)):
         for got, want in zip(function("gather", *inputs[0]), function("host", *inputs[0])):
-            # The host rounds to bf16 at each of the summands of a token's gradient.
+            # torchtitan rounds to bf16 at each of the summands of a token's gradient.
             if (got - want).float().norm() > 1e-2 * want.float().norm():
                 raise SystemExit(f"{what} is WRONG")
         del got, want

@@ -2,7 +2,7 @@
 
 A run is a dump folder, the TensorBoard folder in it, a dated folder or an event file in that, or a
 log file. TensorBoard has FP32, a log five decimals and, between colour codes, a line per step from
-every rank that prints. The host dates its folders to the minute: a resumed run adds one, so a
+every rank that prints. torchtitan dates its folders to the minute: a resumed run adds one, so a
 folder's event files are merged by step, the later write winning, and two runs that were started in
 the same minute share one, which is refused.
 """
@@ -162,7 +162,7 @@ def read_run(path: Path, label: str, no_speed: bool) -> Run:
             missing = "no loss but the -1 of pipeline stages that have none"
         raise InputError(f"{path}: {missing}")
     memory = [scalar.value for scalar in scalars if scalar.name == "memory"]
-    # Where there is no accelerator the host logs -1 byte, in a log -0.00.
+    # Where there is no accelerator torchtitan logs -1 byte, in a log -0.00.
     has_speed = not (no_speed or emulated or any(map(is_negative, memory)))
     peak = 0.0 if no_speed else max(memory, default=0.0)
     return Run(label, series, peak, has_speed, from_log)

@@ -1,6 +1,6 @@
 """What a plan computes, in one process: torchtitan's modules, called once for each rank.
 
-A region of the host under tensor parallelism reads its whole input on every rank and sums the
+A region of torchtitan under tensor parallelism reads its whole input on every rank and sums the
 ranks' outputs. So `Sliced` calls the module once for each rank, with the slices of the weights that
 the rank holds, on one share of the tokens after the other, and autograd sums the gradients. Linears
 quantise their operands as they get them and multiply them in FP32. Nothing here knows of DTensor,
@@ -149,7 +149,7 @@ def cat(parts: list[Tensor]) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The host's GroupedExperts, for tokens of which every share goes to the same experts."""
+    """torchtitan's GroupedExperts, for tokens of which every share goes to the same experts."""
 
     def __init__(self, experts: nn.Module, shares: int, ranks: int, recipe: str):
         super().__init__()

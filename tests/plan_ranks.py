@@ -1,7 +1,7 @@
 """What each rank does in the tests of parallel plans: torchtitan's own way from a configuration
 to a parallel model, then one forward and backward on the rank's share of the tests' batch.
 
-The models are the host's debug flavours with two layers, and with dimensions whose halves are
+The models are torchtitan's debug flavours with two layers, and with dimensions whose halves are
 multiples of 16 but not of 128, so that a rank's blocks are not those of the whole tensor. Their
 routing is fixed: a token near a tie would go to another expert for the least change in its
 rounding. It is uneven and leaves two experts without tokens.
@@ -88,7 +88,7 @@ def run_plan(rank: int, plan: Plan, folder: Path) -> None:
 
 
 def has_whole_router_gradient(plan: Plan) -> bool:
-    """Whether the host gives the router its whole gradient.
+    """Whether torchtitan gives the router its whole gradient.
 
     Under tensor parallelism each rank keeps the part that its own slice of the experts makes, and
     the router's gradient is 0.7 of its norm off, FP8 or not. There the scores are constants.
@@ -97,7 +97,7 @@ def has_whole_router_gradient(plan: Plan) -> bool:
 
 
 def fix_routing(learned_scores: bool) -> None:
-    """Puts CHOICES where the host's forced load balance has its round-robin."""
+    """Puts CHOICES where torchtitan's forced load balance has its round-robin."""
 
     def route(self: TokenChoiceTopKRouter, scores: Tensor) -> tuple[Tensor, Tensor]:
         experts = CHOICES.repeat(scores.shape[0] // len(CHOICES), 1)
@@ -184,7 +184,7 @@ def run(
     else:
         parts = [spec.parallelize_fn(model, dims, config)]
     load(parts, folder / plan.model, alone=plan.ranks == 1)
-    # As the host's trainer does: it divides the loss by the tokens, but not that of a pipeline.
+    # As torchtitan's trainer does: it divides the loss by the tokens, but not that of a pipeline.
     if plan.pp > 1:
         target = {"target": labels, "losses": []} if last else {}
         output = schedule.step(*([tokens] if first else []), **target)
@@ -194,7 +194,7 @@ def run(
             loss = cross_entropy_loss(output, labels) / total
         loss.backward()
     named = (item for part in parts for item in part.named_parameters())
-    # DDP averages gradients, where the host has FSDP sum them.
+    # DDP averages gradients, where torchtitan has FSDP sum them.
     averaged = 1 if plan.fsdp > 1 else 1 / plan.replicate
     return result(output, named, total if plan.pp > 1 else averaged)
 

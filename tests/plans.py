@@ -39,7 +39,7 @@ class Plan:
     def sequences(self) -> int:
         """Of a batch; a rank has one or, without FSDP, two.
 
-        With two, tensor parallelism and etp 1 the host's own gradients are wrong (docs/log.md).
+        With two, tensor parallelism and etp 1 torchtitan's own gradients are wrong (docs/log.md).
         """
         return 2 * self.replicate
 

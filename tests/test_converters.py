@@ -1,4 +1,4 @@
-"""The two converters on the host's models: what they convert, what they leave, what they say.
+"""The two converters on torchtitan's models: what they convert, what they leave, what they say.
 
 Models are built on the meta device as torchtitan's trainer builds them.
 """

@@ -1,4 +1,4 @@
-"""Each gap that cpu_host closes, by what the host then does. Whole runs are in the other tests."""
+"""Each gap that cpu_host closes, by what torchtitan then does. Whole runs are in other tests."""
 
 import logging
 import subprocess

@@ -1,4 +1,4 @@
-"""fp8_swiglu against the products it is made of, and the host's feed-forwards that run as one.
+"""fp8_swiglu against the products it is made of, and torchtitan's feed-forwards that run as one.
 
 The SwiGLU between the products is `reference.swiglu` here, rounded once, so that a fused
 feed-forward has to equal the composition to the bit; F.silu is near it.
@@ -330,7 +330,7 @@ def test_offs_of_another_kind_are_refused(offs):
         fp8_swiglu(*operands(3), offs)
 
 
-# The host's feed-forwards
+# torchtitan's feed-forwards
 
 
 def feed_forward(recipe: str = "blockwise", **options) -> nn.Module:

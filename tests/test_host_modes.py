@@ -1,7 +1,7 @@
 """FP8 models under what torchtitan's trainer does to any model, in this process and on two ranks.
 
 Activation checkpointing, torch.compile, gradient accumulation, autocast, validation, checkpoints:
-each compares the host's own trainer with and without.
+each compares torchtitan's own trainer with and without.
 """
 
 import copy
@@ -139,9 +139,9 @@ class Part(nn.Module):
 
 
 def test_op_level_checkpointing_keeps_nothing_that_compiled_code_overwrites(tmp_path):
-    """A block that is compiled in parts, as the host does with MoE."""
+    """A block that is compiled in parts, as torchtitan does with MoE."""
     config = parse(tmp_path, toml("llama3", (LINEAR,)), "--compile.enable", *CHECKPOINTING["op"])
-    converted(config)  # adapts the host
+    converted(config)  # adapts torchtitan
     block = nn.Sequential(Part(), nn.Tanh()).bfloat16()
     titan_fp8.convert_linears(block, filter_fqns=())
     checkpointed = activation_checkpoint._apply_ac_to_transformer_block(
@@ -312,7 +312,7 @@ def compare_checkpointing(rank: int, folder: Path, text: Path, model: str, ways:
 
 
 # torch 2.13's op-level checkpointing takes no FSDP hooks inside a block, which experts have: with
-# or without FP8, the host's own model fails likewise.
+# or without FP8, torchtitan's own model fails likewise.
 @pytest.mark.parametrize(
     "model, ways",
     [("llama3", [*CHECKPOINTING]), ("deepseek_v3", ["full", "layer 1", "layer 2", "early stop"])],

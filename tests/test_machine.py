@@ -1,4 +1,4 @@
-"""What a conversion asks of the machine and tells the host: GPUs, emulation, saved ops, alignment.
+"""What a conversion asks of the machine and tells torchtitan: GPUs, emulation, ops, alignment.
 
 GPUs are pretended, so that every answer is tested on every machine.
 """
@@ -68,7 +68,7 @@ def test_op_level_checkpointing_takes_dense_fp8_gemms_for_mm(tmp_path, gemm):
     assert asked == [(torch.ops.aten.mm.default, (32, 48)), (gemm, (3, 1))]
     assert forward.policy_fn(None, permutation.places_of_tokens, a, 3) is CheckpointPolicy.MUST_SAVE
     assert len(asked) == 2
-    # Left to the host, as the slots that it goes with are.
+    # Left to torchtitan, as the slots that it goes with are.
     forward.policy_fn(None, permutation.invert, a, b)
     assert asked[2:] == [(permutation.invert, (48, 32))]
 
@@ -97,7 +97,7 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
         converted(job(tmp_path, "llama3", converters=(LINEAR,)))
         block = nn.Sequential(nn.Identity())
         module = activation_checkpoint.ptd_checkpoint_wrapper(block, context_fn=contexts)
-        compile_a_part(block)  # when it is wrapped, as the host does
+        compile_a_part(block)  # when it is wrapped, as torchtitan does
         return asked_for(module.checkpoint_fn.keywords["context_fn"]())
 
     aten = torch.ops.aten
@@ -243,7 +243,7 @@ def test_only_the_hosts_permutation_is_trusted_to_align(
     tmp_path, monkeypatch, recipe, backend, aligned
 ):
     """And only to multiples of 128, not to rowwise's 16."""
-    # What DeepEP needs beyond its package is a GPU; its MoE class is the host's all the same.
+    # What DeepEP needs beyond its package is a GPU; its MoE class is torchtitan's all the same.
     stub = SimpleNamespace(sync_combine=lambda: None)
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", stub)
     flags = ("--parallelism.expert_parallel_comm_backend", backend)

@@ -314,7 +314,7 @@ def test_compiled_linears_share_the_quantised_input(recipe, parameters):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_grouped_mm_takes_any_token_count(recipe):
-    """w1 and w3 of experts, compiled as the host does: tokens dynamic, one frame for all counts."""
+    """w1 and w3 of experts, compiled as torchtitan does: tokens dynamic, one frame for all."""
     graphs = Graphs()
 
     def experts(x, w1, w3, offs):

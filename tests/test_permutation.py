@@ -1,4 +1,4 @@
-"""The permutation around the experts by gathers is the host's, in both passes.
+"""The permutation around the experts by gathers is torchtitan's, in both passes.
 
 Bit for bit, but for sums of more than two summands, which may be taken in another order.
 """
@@ -132,7 +132,7 @@ class Experts(nn.Module):
 
 
 class HalfOfTheTokens(nn.Module):
-    """As the host's sequence parallelism: the second of two ranks reorders half of the tokens."""
+    """As torchtitan's sequence parallelism: the second of two ranks reorders half of the tokens."""
 
     def __init__(self, reorderer):
         super().__init__()
@@ -184,7 +184,7 @@ def test_a_layer_by_gathers_is_the_hosts(top_k, before, shared, half, dtype):
             assert torch.equal(got[name], want[name]), name
         else:
             error = (got[name] - want[name]).norm() / want[name].norm()
-            # The host rounds x's gradient at each summand.
+            # torchtitan rounds x's gradient at each summand.
             assert error < (1e-2 if dtype == torch.bfloat16 else 1e-6), (name, error)
 
 
@@ -201,7 +201,7 @@ def test_a_layer_keeps_its_rows_once_and_not_in_fp32():
 
 
 def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: str) -> None:
-    """On one of two ranks: a step with the host's permutation is a step with gathers."""
+    """On one of two ranks: a step with torchtitan's permutation is a step with gathers."""
     folder = folder / str(rank)
     folder.mkdir()
     flags = (*training(text, folder), "--debug.deterministic", f"--{LINEAR}.recipe", recipe, *flags)

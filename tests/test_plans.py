@@ -80,7 +80,7 @@ def test_a_plan_quantises_what_each_rank_holds(plan, folder, capsys):
             print(
                 f"\n  {plan.name}, {recipe}: off the oracle by {max(by_name.values()):.0e}; off the"
                 f" unsharded FP8 by {of_plan[0]:.1e} (logits) and {of_plan[1]:.1e} (gradients), FP8"
-                f" off FP32 by {of_fp8[0]:.1e} and {of_fp8[1]:.1e}; the host's bf16 off its"
+                f" off FP32 by {of_fp8[0]:.1e} and {of_fp8[1]:.1e}; torchtitan's bf16 off its"
                 f" unsharded bf16 by {host[0]:.1e} and {host[1]:.1e}",
                 end="",
             )

@@ -1,4 +1,4 @@
-"""Every parallel plan trains in FP8 from the command line: torchrun, the host's trainer, text.
+"""Every parallel plan trains in FP8 from the command line: torchrun, torchtitan's trainer, text.
 
 The loss falls over 20 steps. Recipes take turns over the plans; `test_plans.py` says what each of
 them computes.

@@ -40,11 +40,11 @@ CHECKPOINTING = {
     "op": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "op"),
     "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
 }
-"""The host's ways of activation checkpointing, as flags."""
+"""torchtitan's ways of activation checkpointing, as flags."""
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:
-    """A flavour like another of a host model, with two layers and few experts."""
+    """A flavour like another of a torchtitan model, with two layers and few experts."""
     args = flavors[like]
     if moe_args := getattr(args, "moe_args", None):
         changes["moe_args"] = dataclasses.replace(moe_args, num_experts=4, top_k=2)
@@ -115,7 +115,7 @@ def job(
     flavor: str = "debugmodel",
     body: str = "",
 ) -> JobConfig:
-    """The config of a job of a host model; `body` follows the TOML's head."""
+    """The config of a job of a torchtitan model; `body` follows the TOML's head."""
     return parse(folder, toml(model, converters, flavor) + body, *flags)
 
 

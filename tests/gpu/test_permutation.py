@@ -1,4 +1,4 @@
-"""The ops on rows are the reference, gathers bit for bit, and the permutation by them the host's.
+"""The ops on rows are the reference, gathers bit for bit, and the permutation by them torchtitan's.
 
 Outputs are filled with NaN before each launch, so that an element nobody writes shows, and so is
 what must not be read: the rows around x and those of padding.
