@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from titan import LINEAR, converted, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -79,16 +78,13 @@ def test_gradients_of_several_ranks_are_left_to_fsdp2(monkeypatch):
 
 
 def test_what_is_loaded_into_fsdps_modules_may_be_sharded_finely():
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
-    try:
+    with one_process("fake", ranks=8):
         model = nn.Sequential(nn.Linear(64, 32))
         convert_linears(model)
         fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
         assert model[0].weight.to_local().shape == (4, 64)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,9 @@ def training(text: Path, folder: Path) -> list[object]:
 
 
 @contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    """A process group of this process alone, as under torchrun with one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def one_process(backend: str = "gloo", ranks: int = 1) -> Iterator[None]:
+    """This process as rank 0 under torchrun; only "fake" makes do without the other ranks."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=ranks)
     os.environ["LOCAL_RANK"] = "0"
     try:
         yield
