@@ -136,7 +136,7 @@ def test_programs_that_wait_on_several_streams(dtype):
     """They end, however many kernels whose programs wait for each other run at once."""
     w = inputs((rows_of_peers(), 1024), dtype)
     want = kernels.quantize_weight_col_t(w)
-    # Six stuck kernels, each short of one program, would still leave room for that of one.
+    # Five stuck kernels, each short of one program, would still leave room for that of one.
     streams = [torch.cuda.Stream(priority=-(i % 3 == 2)) for i in range(16)]
     torch.cuda._sleep(100_000_000)  # some 50 ms, until all have been launched
     start = torch.cuda.current_stream().record_event()

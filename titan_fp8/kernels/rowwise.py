@@ -10,12 +10,12 @@ order. A second casts and transposes (`tile.py`), last tiles first, for they are
 cache; it also writes the scales. Lanes publish neighbouring channels: a 32-byte sector takes eight
 maxima at once, which made that step eight times as fast.
 
-Columns without groups, of weights above all. One kernel, one read: a program keeps its tile, adds
-its maxima to those of the others beside it and waits for theirs. That needs all of a stripe of
-tiles to run at the same time; of more rows the two kernels take care. Programs start in the order
-of their numbers, and those of one launch all have before another of the same priority gets room: so
-stripes are completed one by one, whatever else the card does. (So cards are seen to do; CUDA does
-not promise it.)
+Columns without groups, of weights above all. One kernel, one read: a program keeps its tile, half
+of it in shared memory and half in registers, adds its maxima to those of the others beside it and
+waits for theirs. That needs all of a stripe of tiles to run at the same time; of more rows the two
+kernels take care. Programs start in the order of their numbers, and those of one launch all have
+before another of the same priority gets room: so stripes are completed one by one, whatever else
+the card does. (So cards are seen to do; CUDA does not promise it.)
 
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
@@ -24,13 +24,13 @@ kernels: the programs of the second tensor follow those of the first. With the g
 share that of the second.
 
 Measured on an H200 (2026-11-22, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4171 GB/s, two reads counted for columns; see docs/log.md.
+the copy bandwidth, 4209 GB/s, two reads counted for columns; see docs/log.md.
 
     op                     bf16 us    %    FP32 us    %
-    rows                       165  102        268  105
-    columns of 8 groups        282  100
-    columns without groups     213  132        335  151
-    rows and columns           367   92        593   95
+    rows                       167  100        271  103
+    columns of 8 groups        286   98
+    columns without groups     197  141        306  164
+    rows and columns           368   91        594   94
 """
 
 import functools
@@ -41,6 +41,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from titan_fp8.kernels.cast import (
     as_words,
@@ -84,12 +85,17 @@ MAXIMA_TOKENS = 256
 """Tokens of which a program takes the maxima of some columns alone."""
 MAXIMA = layout((1, 4), (1, 32), (4, 1), (8, 1))
 """How it holds 32 of them."""
-PEER_TOKENS = 256
-"""Tokens of a program that waits for others, PART_WORDS words of each. No more of these than there
-are SMs wait for each other, though one has room for six: other kernels want some, too."""
+PEER_PARTS = 2
+"""Parts of 128 tokens that a program that waits for others keeps in shared memory, and as many in
+registers."""
+PEER_TOKENS = 2 * PEER_PARTS * 128
+"""Its tokens, PART_WORDS words of each. No more of these programs than there are SMs wait for each
+other, though one has room for five: other kernels want some, too."""
+PEER_MAXNREG = 96
+"""For five."""
 PEER = {
     "TILE": TILE,
-    "FETCH": layout((1, 4), (4, 8), (4, 1), (16, 1)),
+    "FETCH": layout((1, 4), (4, 8), (4, 1), (8, 1)),
     **columns_layouts(4),
     "num_warps": 4,
 }
@@ -259,29 +265,42 @@ def _cast_kernel(
 @kernel(do_not_specialize=["M", "tiles", "blocks"])
 def _columns_kernel(
     x, amax, q_t, s_t, M, MT, K, KW, tiles, blocks,
-    PACK: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr,
+    PACK: gl.constexpr, PARTS: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr,
     COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     """Both steps in one for a tensor without groups: a program waits for its stripe's others.
 
+    What it keeps meanwhile bounds what is under way from memory. So the first half of its tile
+    waits in registers, which have nothing else to do, and leaves its place to the second.
+
     Behind the maxima, a number for each stripe counts those who have taken theirs, each in a line
     of its own, for all ask for it.
     """
-    HEIGHT: gl.constexpr = FETCH.shape[0]
     tile = gl.program_id(0) % tiles
     stripe = gl.program_id(0) // tiles
     expert = (stripe // blocks).to(gl.int64)
     word = stripe % blocks * PART_WORDS
-    row = tile * HEIGHT
+    row = tile * (2 * PARTS * 128)
     done = amax + (gl.num_programs(0) // (tiles * blocks) * K + stripe * LINE)
+    x += expert * M * KW
     amax += expert * K
     q_t += expert * K * MT
-    words = gl.allocate_shared_memory(gl.int32, FETCH.shape, TILE)
-    fetch(words, x + expert * M * KW, 0, row, M - row, word, KW, FETCH)
-    fetched()
-    most = magnitudes(words.slice(0, 128).load(COLUMNS), PACK)
-    for place in gl.static_range(128, HEIGHT, 128):
-        most = larger(most, magnitudes(words.slice(place, 128).load(COLUMNS), PACK), PACK)
+    words = gl.allocate_shared_memory(gl.int32, [PARTS * 128, PART_WORDS], TILE)
+    for i in gl.static_range(PARTS):
+        fetch(words.slice(i * 128, 128), x, i * 128, row, M - row, word, KW, FETCH)
+        async_copy.commit_group()
+    most = gl.full([128, PART_WORDS], 0, gl.int32, COLUMNS)
+    held = ()
+    for i in gl.static_range(PARTS):
+        async_copy.wait_group(PARTS - 1)
+        place = words.slice(i * 128, 128)
+        held = held + (place.load(COLUMNS),)
+        fetch(place, x, (PARTS + i) * 128, row, M - row, word, KW, FETCH)
+        async_copy.commit_group()
+        most = larger(most, magnitudes(held[i], PACK), PACK)
+    async_copy.wait_group(0)
+    for i in gl.static_range(PARTS):
+        most = larger(most, magnitudes(words.slice(i * 128, 128).load(COLUMNS), PACK), PACK)
     publish(amax, largest(most, 0, PACK), word, K, True, PACK)
     barrier()
     # By one thread, and not without a pause: what all ask at once, the L2 cache answers one by one.
@@ -293,10 +312,12 @@ def _columns_kernel(
     maxima = load_maxima(amax, word, KW, True, PACK, FLIPPED)
     if tile == 0:
         store_scales(maxima, s_t + expert * K, word, KW, PACK, FLIPPED)
-    for place in gl.static_range(0, HEIGHT, 128):
+    for i in gl.static_range(2 * PARTS):
+        part = held[i] if i < PARTS else words.slice((i - PARTS) * 128, 128).load(COLUMNS)
+        place = i * 128
         cast_part(
-            words.slice(place, 128).load(COLUMNS), maxima, q_t, M - row - place, row + place,
-            MT - row - place, word, K, KW, MT, PACK, FLIPPED,
+            part, maxima, q_t, M - row - place, row + place, MT - row - place,
+            word, K, KW, MT, PACK, FLIPPED,
         )  # fmt: skip
 
 
@@ -353,7 +374,7 @@ def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
     _columns_kernel[(tiles * stripes,)](
         as_words(x), maxima, Typed(q_t, torch.int8), s_t, m, width, k, k // pack,
-        tiles, blocks, pack, maxnreg=MAXNREG, **PEER,
+        tiles, blocks, pack, PEER_PARTS, maxnreg=PEER_MAXNREG, **PEER,
     )  # fmt: skip
     return q_t, s_t
 
