@@ -7,14 +7,13 @@ them computes.
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from gloo import spawn
+from jobs import log_of
 from loss_runs import SCRIPTS  # noqa: F401  (puts scripts/ on the path)
 from plans import PLANS, RECIPES, Plan
 from titan import ROOT, trainer, training
@@ -29,26 +28,12 @@ TIMEOUT = 240
 
 
 def torchrun(ranks: int, flags: list[object]) -> str:
-    """The log of all ranks; AssertionError, with its end, unless they end well and in time."""
+    """The log of all ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += ["-m", "titan_fp8.cpu_host", *flags]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        log, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, log[-5000:]
-    return log
+    return log_of(command, TIMEOUT, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 def job(plan: Plan, recipe: str, text: Path, folder: Path) -> list[object]:
