@@ -293,9 +293,9 @@ def _columns_kernel(
     held = ()
     for i in gl.static_range(PARTS):
         async_copy.wait_group(PARTS - 1)
-        place = words.slice(i * 128, 128)
-        held = held + (place.load(COLUMNS),)
-        fetch(place, x, (PARTS + i) * 128, row, M - row, word, KW, FETCH)
+        part = words.slice(i * 128, 128)
+        held = held + (part.load(COLUMNS),)
+        fetch(part, x, (PARTS + i) * 128, row, M - row, word, KW, FETCH)
         async_copy.commit_group()
         most = larger(most, magnitudes(held[i], PACK), PACK)
     async_copy.wait_group(0)
@@ -313,10 +313,10 @@ def _columns_kernel(
     if tile == 0:
         store_scales(maxima, s_t + expert * K, word, KW, PACK, FLIPPED)
     for i in gl.static_range(2 * PARTS):
-        part = held[i] if i < PARTS else words.slice((i - PARTS) * 128, 128).load(COLUMNS)
+        values = held[i] if i < PARTS else words.slice((i - PARTS) * 128, 128).load(COLUMNS)
         place = i * 128
         cast_part(
-            part, maxima, q_t, M - row - place, row + place, MT - row - place,
+            values, maxima, q_t, M - row - place, row + place, MT - row - place,
             word, K, KW, MT, PACK, FLIPPED,
         )  # fmt: skip
 
