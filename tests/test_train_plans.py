@@ -1,9 +1,10 @@
-"""Every parallel plan trains in FP8 from the command line: torchrun, torchtitan's trainer, text.
+"""Parallel plans train in FP8 from the command line: torchrun, torchtitan's trainer, text.
 
-The loss falls over 20 steps. Recipes take turns over the plans; `test_plans.py` says what each of
-them computes.
+Those that no other plan contains: what each and every one computes, `test_plans.py` says. The loss
+falls. Recipes take turns over the plans.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from torchtitan.config import ConfigManager
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
 
-STEPS = 20
+STEPS = 12
 TIMEOUT = 240
 
 
@@ -61,8 +62,13 @@ def seeds(text, tmp_path_factory):
     return seeds
 
 
-# Without expert parallelism DeepSeekV3's plans are Llama3's.
-TRAINED = [plan for plan in PLANS if plan.model == "llama3" or plan.ep > 1]
+def within(plan: Plan, other: Plan) -> bool:
+    """Whether the other plan is this one and something more."""
+    pairs = zip(dataclasses.astuple(plan), dataclasses.astuple(other))
+    return plan != other and all(mine in (1, theirs) for mine, theirs in pairs)
+
+
+TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PLANS)]
 
 
 @pytest.mark.parametrize(
@@ -79,4 +85,4 @@ def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
     loss = merge(read_log(log))["loss"]
     assert loss.keys() == set(range(1, STEPS + 1))
     assert all(map(math.isfinite, loss.values()))
-    assert loss[STEPS] < loss[1] - 1
+    assert loss[STEPS] < loss[1] - 0.5
