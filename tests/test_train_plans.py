@@ -1,7 +1,7 @@
 """Parallel plans train in FP8 from the command line: torchrun, torchtitan's trainer, text.
 
 Those that no other plan contains: what each and every one computes, `test_plans.py` says. The loss
-falls. Recipes take turns over the plans.
+falls over 20 steps. Recipes take turns over the plans.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from torchtitan.config import ConfigManager
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
 
-STEPS = 12
+STEPS = 20
 TIMEOUT = 240
 
 
@@ -63,9 +63,11 @@ def seeds(text, tmp_path_factory):
 
 
 def within(plan: Plan, other: Plan) -> bool:
-    """Whether the other plan is this one and something more."""
+    """Whether the other plan is this one and something more; by another etp, experts are split
+    in another way."""
     pairs = zip(dataclasses.astuple(plan), dataclasses.astuple(other))
-    return plan != other and all(mine in (1, theirs) for mine, theirs in pairs)
+    more = plan != other and all(mine in (1, theirs) for mine, theirs in pairs)
+    return more and plan.etp == other.etp
 
 
 TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PLANS)]
@@ -85,4 +87,4 @@ def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
     loss = merge(read_log(log))["loss"]
     assert loss.keys() == set(range(1, STEPS + 1))
     assert all(map(math.isfinite, loss.values()))
-    assert loss[STEPS] < loss[1] - 0.5
+    assert loss[STEPS] < loss[1] - 1

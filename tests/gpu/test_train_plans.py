@@ -3,7 +3,7 @@
 `scripts/bench_train.sh` runs FSDP2 with and without expert parallelism; here is what it does not:
 tensor, pipeline and context parallelism on two GPUs, and FlexAttention inside of op-level
 checkpoints. What computes the same has the same losses: from one seed checkpoint on the same
-batches they part by roundings alone. What takes time is compilation.
+batches they part by roundings alone.
 """
 
 import re
