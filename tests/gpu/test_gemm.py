@@ -1,14 +1,15 @@
 """The GEMM kernels on a Hopper GPU, against the FP64 product of their dequantised operands.
 
 Inputs are fresh in each test, rows and columns differ in size by orders of magnitude (a scale read
-from the wrong place shows), and the memory an output is made of is filled with NaN beforehand (an
-element that is not written shows). Tolerances: rounding to bf16 is off by 2^-8 of a value at worst;
+from the wrong place shows), and the tensors that a kernel writes hold NaN beforehand (an element
+that is not written shows). Tolerances: rounding to bf16 is off by 2^-8 of a value at worst;
 the FP8 tensor cores add with some 14 bits, so a sum of 128 carries about 2^-12, and one of
 rowwise fprop or dgrad, over thousands without promotion, up to a few times 2^-9.
 """
 
 import pytest
 import torch
+from gpu_utils import no_sync, poisoned_outputs
 from torch import Tensor
 
 from titan_fp8 import reference
@@ -38,11 +39,6 @@ SHAPES = [
     (640, 272, 1408, (0, 0, 0)),
     (3000, 320, 512, tuple(range(11, 11 * 257, 11))),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_memory_is_nan():
-    torch.full((1 << 28,), torch.nan, device="cuda")
 
 
 def uneven(*shape: int) -> Tensor:
@@ -97,7 +93,9 @@ def blockwise_mm(m: int, n: int, k: int, ends, dtype: torch.dtype):
     """An output and its operands."""
     a, sa = reference.quantize_1x128(uneven(m, k))
     b, sb = reference.quantize_128x128(uneven(*([] if ends is None else [len(ends)]), n, k))
-    c = gemm.blockwise_mm(a, sa, b, sb, ends_of(ends), out_dtype=dtype)
+    offs = ends_of(ends)
+    with poisoned_outputs():
+        c = gemm.blockwise_mm(a, sa, b, sb, offs, out_dtype=dtype)
     return c, (a, sa), (b.view(-1, n, k), sb.view(-1, *sb.shape[-2:]))
 
 
@@ -122,7 +120,9 @@ def test_blockwise_mm_pair(shape, dtype):
         operands += [*a, *b]
         right = dequantize_128x128(*b).view(-1, n, k)
         want += product_by_rows(dequantize_1x128(*a), right, groups_of(ends, m))
-    c = gemm.blockwise_mm_pair(*operands, ends_of(ends), out_dtype=dtype)
+    offs = ends_of(ends)
+    with poisoned_outputs():
+        c = gemm.blockwise_mm_pair(*operands, offs, out_dtype=dtype)
     assert c.dtype == dtype
     assert_close(c, want, TOLERANCE[dtype])
 
@@ -134,7 +134,8 @@ def test_blockwise_wgrad(shape, dtype):
     offs = ends_of(ends)
     a, sa = reference.quantize_128x1_t(uneven(m, n), offs)
     b, sb = reference.quantize_128x1_t(uneven(m, k), offs)
-    c = gemm.blockwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype).view(-1, n, k)
+    with poisoned_outputs():
+        c = gemm.blockwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype).view(-1, n, k)
     left, right = dequantize_1x128(a, sa), dequantize_1x128(b, sb)
     for got, (_, columns) in zip(c, groups_of(ends, m), strict=True):
         assert_close(got, left[:, columns] @ right[:, columns].T, TOLERANCE[dtype])
@@ -146,7 +147,9 @@ def test_rowwise_mm(shape, dtype):
     m, n, k, ends = shape
     a, sa = reference.quantize_row(uneven(m, k))
     b, sb = reference.quantize_row(uneven(*([] if ends is None else [len(ends)]), n, k))
-    c = rowwise_gemm.rowwise_mm(a, sa, b, sb, ends_of(ends), out_dtype=dtype)
+    offs = ends_of(ends)
+    with poisoned_outputs():
+        c = rowwise_gemm.rowwise_mm(a, sa, b, sb, offs, out_dtype=dtype)
     left, right = (q.double() * s.double().unsqueeze(-1) for q, s in ((a, sa), (b, sb)))
     want = product_by_rows(left, right.view(-1, n, k), groups_of(ends, m))
     assert c.dtype == dtype
@@ -160,7 +163,8 @@ def test_rowwise_wgrad(shape, dtype):
     offs = ends_of(ends)
     a, sa = reference.quantize_col_t(uneven(m, n), offs)
     b, sb = reference.quantize_col_t(uneven(m, k), offs)
-    c = rowwise_gemm.rowwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype)
+    with poisoned_outputs():
+        c = rowwise_gemm.rowwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype)
     assert c.dtype == dtype
     c = c.view(-1, n, k)
     # The dense product is PyTorch's, which writes bf16 alone and promotes as it likes.
@@ -190,10 +194,10 @@ def test_aligned_groups(recipe, ends):
     m, n, k, offs = 640, 272, 528, ends_of(ends)
     x, g, w = uneven(m, k), uneven(m, n), uneven(len(ends), n, k)
     operands = *row(x), *weight(w), offs
-    torch.testing.assert_close(mm(*operands, aligned=True), mm(*operands))
-    aligned, unaligned = (
-        wgrad(*column(g, offs, a), *column(x, offs, a), offs, aligned=a) for a in (True, False)
-    )
+    columns = {a: (*column(g, offs, a), *column(x, offs, a)) for a in (True, False)}
+    with poisoned_outputs():
+        torch.testing.assert_close(mm(*operands, aligned=True), mm(*operands))
+        aligned, unaligned = (wgrad(*columns[a], offs, aligned=a) for a in (True, False))
     torch.testing.assert_close(aligned, unaligned)
 
 
@@ -206,11 +210,13 @@ def test_nan_stays_in_what_depends_on_it(recipe, ends):
     x[150, 390], g[150, 200] = torch.nan, torch.inf
     if ends is not None:
         x[310], g[320] = torch.nan, torch.nan  # of no group
-    y = mm(*row(x), *weight(w), offs)
+    operands = *row(x), *weight(w), offs
+    columns = *column(g, offs), *column(x, offs), offs
+    with poisoned_outputs():
+        y, dw = mm(*operands), wgrad(*columns)
     depends = torch.zeros(m, n, dtype=torch.bool, device="cuda")
     depends[150] = True
     assert torch.equal(~y.isfinite(), depends)
-    dw = wgrad(*column(g, offs), *column(x, offs), offs)
     depends = torch.zeros(dw.shape, dtype=torch.bool, device="cuda")
     last = depends if ends is None else depends[1]
     last[200], last[:, 390] = True, True
@@ -290,15 +296,12 @@ def test_no_step_waits_for_the_device(aligned):
         (*quantize(g, offs, aligned), *quantize(x, offs, aligned))
         for quantize in (reference.quantize_128x1_t, reference.quantize_col_t)
     ]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         gemm.blockwise_mm(*blockwise, offs, aligned)
         gemm.blockwise_mm_pair(*blockwise, *blockwise, offs, aligned)
         rowwise_gemm.rowwise_mm(*rowwise, offs, aligned)
         gemm.blockwise_wgrad(*columns[0], offs, aligned)
         rowwise_gemm.rowwise_wgrad(*columns[1], offs, aligned)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_outputs_of_more_than_2_31_elements():

@@ -12,6 +12,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_utils import no_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -73,11 +74,8 @@ def test_grouped_is_its_emulation_and_waits_for_nothing(recipe: str, aligned: bo
         return gradients(y, x, w)
 
     run(False)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         real = run(False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for got, want in zip(real, run(True), strict=True):
         assert error(got, want) < CLOSE
     y, dx, dw = real
@@ -132,11 +130,8 @@ def test_swiglu_is_its_emulation_and_waits_for_nothing(layout: str, dtype: torch
         return gradients(y, *leaves)
 
     run(False)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         real = run(False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for got, want in zip(real, run(True), strict=True):
         assert got.dtype == want.dtype == dtype
         assert error(got, want) < CLOSE_AFTER_TWO

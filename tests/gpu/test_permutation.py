@@ -4,10 +4,9 @@ Outputs are filled with NaN before each launch, so that an element nobody writes
 what must not be read: the rows around x and those of padding.
 """
 
-import contextlib
-
 import pytest
 import torch
+from gpu_utils import no_sync, poisoned_outputs
 from torch import Tensor
 
 from titan_fp8 import reference
@@ -44,26 +43,6 @@ def permutation(host):
     from titan_fp8.plugin import permutation
 
     return permutation
-
-
-@contextlib.contextmanager
-def poisoned_outputs():
-    """Fresh tensors hold NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def no_sync():
-    """Waiting for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def random_bits(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +139,7 @@ def test_beyond_int32():
         assert_same(got[rows], x[index[rows]])
 
 
-def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype: torch.dtype):
+def both_ways(permute, unpermute, counts: list[list[int]], dtype: torch.dtype):
     """What leaves either function, forward and backward; its index, -1 for padding, and sizes."""
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -186,7 +165,7 @@ def test_gathers_are_the_hosts_permutation(
     monkeypatch, host, permutation, counts, alignment, dtype
 ):
     monkeypatch.setattr(host, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
-    arguments = COUNTS[counts], alignment, dtype
+    arguments = COUNTS[counts], dtype
     want = both_ways(host._permute, host._unpermute, *arguments)
     with poisoned_outputs():
         got = both_ways(permutation.permute, permutation.unpermute, *arguments)

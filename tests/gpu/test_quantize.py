@@ -5,11 +5,11 @@ own magnitude, so that a scale from a neighbour shows; outputs are filled with N
 launch, so that an element nobody writes shows.
 """
 
-import contextlib
 import time
 
 import pytest
 import torch
+from gpu_utils import poisoned_outputs
 from torch import Tensor
 
 from titan_fp8 import reference
@@ -38,16 +38,6 @@ GROUPS = {
     "ones": list(range(1, 41)),
     "many": [2 * e for e in range(256)],
 }
-
-
-@contextlib.contextmanager
-def poisoned_outputs():
-    """Fresh tensors hold NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

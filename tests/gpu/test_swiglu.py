@@ -8,7 +8,8 @@ exactly, nothing is approximated and all outputs are the reference's, bit for bi
 
 import pytest
 import torch
-from test_quantize import GROUPS, assert_same, inputs, poisoned_outputs, strides, with_specials
+from gpu_utils import poisoned_outputs
+from test_quantize import GROUPS, assert_same, inputs, strides, with_specials
 from torch import Tensor
 
 from titan_fp8 import kernels, reference
