@@ -5,9 +5,9 @@
 Each layer's fprop, dgrad and wgrad stand beside bf16 and the libraries' FP8: cuBLAS with the same
 scales for dense layers (nothing in PyTorch has them grouped), PyTorch with rowwise scales, and
 DeepGEMM where it is installed. The grouped ones follow with rowwise scales. `of roof` is the share
-of the fastest tensorwise FP8 product of this run, which no scaled one can reach. Group ends are
-uneven multiples of 128, in one more row arbitrary ones; PyTorch takes multiples of 16 where it
-needs them. The inputs of a call are not in the L2 cache.
+of the fastest tensorwise FP8 product of this run, whose operands the L2 cache may hold; nothing
+else finds its own there. Group ends are uneven multiples of 128, in one more row arbitrary ones;
+PyTorch takes multiples of 16 where it needs them.
 
 No speed is printed for an op whose result is wrong.
 """

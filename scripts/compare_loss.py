@@ -9,7 +9,7 @@ another seed or in another precision. The smoothed gap at a step is the same qua
 steps up to it, so its curve ends on the number that decides. Two runs that are equal at every step
 fail as well: nothing was converted.
 
-Exit status: 0 within the bar; 1 past it, or at a gap of exactly 0, a NaN or an Inf; 2 if there is
+Exit status: 0 within the bar; 1 past it, or at runs that are equal, a NaN or an Inf; 2 if there is
 nothing to compare. No speed is shown for a run that emulated its FP8 or had no accelerator.
 """
 

@@ -24,6 +24,6 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
     PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/test_compile_*.py tests/test_launch.py
 fi
 
-if "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+if [[ $# -eq 0 ]] && "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
     exec ./scripts/test_gpu.sh
 fi

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
@@ -53,9 +53,10 @@ def triton_compile(kernel: Callable, args: tuple = (), **kwargs) -> CompiledKern
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, kwargs, bound, specialization, options
     )
-    source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(
-        source(kernel, signature, constexprs, attrs), target=HOPPER, options=options.__dict__
+        GluonASTSource(kernel, signature, constexprs, attrs),
+        target=HOPPER,
+        options=options.__dict__,
     )
 
 

@@ -1,7 +1,6 @@
 """What every test shares: torchtitan readied for the CPU, and one thread for each process."""
 
 import gc
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ import torch._inductor.config
 from titan_fp8 import cpu_host
 
 # Before any test imports torchtitan, which asks for its device while it is imported. Models train
-# on the CPU in tests, where there are GPUs too; the kernels are tested without torchtitan.
-if find_spec("torchtitan"):
-    cpu_host.prepare()
+# on the CPU in tests, where there are GPUs too.
+cpu_host.prepare()
 
 # torch.cuda does not work beside that: `scripts/test_gpu.sh` runs these in a process of their own.
 collect_ignore = ["gpu"]

@@ -6,6 +6,7 @@ That the command line ends so too is tested once, on a run in its own process.
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from titan import BOTH, GROUPED_MM, LINEAR, parse, run_module, toml
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as HostConfig
 
-RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp", "bf16")
+from titan_fp8.recipe import RECIPE_NAMES as RECIPES
+
 HEAD = toml("deepseek_v3")
 SECTIONS = f"""
 [{LINEAR}]
@@ -57,6 +59,13 @@ def test_one_line_loads_the_plugin_with_the_defaults_of_the_contract(tmp_path):
         ("blockwise", ["output", "router.gate"], False),
         (None, ["experts"], False, None),
     )
+
+
+def test_the_readme_shows_the_defaults(tmp_path):
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    config = parse(tmp_path, block.replace("[model]", '[model]\nname = "deepseek_v3"'))
+    assert sections(config) == sections(parse(tmp_path, HEAD))
 
 
 def test_every_key_is_read_from_the_toml(tmp_path):

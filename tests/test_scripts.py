@@ -14,11 +14,6 @@ from tokenizers import Tokenizer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -194,12 +189,6 @@ def test_readme_names_what_exists(command: list[str]) -> None:
     for word in command:
         if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
             assert (ROOT / word).exists(), word
-
-
-def test_readme_toml_parses() -> None:
-    blocks = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
-    assert blocks
-    assert all(tomllib.loads(block) for block in blocks)
 
 
 def test_readme_links_exist() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8.functional import (
+from titan_fp8.functional import (  # noqa: TID251  (stands above it)
     InputCache,
     Spec,
     check_bool,

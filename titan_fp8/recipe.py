@@ -10,7 +10,7 @@ Scales run along the contracted dimension, so x, W and g are each quantised twic
 their dimensions. `blockwise` is DeepSeek-V3's (arXiv 2412.19437, §3.3): a scale for every 1x128
 piece of an activation or gradient and for every 128x128 tile of a weight. `rowwise` has one scale
 for each row of the left and each column of the right operand; `rowwise_with_gw_hp` keeps wgrad in
-bf16. Nothing here imports anything: the numbers are in `reference.py`.
+bf16. Nothing here imports from this package: the numbers are in `reference.py`.
 """
 
 from dataclasses import dataclass

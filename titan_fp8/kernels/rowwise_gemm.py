@@ -2,7 +2,7 @@
 
 `torch._scaled_mm` (CUTLASS underneath) takes any dense product. `torch._scaled_grouped_mm` takes
 grouped ones, but of 64 groups its wgrad takes more than 3 times as long as the blockwise one, and
-fprop and dgrad up to 1.6 times. So these run as the blockwise kernels do (`gemm.py`), with a scale
+fprop and dgrad up to 1.4 times. So these run as the blockwise kernels do (`gemm.py`), with a scale
 a row instead of one a block, multiplied in when a tile is done:
 
     M-grouped  `rowwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          a row by a row
