@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
+from bench_shapes import SEED, uneven_ends
 from torch import Tensor
 
 from titan_fp8 import kernels, reference
@@ -64,15 +65,8 @@ class Case:
         if self.groups is None:
             return (x,)
         e, aligned = self.groups
-        return x, group_ends(rows, e, 128 if aligned else 1), aligned
-
-
-def group_ends(m: int, e: int, alignment: int) -> Tensor:
-    """Random ends of `e` groups, multiples of `alignment`, sizes of up to 5 to 1."""
-    share = 0.25 + torch.rand(e, generator=torch.Generator().manual_seed(e))
-    ends = (share.cumsum(0) / share.sum() * m / alignment).round().int() * alignment
-    ends[-1] = m
-    return ends.cuda()
+        alignment = 1 if not aligned else 16 if self.op in ROWWISE else 128
+        return x, uneven_ends(e, rows, alignment).cuda(), aligned
 
 
 def cases() -> Iterator[Case]:
@@ -108,7 +102,7 @@ def by_compiler(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_right(case: Case) -> bool:
-    arguments = case.arguments(CHECKED_ROWS)
+    arguments = case.arguments(CHECKED_ROWS if case.groups is None else case.shape[0] // 2)
     if case.op in (SWIGLU, SWIGLU_BACKWARD):
         *dh, a, b = arguments
         arguments = *dh, 20 + a.abs(), b
@@ -147,7 +141,10 @@ def measure(case: Case, copy: float) -> dict[str, object]:
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     copy = copy_gbps()
-    print(f"copy: {copy:.0f} GB/s; groups marked * have arbitrary ends, the others aligned ones")
+    print(
+        f"copy: {copy:.0f} GB/s; groups marked * have arbitrary ends, the others multiples of 128,"
+    )
+    print(f"or of 16 rowwise; seed of the group ends: {SEED}")
     report([measure(case, copy) for case in cases()], arguments.json)
 
 
