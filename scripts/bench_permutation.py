@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
+from bench_shapes import SEED, uneven_ends
 from torch import Tensor, nn
 from torchtitan.models.moe import utils as host
 from torchtitan.models.moe.moe import MoE, MoEArgs
@@ -38,8 +39,7 @@ def draw(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def token_counts() -> Tensor:
     """Tokens of each source rank for each local expert, uneven, ROWS in all."""
-    share = 0.25 + torch.rand(EP * EXPERTS, generator=torch.Generator().manual_seed(0))
-    ends = (share.cumsum(0) / share.sum() * ROWS).round().long()
+    ends = uneven_ends(EP * EXPERTS, ROWS, 1).long()
     return ends.diff(prepend=ends.new_zeros(1)).cuda()
 
 
@@ -150,6 +150,7 @@ def main() -> None:
     host.set_token_group_alignment_size_m(ALIGNMENT)
     copy = copy_gbps()
     print(f"copy: {copy:.0f} GB/s; {ROWS} rows of {K}, {EXPERTS} experts a rank, {EP} ranks")
+    print(f"seed of the numbers of tokens: {SEED}")
     rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
     report(rows + measure_steps(copy) + measure_layer(copy), arguments.json)
 

@@ -141,10 +141,7 @@ def measure(case: Case, copy: float) -> dict[str, object]:
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     copy = copy_gbps()
-    print(
-        f"copy: {copy:.0f} GB/s; groups marked * have arbitrary ends, the others multiples of 128,"
-    )
-    print(f"or of 16 rowwise; seed of the group ends: {SEED}")
+    print(f"copy: {copy:.0f} GB/s; group ends: multiples of 128, 16 rowwise, * any; seed: {SEED}")
     report([measure(case, copy) for case in cases()], arguments.json)
 
 
