@@ -106,6 +106,36 @@ def test_it_does_not_matter_where_tensors_lie(recipe: str, grouped: bool):
             assert error(got, want) < (CLOSE if recipe == "rowwise_with_gw_hp" else 1e-3)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_groups_without_a_token(recipe: str):
+    x = torch.randn(0, 272, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(2, 144, 272, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    offs = torch.zeros(2, dtype=torch.int32, device="cuda")
+    y, dx, dw = gradients(titan_fp8.fp8_grouped_mm(x, w, offs, recipe=recipe), x, w)
+    assert y.shape == (0, 144) and dx.shape == x.shape and not dw.any()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_saved_may_be_offloaded(recipe: str, pinned: bool):
+    x = torch.randn(333, 400, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(2, 272, 400, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w2 = torch.randn(2, 144, 272, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    offs = torch.tensor([150, 333], dtype=torch.int32, device="cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        x_2 = titan_fp8.fp8_grouped_mm(x, w.mT.contiguous().mT, offs, recipe=recipe)
+        y = titan_fp8.fp8_linear(x_2, w2[0], recipe=recipe)
+        return y + fp8_swiglu(x, w, w2, w, offs, recipe=recipe)
+
+    want = gradients(run(), x, w, w2)
+    with torch.autograd.graph.save_on_cpu(pin_memory=pinned):
+        y = run()
+        got = gradients(y, x, w, w2)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < (CLOSE if recipe == "rowwise_with_gw_hp" else 1e-3)
+
+
 GROUPS = {"dense": None, "aligned": [128, 128, 512, 640], "unaligned": [5, 5, 400, 633]}
 
 

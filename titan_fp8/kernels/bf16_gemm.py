@@ -19,6 +19,8 @@ def bf16_wgrad(
     """
     if offs is None:
         return torch.mm(g.t(), x, out_dtype=out_dtype)
+    if not x.shape[0]:
+        return x.new_zeros(len(offs), g.shape[1], x.shape[1], dtype=out_dtype)
     starts, ends = group_bounds(offs, x.shape[0])
     dw = torch._grouped_mm(_aligned(g).t(), _aligned(x), offs=ends.int())
     # Nothing says what an empty group's product holds.

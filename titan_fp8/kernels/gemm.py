@@ -59,7 +59,7 @@ from titan_fp8.kernels.k_grouped import k_grouped_kernel
 from titan_fp8.kernels.launch import Box, multiprocessors
 from titan_fp8.kernels.m_grouped import m_grouped_kernel
 from titan_fp8.kernels.pipeline import VECTOR
-from titan_fp8.reference import E4M3
+from titan_fp8.reference import E4M3, round_up
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """168 registers for each of 12 warps at the start; the consumers then take 240, the producer 24."""
@@ -149,19 +149,16 @@ def mm_launch(
         assert a.shape == (m, k) and a.is_contiguous() and b.is_contiguous()
         assert b.shape[-2:] == (n, k) and b.numel() == groups * n * k
         assert a.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
-        # TMA sees a scale as one vector, where the other's has to be.
-        assert sa.stride(1) == lda
         box = (128, 128)
-        return matrix(a, box), _vector(sa, 128), matrix(b, box), _rows_of(sb)
+        return matrix(a, box), _vector(_by_columns(sa), 128), matrix(b, box), _rows_of(sb)
 
-    lda = sa.stride(1)
     args = (
         *described(a_MK, sa, b, sb),
         *((None,) * 4 if second is None else described(*second)),
         matrix(c_MN, (64, 128)),
         c_MN,
         offs,
-        *(m, n, k, groups, lda),
+        *(m, n, k, groups, round_up(m, 4)),
     )
     # An FP32 buffer of results takes the room of a place in the ring.
     return m_grouped_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
@@ -173,6 +170,7 @@ def wgrad_launch(
     """How to compute `blockwise_wgrad` into `c`, (N, K) or (E, N, K)."""
     (n, width), k = a_NM.shape, b_KM.shape[0]
     groups = 1 if offs is None else offs.shape[0]
+    sa, sb = _by_columns(sa), _by_columns(sb)
     assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
     assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
     args = (
@@ -209,12 +207,23 @@ def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
 
 
+def _by_columns(s: Tensor) -> Tensor:
+    """A 1x128 scale (rows, blocks) as quantisers lay it out, a column's rows side by side.
+
+    A copy where it is laid out otherwise: what autograd has saved, hooks may give back contiguous.
+    """
+    rows, blocks = s.shape
+    stride = round_up(rows, 4)
+    if s.stride() == (1, stride):
+        return s
+    return s.new_empty(blocks, stride)[:, :rows].t().copy_(s)
+
+
 def _vector(s: Tensor, box: int) -> Box:
     """TMA's view of a 1x128 scale (rows, blocks), as the one vector it is in memory."""
     rows, blocks = s.shape
     stride = s.stride(1)
-    assert s.dtype == torch.float32 and (s.stride(0) == 1 or rows == 1)
-    assert stride % 4 == 0 or blocks == 1
+    assert s.dtype == torch.float32 and s.stride(0) == 1 and stride % 4 == 0
     return Box(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
 
 
