@@ -69,6 +69,17 @@ def test_rows_are_weighted_summed_and_multiplied_in_fp32(dtype):
         assert not got[0].any() and not got[2].any()
 
 
+def test_what_is_not_there_is_zero_whatever_it_is_multiplied_by():
+    x, slots, there = torch.ones(3, 4), torch.tensor([-1, 99, 2]), torch.tensor([[-1, 1], [3, 0]])
+    weight = torch.tensor([[NAN], [NAN], [1.0]])
+    got = reference.gather_rows(x, slots, weight, 1)
+    assert torch.equal(got, torch.tensor([[0.0], [0.0], [1.0]]).expand(3, 4))
+    got = reference.combine_rows(x, there, torch.tensor([[NAN, 1.0], [torch.inf, 1.0]]))
+    assert torch.equal(got, torch.ones(2, 4))
+    got = reference.dot_rows(torch.full((2, 4), NAN), x, there)
+    assert not got[:, 0].any() and got[:, 1].isnan().all()
+
+
 def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype: torch.dtype):
     """What leaves either function, forward and backward, with NaN where padding may not matter.
 

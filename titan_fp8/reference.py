@@ -301,13 +301,17 @@ def dequantize_row(q: Tensor, s: Tensor) -> Tensor:
 @contextlib.contextmanager
 def full_fp32(device: torch.device):
     """FP32 products stay FP32: no autocast, no TF32."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    # The one setting for all backends can be neither read nor put back once they differ.
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        for backend, precision in zip(backends, before):
+            backend.fp32_precision = precision
 
 
 def matmul_nt(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -504,6 +508,7 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
     if weight is None:
         return rows
     weight = torch.nn.functional.pad(weight.flatten(), (0, 1))[slots]
+    weight = torch.where(inside, weight, 0)
     return (weight[:, None] * rows.float()).to(x.dtype)
 
 
@@ -515,6 +520,7 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
     rows = gather_rows(y, index.flatten()).float().view(*index.shape, y.shape[1])
     if weight is None:
         return rows.sum(1).to(y.dtype)
+    weight = torch.where((index >= 0) & (index < len(y)), weight, 0)
     with full_fp32(y.device):
         return torch.bmm(weight[:, None], rows).squeeze(1).to(y.dtype)
 
@@ -526,4 +532,5 @@ def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     """
     rows = gather_rows(b, index.flatten()).float().view(*index.shape, b.shape[1])
     with full_fp32(a.device):
-        return torch.bmm(a.float()[:, None], rows.mT).squeeze(1)
+        products = torch.bmm(a.float()[:, None], rows.mT).squeeze(1)
+    return torch.where((index >= 0) & (index < len(b)), products, 0)

@@ -129,6 +129,21 @@ def test_rows_are_summed_and_multiplied(t, top, k, dtype):
     assert (error <= 128 * 2**-24 * terms.abs().sum(-1)).all()
 
 
+@every_dtype
+def test_what_is_not_there_is_zero_whatever_it_is_multiplied_by(dtype):
+    nan, index = float("nan"), torch.tensor([[-1, 1], [3, 0]], device="cuda")
+    x = torch.ones(3, 32, device="cuda", dtype=dtype)
+    weight = torch.tensor([[nan], [nan], [1.0]], device="cuda")
+    slots = torch.tensor([-1, 99, 2], device="cuda")
+    with poisoned_outputs():
+        gathered = kernels.gather_rows(x, slots, weight, 1)
+        combined = kernels.combine_rows(x, index, torch.tensor([[nan, 1], [nan, 1]]).cuda())
+        dots = kernels.dot_rows(torch.full_like(x[:2], nan), x, index)
+    assert not gathered[:2].any() and gathered[2].eq(1).all()
+    assert combined.eq(1).all()
+    assert not dots[:, 0].any() and dots[:, 1].isnan().all()
+
+
 def test_beyond_int32():
     """More than 2^31 elements, read and written."""
     m, k = 131072 + 128, 16384

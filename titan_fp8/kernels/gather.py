@@ -77,6 +77,7 @@ def _combine_kernel(
             total += values.to(gl.float32)
         else:
             w = gl.load(weight + (i * TOP + k), mask=i < T, other=0)
+            w = gl.where((source >= 0) & (source < M), w, 0)
             total += values.to(gl.float32) * w[:, None]
     _store_rows(out, total.to(out.dtype.element_ty), i, i < T, column, units * UNIT, TILE)
 
@@ -96,6 +97,7 @@ def _dot_kernel(
         left = gl.load(a + (token * K + j[None, :]), mask=inside, other=0)
         right = _load_rows(b, source, M, column, K, TILE)
         total += gl.sum(left.to(gl.float32) * right.to(gl.float32), 1)
+    total = gl.where((source >= 0) & (source < M), total, 0)
     gl.store(out + i, total, mask=i < T * TOP)
 
 
