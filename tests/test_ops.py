@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import re
 import weakref
 from collections import Counter
 
@@ -150,6 +151,31 @@ def test_opcheck(call):
         tests.append("test_schema")
     keywords = {} if op in ON_ROWS else {"emulate": True}
     torch.library.opcheck(op.default, args, keywords, test_utils=tests)
+
+
+TAKES_HIGH_PRECISION = [
+    call
+    for call in CHECKED.values()
+    if call[0].__name__.startswith(("quantize", "swiglu", "blockwise_swiglu"))
+]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.double, lambda x: x[..., 1:]])
+@pytest.mark.parametrize("emulate", [False, True])
+def test_what_a_kernel_would_misread_is_refused(change, emulate):
+    assert {op.__name__ for op, _ in TAKES_HIGH_PRECISION} > {"quantize_row", "blockwise_swiglu"}
+    for op, (x, *args) in TAKES_HIGH_PRECISION:
+        x = change(x)
+        words = f"titan_fp8::{op.__name__}: an input is {x.dtype} of shape {tuple(x.shape)}: "
+        with pytest.raises(ValueError, match=re.escape(words)):
+            op(x, *args, emulate=emulate)
+
+
+def test_inputs_of_one_op_have_one_dtype():
+    x, g = torch.randn(32, 48), torch.randn(32, 16, dtype=torch.bfloat16)
+    for op in (ops.swiglu_1x128, ops.quantize_row_col_t_pair):
+        with pytest.raises(ValueError, match="an input is torch.bfloat16"):
+            op(x, g)
 
 
 def test_outputs_are_as_the_fakes_say_and_inputs_as_they_were():

@@ -339,7 +339,7 @@ def check_reciprocal(recipe: str) -> None:
     amax = rng.uniform(1, 2, (4000, 1)).astype(np.float32)
     s = oracle.scale(amax)
     midpoints = ((oracle.GRID[1:] + oracle.GRID[:-1]) / 2).astype(np.float32)
-    x = np.concatenate([amax, midpoints * s], 1)
+    x = np.concatenate([amax, amax, midpoints * s], 1)
     code = oracle.encode(x * (np.float32(1) / s))
     others = oracle.encode(x / s), oracle.encode(x * (np.float32(448) / amax))
     tell = [np.any(code != other, 1) for other in others]
@@ -585,6 +585,22 @@ def test_autocast_that_is_off(recipe):
     assert all(torch.equal(got[gemm], expected[gemm]) for gemm in GEMMS)
 
 
+def test_settings_of_single_backends_are_kept():
+    x, w, _ = dense_case(20, 48, 144)
+    expected = fp8_linear(x, w)
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for choice in (("tf32", "ieee"), ("ieee", "bf16")):
+            for backend, precision in zip(backends, choice):
+                backend.fp32_precision = precision
+            assert torch.equal(fp8_linear(x, w), expected)
+            assert tuple(backend.fp32_precision for backend in backends) == choice
+    finally:
+        for backend, precision in zip(backends, before):
+            backend.fp32_precision = precision
+
+
 def test_backward_outside_and_inside_autocast_are_the_same():
     x, w, g = dense_case(20, 48, 144)
     x.requires_grad_(), w.requires_grad_()
@@ -717,6 +733,7 @@ ERRORS = [
     (grouped(w=(16, 32)), "weight (16, 32): allowed are (M, K) and (E, N, K)"),
     (grouped(offs=(3,)), "offs is torch.int32 of shape (3,): allowed is torch.int32 of shape (2,)"),
     (grouped(offs_dtype=torch.int64), "offs is torch.int64 of shape (2,): allowed is torch.int32"),
+    (lambda: fp8_grouped_mm(torch.ones(4, 32), torch.ones(1, 16, 32), [4]), "offs is [4]: allowed"),
     (grouped(w=(0, 16, 32), offs=(0,)), "weights of 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
     (weight_elsewhere, "weight is on meta and x on cpu: must be the same"),

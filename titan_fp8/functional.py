@@ -288,7 +288,7 @@ def _product(
     if torch.compiler.is_compiling() or not _tells_of_changes(x) or _is_captured(x):
         cache = None
     if cache is not None:
-        key = (x._version, x.shape, for_wgrad, spec)
+        key = (x._version, x.shape, for_wgrad, spec, None if offs is None else id(offs))
         copies = cache.get(x, key)
     if copies is None:
         copies = _quantize_input(x, offs, for_wgrad, spec)
@@ -345,6 +345,8 @@ def checked_offs(offs: Tensor, groups: int) -> Tensor:
     """offs, contiguous, as kernels read it; ValueError unless it suits so many groups."""
     if not groups:
         raise ValueError("weights of 0 groups: at least one is needed")
+    if not isinstance(offs, Tensor):
+        raise ValueError(f"offs is {offs!r}: allowed is a tensor, torch.int32 of shape ({groups},)")
     if offs.dtype != torch.int32 or offs.shape != (groups,):
         raise ValueError(
             f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "

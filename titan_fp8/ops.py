@@ -233,8 +233,25 @@ _fakes = SimpleNamespace(
 )
 
 
+_IN_HIGH_PRECISION = {f.__name__.removeprefix("_") for f in (*QUANTIZERS, *SWIGLU)}
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _check_inputs(name: str, *args) -> None:
+    """ValueError for what a quantiser's kernel would misread: it takes x as 32-bit words."""
+    x, *others = (t for t in args if isinstance(t, Tensor) and t.is_floating_point())
+    for t in (x, *others):
+        if t.dtype not in _DTYPES or t.dtype != x.dtype or t.shape[-1] % 16:
+            raise ValueError(
+                f"titan_fp8::{name}: an input is {t.dtype} of shape {tuple(t.shape)}: allowed are "
+                "torch.bfloat16 or torch.float32, all the same, last dimensions multiples of 16"
+            )
+
+
 def _register_single(name: str, fake: Callable) -> None:
     def call(of, *args):
+        if name in _IN_HIGH_PRECISION:
+            _check_inputs(name, *args)
         return getattr(of, name)(*args)
 
     _register(name, getattr(reference, name), call, fake)
@@ -246,7 +263,12 @@ def _register_composite(composite: Callable) -> None:
 
     signature = inspect.signature(composite)
     fake.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
-    _register(composite.__name__, fake, composite, fake)
+
+    def call(of, x, *args):
+        _check_inputs(composite.__name__, x)
+        return composite(of, x, *args)
+
+    _register(composite.__name__, fake, call, fake)
 
 
 for _name, _fake in vars(_fakes).items():
