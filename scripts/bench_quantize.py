@@ -66,7 +66,8 @@ class Case:
             return (x,)
         e, aligned = self.groups
         alignment = 1 if not aligned else 16 if self.op in ROWWISE else 128
-        return x, uneven_ends(e, rows, alignment).cuda(), aligned
+        # `aligned` tells of multiples of 128.
+        return x, uneven_ends(e, rows, alignment).cuda(), alignment == 128
 
 
 def cases() -> Iterator[Case]:
