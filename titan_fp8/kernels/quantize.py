@@ -7,15 +7,15 @@ scaled and cast in `cast.py`.
 Order. Programs that write the transposed copy alone follow each other along the tokens, that is
 along its rows in memory (3 to 5 %); with both layouts along the channels (up to 2 %).
 
-Measured on an H200 (2026-11-22, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4171 GB/s; docs/log.md tells what else was tried.
+Measured on an H200 (2026-11-23, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
+the copy bandwidth, 4180 GB/s; docs/log.md tells what else was tried.
 
     op                     bf16 us    %    FP32 us    %
-    1x128                      168  100        277  102
-    128x1_t                    173   98        276  102
-    1x128 and 128x1_t          251   90        346   98
-    128x128                    166  102        269  105
-    128x128_t                  171   99        274  103
+    1x128                      170   99        278  101
+    128x1_t                    175   97        277  101
+    1x128 and 128x1_t          252   89        348   97
+    128x128                    167  101        271  104
+    128x128_t                  172   98        276  102
 """
 
 import math

@@ -23,14 +23,14 @@ Two tensors of the same groups, the gradient and the activation of wgrad, share 
 kernels: the programs of the second tensor follow those of the first. With the gradient's rows they
 share that of the second.
 
-Measured on an H200 (2026-11-22, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
-the copy bandwidth, 4209 GB/s, two reads counted for columns; see docs/log.md.
+Measured on an H200 (2026-11-23, torch 2.11.0+cu130, Triton 3.6.0), (32768, 7168), us and share of
+the copy bandwidth, 4180 GB/s, two reads counted for columns; see docs/log.md.
 
     op                     bf16 us    %    FP32 us    %
-    rows                       167  100        271  103
-    columns of 8 groups        286   98
-    columns without groups     197  141        306  164
-    rows and columns           368   91        594   94
+    rows                       166  101        269  104
+    columns of 8 groups        285   99
+    columns without groups     194  145        303  167
+    rows and columns           366   92        595   95
 """
 
 import functools
