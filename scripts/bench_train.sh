@@ -10,7 +10,7 @@
 # A RUN is RECIPE[/PERMUTATION][:SEED]: which permutation goes around the experts (host, gather; left out, the recipe's own) and
 # which seed is used (42). Default runs: bf16 blockwise rowwise. The first is the baseline; the same with another seed tells the
 # noise, and the bar for losses is 0.5 % or that noise. Text and tokenizer are the offline ones of prepare_data.py. From 100
-# steps on every loss is logged, else every fifth, for logging waits for the GPU.
+# steps on every loss is logged, else every fifth, for logging waits for the GPU; 60 steps are the default.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -32,6 +32,10 @@ case $model in
             --activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op)
         [[ $NGPU != 2 ]] || flags+=(--training.dtype bfloat16)
         [[ -z "${BALANCED:-}" ]] || flags+=(--debug.moe_force_load_balance)
+        ;;
+    -h | --help)
+        echo "$usage"
+        exit 0
         ;;
     *) die "$usage" ;;
 esac

@@ -175,7 +175,7 @@ def store_scales(maxima, s_t, word, KW, PACK: gl.constexpr, FLIPPED: gl.constexp
 
 @gluon.jit
 def cast_part(
-    part, maxima, q_t, tokens, column, columns, word, K, KW, MT,
+    part, maxima, q_t, tokens, column, columns, word, K, MT,
     PACK: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     """Casts 128 tokens, by their places, and some words by the maxima of their columns."""
@@ -258,7 +258,7 @@ def _cast_kernel(
         maxima = load_maxima(amax, word + w, KW, group < E, PACK, FLIPPED)
         cast_part(
             words.slice(w, PART_WORDS, 1).load(COLUMNS), maxima, q_t, tokens, column, columns,
-            word + w, K, KW, MT, PACK, FLIPPED,
+            word + w, K, MT, PACK, FLIPPED,
         )  # fmt: skip
 
 
@@ -317,7 +317,7 @@ def _columns_kernel(
         place = i * 128
         cast_part(
             values, maxima, q_t, M - row - place, row + place, MT - row - place,
-            word, K, KW, MT, PACK, FLIPPED,
+            word, K, MT, PACK, FLIPPED,
         )  # fmt: skip
 
 
