@@ -5,6 +5,7 @@ The driver is a stub, `stub_cuda.c`, which keeps what it is called with.
 
 import ctypes
 import gc
+import itertools
 import struct
 import subprocess
 import sys
@@ -527,5 +528,6 @@ def test_launches_leave_nothing_behind(cuda, compiled, monkeypatch, known, fails
         gc.collect()
         return sys.getallocatedblocks(), *map(sys.getrefcount, watched)
 
-    before = launched()
-    assert all(now - then < 100 for then, now in zip(before, launched(), strict=True))
+    # What launches leave grows in each round; what else the process keeps, in some at most.
+    for of_one in zip(*[launched() for _ in range(4)], strict=True):
+        assert min(now - then for then, now in itertools.pairwise(of_one)) < 100
