@@ -8,8 +8,7 @@ import torch
 @contextlib.contextmanager
 def poisoned_outputs():
     """Fresh tensors hold NaN."""
-    # cuBLAS, which may run between, would ask for a setting of its own; it may do without.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
