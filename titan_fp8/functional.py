@@ -288,7 +288,7 @@ def _product(
     if torch.compiler.is_compiling() or not _tells_of_changes(x) or _is_captured(x):
         cache = None
     if cache is not None:
-        key = (x._version, x.shape, for_wgrad, spec, None if offs is None else id(offs))
+        key = (x._version, x.shape, for_wgrad, spec)
         copies = cache.get(x, key)
     if copies is None:
         copies = _quantize_input(x, offs, for_wgrad, spec)
