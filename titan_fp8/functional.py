@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import Scaling, get_recipe
 
 _ops = torch.ops.titan_fp8
@@ -297,21 +297,18 @@ def _product(
     return _FP8Product.apply(x.reshape(-1, x.shape[-1]), w, bias, offs, spec, *copies)
 
 
-_DTYPES = (torch.bfloat16, torch.float32)
-
-
 def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     """The dtype F.linear would compute in; ValueError where it would not, or where FP8 cannot."""
     tensors = {"x": x, **others}
     dtypes = {name: t.dtype for name, t in tensors.items() if t is not None}
     for name, dtype in dtypes.items():
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
     device = x.device.type
     # torch.amp.is_autocast_available would know that meta has none, but breaks graphs.
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
         return dtype
     if len(set(dtypes.values())) > 1:

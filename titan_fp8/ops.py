@@ -32,6 +32,9 @@ from titan_fp8.reference import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, tran
 
 _library = torch.library.Library("titan_fp8", "DEF")
 
+DTYPES = (torch.bfloat16, torch.float32)
+"""What is quantised, and what products come in."""
+
 
 @functools.cache
 def require_kernels(device: torch.device) -> None:
@@ -233,15 +236,11 @@ _fakes = SimpleNamespace(
 )
 
 
-_IN_HIGH_PRECISION = {f.__name__.removeprefix("_") for f in (*QUANTIZERS, *SWIGLU)}
-_DTYPES = (torch.bfloat16, torch.float32)
-
-
 def _check_inputs(name: str, *args) -> None:
     """ValueError for what a quantiser's kernel would misread: it takes x as 32-bit words."""
     x, *others = (t for t in args if isinstance(t, Tensor) and t.is_floating_point())
     for t in (x, *others):
-        if t.dtype not in _DTYPES or t.dtype != x.dtype or t.shape[-1] % 16:
+        if t.dtype not in DTYPES or t.dtype != x.dtype or t.shape[-1] % 16:
             raise ValueError(
                 f"titan_fp8::{name}: an input is {t.dtype} of shape {tuple(t.shape)}: allowed are "
                 "torch.bfloat16 or torch.float32, all the same, last dimensions multiples of 16"
@@ -250,11 +249,13 @@ def _check_inputs(name: str, *args) -> None:
 
 def _register_single(name: str, fake: Callable) -> None:
     def call(of, *args):
-        if name in _IN_HIGH_PRECISION:
-            _check_inputs(name, *args)
         return getattr(of, name)(*args)
 
-    _register(name, getattr(reference, name), call, fake)
+    def checked_call(of, *args):
+        _check_inputs(name, *args)
+        return call(of, *args)
+
+    _register(name, getattr(reference, name), call if fake in GEMMS else checked_call, fake)
 
 
 def _register_composite(composite: Callable) -> None:

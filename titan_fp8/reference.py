@@ -495,13 +495,17 @@ def bf16_wgrad(
 # Permutation
 
 
+def _inside(places: Tensor, size: int) -> Tensor:
+    return (places >= 0) & (places < size)
+
+
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
     """The row of x (M, K) that has each of the slots, k slots a row, times the slot's weight.
 
     slots (R,) integers: slot s is of row ⌊s/k⌋, zeros where x has no such row; weight (M, k) FP32,
     if given. Returns (R, K) in x's dtype.
     """
-    inside = (slots >= 0) & (slots < x.shape[0] * k)
+    inside = _inside(slots, x.shape[0] * k)
     slots = torch.where(inside, slots, 0)
     rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # so that there is a row to take
     rows = torch.where(inside[:, None], rows[slots // k], 0)
@@ -520,7 +524,7 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
     rows = gather_rows(y, index.flatten()).float().view(*index.shape, y.shape[1])
     if weight is None:
         return rows.sum(1).to(y.dtype)
-    weight = torch.where((index >= 0) & (index < len(y)), weight, 0)
+    weight = torch.where(_inside(index, len(y)), weight, 0)
     with full_fp32(y.device):
         return torch.bmm(weight[:, None], rows).squeeze(1).to(y.dtype)
 
@@ -533,4 +537,4 @@ def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     rows = gather_rows(b, index.flatten()).float().view(*index.shape, b.shape[1])
     with full_fp32(a.device):
         products = torch.bmm(a.float()[:, None], rows.mT).squeeze(1)
-    return torch.where((index >= 0) & (index < len(b)), products, 0)
+    return torch.where(_inside(index, len(b)), products, 0)

@@ -59,7 +59,8 @@ from titan_fp8.kernels.k_grouped import k_grouped_kernel
 from titan_fp8.kernels.launch import Box, multiprocessors
 from titan_fp8.kernels.m_grouped import m_grouped_kernel
 from titan_fp8.kernels.pipeline import VECTOR
-from titan_fp8.reference import E4M3, round_up
+from titan_fp8.kernels.quantize import scales_1x128
+from titan_fp8.reference import BLOCK, E4M3, round_up
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """168 registers for each of 12 warps at the start; the consumers then take 240, the producer 24."""
@@ -213,10 +214,9 @@ def _by_columns(s: Tensor) -> Tensor:
     A copy where it is laid out otherwise: what autograd has saved, hooks may give back contiguous.
     """
     rows, blocks = s.shape
-    stride = round_up(rows, 4)
-    if s.stride() == (1, stride):
+    if s.stride() == (1, round_up(rows, 4)):
         return s
-    return s.new_empty(blocks, stride)[:, :rows].t().copy_(s)
+    return scales_1x128(s, rows, blocks * BLOCK).copy_(s)
 
 
 def _vector(s: Tensor, box: int) -> Box:
