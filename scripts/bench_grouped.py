@@ -36,7 +36,7 @@ from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 import titan_fp8
-from titan_fp8.plugin.experts import compiled_run_experts
+from titan_fp8.torchtitan_0_2.experts import compiled_run_experts
 
 COUNTS = tuple((e, 16640, 8192, 5120) for e in (1, 4, 16, 64))
 """(E, M, N, K): ever more experts for the same tokens."""

@@ -14,8 +14,8 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
-from titan_fp8.plugin.feed_forward import fuse_feed_forwards
-from titan_fp8.plugin.rematerialize import recompute_fp8_inputs
+from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
+from titan_fp8.torchtitan_0_2.rematerialize import recompute_fp8_inputs
 
 KINDS = ("bf16", "blockwise", "rowwise", "rowwise_with_gw_hp")
 ARGS, TOKENS = llama3_args["8B"], 8192

@@ -21,7 +21,7 @@ from torchtitan.models.moe import utils as host
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import kernels, reference
-from titan_fp8.plugin import moe, permutation
+from titan_fp8.torchtitan_0_2 import moe, permutation
 
 TOKENS, TOP_K, K = 4 * 4096, 6, 2048
 ROWS = TOKENS * TOP_K

@@ -21,7 +21,7 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
         mv "$folder.part" "$folder"
     fi
     echo "== kernels and launches with Triton $oldest"
-    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/test_compile_*.py tests/test_launch.py
+    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/kernels
 fi
 
 if [[ $# -eq 0 ]] && "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then

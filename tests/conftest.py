@@ -28,7 +28,7 @@ def fresh_host(monkeypatch):
     from torchtitan.distributed import activation_checkpoint, expert_parallel
     from torchtitan.models.moe import moe, utils
 
-    from titan_fp8.plugin import converters
+    from titan_fp8.torchtitan_0_2 import converters
 
     converters.announce_emulation.cache_clear()
     converters.warn_async_tp.cache_clear()

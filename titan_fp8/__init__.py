@@ -15,7 +15,7 @@ __all__ = ["FP8Linear", "convert_experts", "convert_linears", "fp8_grouped_mm", 
 
 
 def convert_experts(model: Any, **options: Any) -> Any:
-    """See `titan_fp8.plugin.experts.convert_experts`, which this calls; it needs torchtitan."""
-    from titan_fp8.plugin.experts import convert_experts as convert
+    """Calls `titan_fp8.torchtitan_0_2.experts.convert_experts`; needs torchtitan."""
+    from titan_fp8.torchtitan_0_2.experts import convert_experts as convert
 
     return convert(model, **options)

@@ -18,7 +18,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from titan_fp8 import kernels
-from titan_fp8.kernels import gemm, rowwise_gemm
+from titan_fp8.kernels.hopper import gemm_blockwise as gemm
+from titan_fp8.kernels.hopper import gemm_rowwise as rowwise_gemm
 
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float32: 6e-4}
 ROWWISE_TOLERANCE = 1e-2

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import titan_fp8
 from titan_fp8 import reference
-from titan_fp8.feed_forward import fp8_swiglu
 from titan_fp8.functional import InputCache
+from titan_fp8.swiglu import fp8_swiglu
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -185,7 +185,7 @@ def test_few_tokens_through_swiglu(m: int):
 
 def test_a_fused_feed_forward_compiled_checkpointed_and_eager():
     moe = pytest.importorskip("torchtitan.models.moe.moe")
-    from titan_fp8.plugin.feed_forward import fuse_feed_forwards
+    from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
     model = nn.Sequential(moe.FeedForward(512, 1408)).cuda()
     titan_fp8.convert_linears(model)

@@ -40,7 +40,7 @@ def host():
 
 @pytest.fixture
 def permutation(host):
-    from titan_fp8.plugin import permutation
+    from titan_fp8.torchtitan_0_2 import permutation
 
     return permutation
 
@@ -195,7 +195,7 @@ def test_gathers_are_the_hosts_permutation(
 def test_a_layer_by_gathers_is_the_hosts(host, permutation, top_k, before, dtype):
     from torchtitan.models.moe.moe import MoE, MoEArgs
 
-    from titan_fp8.plugin import moe
+    from titan_fp8.torchtitan_0_2 import moe
 
     results = []
     for by_gathers in (False, True):

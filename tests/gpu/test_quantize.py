@@ -21,9 +21,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8 import kernels
-from titan_fp8.kernels.cast import scale_of
+from titan_fp8.kernels.hopper.quantize_cast import scale_of
+from titan_fp8.kernels.hopper.quantize_rowwise import (
+    PEER_TOKENS,
+    ROW_COLUMN_WORDS,
+    quantize_col_t_pair,
+)
 from titan_fp8.kernels.launch import multiprocessors
-from titan_fp8.kernels.rowwise import PEER_TOKENS, ROW_COLUMN_WORDS, quantize_col_t_pair
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]

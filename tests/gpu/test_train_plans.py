@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path += [str(ROOT / "scripts"), str(ROOT / "tests/helpers")]
 
 from jobs import log_of
 from titan_logs import merge, read_log

@@ -3,10 +3,25 @@
 The only room to import triton.
 """
 
-from titan_fp8.kernels.bf16_gemm import bf16_wgrad
-from titan_fp8.kernels.gather import combine_rows, dot_rows, gather_rows
-from titan_fp8.kernels.gemm import blockwise_mm, blockwise_wgrad
-from titan_fp8.kernels.places import places_of_tokens
+from titan_fp8.kernels.hopper.gemm_bf16 import bf16_wgrad
+from titan_fp8.kernels.hopper.gemm_blockwise import blockwise_mm, blockwise_wgrad
+from titan_fp8.kernels.hopper.gemm_rowwise import rowwise_mm, rowwise_wgrad
+from titan_fp8.kernels.hopper.quantize_blockwise import (
+    quantize_1x128,
+    quantize_1x128_128x1_t,
+    quantize_128x1_t,
+    quantize_128x128,
+    quantize_128x128_t,
+)
+from titan_fp8.kernels.hopper.quantize_rowwise import (
+    quantize_col_t,
+    quantize_row,
+    quantize_row_col_t,
+    quantize_row_col_t_pair,
+    quantize_weight_col_t,
+)
+from titan_fp8.kernels.hopper.swiglu_quantize import swiglu_1x128, swiglu_backward_1x128_128x1_t
+from titan_fp8.kernels.permute import combine_rows, dot_rows, gather_rows, places_of_tokens
 from titan_fp8.kernels.products import (
     blockwise_dgrad,
     blockwise_dgrad_pair,
@@ -14,22 +29,6 @@ from titan_fp8.kernels.products import (
     rowwise_dgrad,
     rowwise_fprop,
 )
-from titan_fp8.kernels.quantize import (
-    quantize_1x128,
-    quantize_1x128_128x1_t,
-    quantize_128x1_t,
-    quantize_128x128,
-    quantize_128x128_t,
-)
-from titan_fp8.kernels.rowwise import (
-    quantize_col_t,
-    quantize_row,
-    quantize_row_col_t,
-    quantize_row_col_t_pair,
-    quantize_weight_col_t,
-)
-from titan_fp8.kernels.rowwise_gemm import rowwise_mm, rowwise_wgrad
-from titan_fp8.kernels.swiglu import swiglu_1x128, swiglu_backward_1x128_128x1_t
 
 __all__ = [
     "bf16_wgrad",

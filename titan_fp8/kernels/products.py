@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from titan_fp8.kernels.gemm import blockwise_mm, blockwise_mm_pair
-from titan_fp8.kernels.quantize import quantize_128x128, quantize_128x128_t
-from titan_fp8.kernels.rowwise import quantize_row, quantize_weight_col_t
-from titan_fp8.kernels.rowwise_gemm import rowwise_mm
+from titan_fp8.kernels.hopper.gemm_blockwise import blockwise_mm, blockwise_mm_pair
+from titan_fp8.kernels.hopper.gemm_rowwise import rowwise_mm
+from titan_fp8.kernels.hopper.quantize_blockwise import quantize_128x128, quantize_128x128_t
+from titan_fp8.kernels.hopper.quantize_rowwise import quantize_row, quantize_weight_col_t
 
 
 def _of_weight(mm: Callable, quantize: Callable) -> Callable:

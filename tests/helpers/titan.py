@@ -1,0 +1,224 @@
+"""torchtitan for the tests: tiny models, their text, a trainer in this process, runs in others.
+
+A subprocess that names this module in `--experimental.custom_import` has the tiny models too.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.llama3 import llama3_args
+from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.qwen3 import qwen3_args
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.train import Trainer
+
+ROOT = Path(__file__).parents[2]
+LINEAR = "quantize.linear.titan_fp8"
+GROUPED_MM = "quantize.grouped_mm.titan_fp8"
+BOTH = (LINEAR, GROUPED_MM)
+AC = "--activation_checkpoint"
+CHECKPOINTING = {
+    "full": (f"{AC}.mode", "full"),
+    "layer 1": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "1"),
+    "layer 2": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "2"),
+    "op": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "op"),
+    "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
+}
+"""torchtitan's ways of activation checkpointing, as flags."""
+
+
+def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:
+    """A flavour like another of a torchtitan model, with two layers and few experts."""
+    args = flavors[like]
+    if moe_args := getattr(args, "moe_args", None):
+        changes["moe_args"] = dataclasses.replace(moe_args, num_experts=4, top_k=2)
+    flavors[name] = dataclasses.replace(args, **{"n_layers": 2, **changes})
+
+
+_add_tiny(llama3_args, dim=128, n_heads=4)
+_add_tiny(llama4_args, dim=128, n_heads=4)
+_add_tiny(qwen3_args, dim=128, n_heads=2, n_kv_heads=1, head_dim=64, hidden_dim=256)
+_add_tiny(
+    qwen3_args,
+    like="debugmodel_moe",
+    name="tiny_moe",
+    **{"dim": 128, "n_heads": 2, "n_kv_heads": 1, "head_dim": 64, "moe_inter_dim": 128},
+)
+_add_tiny(
+    deepseekv3_args,
+    **{"dim": 128, "inter_dim": 256, "moe_inter_dim": 128, "n_heads": 2, "kv_lora_rank": 64},
+    **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+)
+
+
+def toml(model: str, converters: tuple[str, ...] = BOTH, flavor: str = "tiny") -> str:
+    """The head of a job's TOML, to which sections may be appended."""
+    return f"""
+[job]
+custom_config_module = "titan_fp8.plugin"
+
+[model]
+name = "{model}"
+flavor = "{flavor}"
+converters = {list(converters)}
+"""
+
+
+def parse(folder: Path, text: str, *flags: object) -> JobConfig:
+    """What torchtitan makes of a TOML's text, written into `folder`, and of flags."""
+    file = folder / "job.toml"
+    file.write_text(text)
+    return ConfigManager().parse_args(["--job.config_file", str(file), *map(str, flags)])
+
+
+def build(config: JobConfig) -> nn.Module:
+    """The model of a job before any conversion, on the meta device, as the trainer builds it."""
+    spec = get_train_spec(config.model.name)
+    args = dataclasses.replace(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        return spec.model_cls(args)
+
+
+def convert(config: JobConfig, model: nn.Module) -> nn.Module:
+    """The model after the job's converters, as the trainer calls them on one of ep x pp ranks."""
+    ep = config.parallelism.expert_parallel_degree
+    pp = config.parallelism.pipeline_parallel_degree
+    dims = ParallelDims(
+        dp_shard=ep, dp_replicate=1, cp=1, tp=1, pp=pp, ep=ep, etp=1, world_size=ep * pp
+    )
+    build_model_converters(config, dims).convert(model)
+    return model
+
+
+def job(
+    folder: Path,
+    model: str,
+    *flags: object,
+    converters: tuple[str, ...] = BOTH,
+    flavor: str = "debugmodel",
+    body: str = "",
+) -> JobConfig:
+    """The config of a job of a torchtitan model; `body` follows the TOML's head."""
+    return parse(folder, toml(model, converters, flavor) + body, *flags)
+
+
+def converted(config: JobConfig) -> nn.Module:
+    """The model of a job after its converters."""
+    return convert(config, build(config))
+
+
+def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
+    """The modules of a class, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def write_text(folder: Path) -> Path:
+    """A tokenizer of single bytes and a corpus of a few of Python's modules, offline."""
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((begin, end, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([begin, end])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": begin, "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "corpus").mkdir()
+    texts = [inspect.getsource(module) for module in (inspect, json, os, subprocess, contextlib)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "corpus" / "text.jsonl").write_text("".join(lines))
+    return folder
+
+
+def training(text: Path, folder: Path) -> list[object]:
+    """Flags of a small training on `text`, in FP8 and eager, which writes to `folder`."""
+    return [
+        *("--job.dump_folder", folder, "--model.hf_assets_path", text),
+        *("--training.dataset", "c4_test", "--training.dataset_path", text / "corpus"),
+        *("--training.seq_len", 96, "--training.local_batch_size", 2, "--training.steps", 8),
+        *("--optimizer.implementation", "foreach", "--lr_scheduler.warmup_steps", 2),
+        *("--metrics.log_freq", 1, "--activation_checkpoint.mode", "none", "--debug.seed", 42),
+    ]
+
+
+@contextlib.contextmanager
+def one_process(backend: str = "gloo", ranks: int = 1) -> Iterator[None]:
+    """This process as rank 0 under torchrun; only "fake" makes do without the other ranks."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=ranks)
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def trainer(config: JobConfig) -> Iterator[Trainer]:
+    """torchtitan's trainer of a job, in the process group there is."""
+    trainer = Trainer(config)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def batch(trainer: Trainer, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Random tokens and labels of the size that the job trains on."""
+    config, generator = trainer.job_config.training, torch.Generator().manual_seed(seed)
+    shape = (config.local_batch_size, config.seq_len + 1)
+    tokens = torch.randint(trainer.model_args.vocab_size, shape, generator=generator)
+    return {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+
+def loss_and_gradients(
+    trainer: Trainer, seed: int = 0, tokens: int | None = None
+) -> dict[str, Tensor]:
+    """The loss on a random batch as "loss", and the gradient of every parameter by its name.
+
+    The loss is a mean over `tokens`, the batch's own if not given.
+    """
+    inputs, labels = batch(trainer, seed)
+    tokens = labels.numel() if tokens is None else tokens
+    trainer.optimizers.zero_grad()
+    loss = trainer.forward_backward_step(
+        input_dict=inputs, labels=labels, global_valid_tokens=torch.tensor(float(tokens))
+    )
+    wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
+    result = {"loss": loss.detach().clone()}
+    for name, parameter in trainer.model_parts[0].named_parameters():
+        for wrapper in wrappers:
+            name = name.replace(wrapper, "")
+        grad = parameter.grad
+        result[name] = (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
+    return result
+
+
+def run_module(module: str, *args: object, timeout: float = 120, **env: str):
+    """`python -m module args`, with its output and errors as one."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+    )

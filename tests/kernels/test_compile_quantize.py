@@ -1,0 +1,98 @@
+"""Every quantiser kernel, in each configuration in use, compiles for Hopper without a spill.
+
+The ops are called on CPU tensors with the launches replaced by compilations, so that what is
+compiled is what runs. Registers are printed (`pytest -s`).
+"""
+
+import pytest
+import torch
+from compile_utils import Compiler, needs_cuobjdump
+
+from titan_fp8.kernels.hopper import quantize_blockwise as quantize
+from titan_fp8.kernels.hopper import quantize_rowwise as rowwise
+
+DTYPES = [torch.bfloat16, torch.float32]
+OFFS = torch.tensor([128, 256], dtype=torch.int32)
+GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
+ROW_COLUMNS = [2048, 7168, 14336, 18432, 65536, 131072]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What the ops of a test compile."""
+    monkeypatch.setattr(rowwise, "multiprocessors", lambda device: 132)
+    results = []
+    for module in (quantize, rowwise):
+        for name, kernel in vars(module).copy().items():
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Compiler(kernel, results))
+    return results
+
+
+def assert_unspilled(compiled: list, launches: int) -> None:
+    print(*compiled, sep="\n")
+    assert len(compiled) == launches
+    for kernel in compiled:
+        assert kernel.spills == 0, str(kernel)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_tokens(compiled, groups, dtype):
+    x = torch.empty(256, 2048, dtype=dtype)
+    quantize.quantize_128x1_t(x, *GROUPS[groups])
+    quantize.quantize_1x128_128x1_t(x, *GROUPS[groups])
+    rowwise.quantize_col_t(x, *GROUPS[groups])
+    rowwise.quantize_row_col_t(x, *GROUPS[groups])
+    wide = torch.empty(256, 40960 // dtype.itemsize, dtype=dtype)
+    for g in (x, wide):
+        rowwise.quantize_row_col_t_pair(g, x[:, :512], *GROUPS[groups])
+    # Columns without groups take one kernel, with groups two.
+    assert_unspilled(compiled, 11 if groups == "dense" else 12)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_and_rows(compiled, dtype):
+    w = torch.empty(2, 256, 512, dtype=dtype)
+    quantize.quantize_128x128(w)
+    quantize.quantize_128x128_t(w)
+    rowwise.quantize_weight_col_t(w)
+    rowwise.quantize_weight_col_t(torch.empty(1, 131072, 16, dtype=dtype))
+    quantize.quantize_1x128(w[0])
+    assert_unspilled(compiled, 6)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_lengths(compiled, dtype):
+    for columns in ROW_COLUMNS:
+        rowwise.quantize_row(torch.empty(16, columns, dtype=dtype))
+    rowwise.quantize_row_col_t(torch.empty(16, 32768 // dtype.itemsize, dtype=dtype))
+    assert_unspilled(compiled, len(ROW_COLUMNS) + 2)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wide_accesses_and_room_for_192_kib_of_tiles(compiled, dtype):
+    """Tiles come and columns leave by 16 bytes a thread, rows by whole lines."""
+    x = torch.empty(256, 2048, dtype=dtype)
+    quantize.quantize_1x128_128x1_t(x)
+    quantize.quantize_128x128_t(x)
+    rowwise.quantize_col_t(x, OFFS, True)
+    rowwise.quantize_weight_col_t(x)
+    bytes_of = {2: (16, 8, 16), 4: (16, 4, 0)}
+    loads, columns, rows = bytes_of[dtype.itemsize]
+    for kernel in compiled:
+        if kernel.name == "_maxima_kernel":
+            continue
+        sass = kernel.sass
+        in_registers = kernel.name == "_columns_kernel"  # as much as in shared memory
+        assert sass.count("LDGSTS.E.BYPASS.128") == loads * (1 + in_registers), str(kernel)
+        assert sass.count("STG.E.128") == columns * (1 + in_registers)
+        if kernel.name == "_tokens_kernel":
+            assert sass.count("STG.E.64") == rows
+        assert "STG.E.U8" not in sass
+        tile = 65536 if dtype == torch.float32 and not in_registers else 32768
+        assert (192 * 1024 // tile) * (kernel.shared + 1024) <= 228 * 1024, str(kernel)

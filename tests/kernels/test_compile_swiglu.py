@@ -1,0 +1,52 @@
+"""The SwiGLU kernels compile for Hopper without a spill, two of backward to a multiprocessor.
+
+Registers are printed (`pytest -s`).
+"""
+
+import pytest
+import torch
+from compile_utils import Compiler, needs_cuobjdump
+
+from titan_fp8.kernels.hopper import swiglu_quantize as swiglu
+
+OFFS = torch.tensor([128, 256], dtype=torch.int32)
+GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
+SHARED = 228 * 1024 // 2 - 1024
+"""Bytes that each of two programs on a multiprocessor may have."""
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What the ops of a test compile."""
+    results = []
+    for name in ("_forward_kernel", "_backward_kernel"):
+        monkeypatch.setattr(swiglu, name, Compiler(getattr(swiglu, name), results))
+    return results
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("channels", [2048, 272])
+def test_forward(compiled, channels):
+    x = torch.empty(200, channels, dtype=torch.bfloat16)
+    swiglu.swiglu_1x128(x, x)
+    (kernel,) = compiled
+    print(kernel)
+    assert kernel.spills == 0, str(kernel)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("channels", [2048, 272])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_backward(compiled, groups, channels):
+    x = torch.empty(256, channels, dtype=torch.bfloat16)
+    swiglu.swiglu_backward_1x128_128x1_t(x, x, x, *GROUPS[groups])
+    (kernel,) = compiled
+    print(kernel)
+    assert kernel.spills == 0, str(kernel)
+    assert kernel.registers <= 128 and kernel.shared <= SHARED, str(kernel)
+    # σ is evaluated once for each of a thread's 64 channels, and a scale's reciprocal beside it.
+    assert kernel.sass.count("MUFU.EX2") == 64
+    if channels == 2048:
+        assert kernel.sass.count("LDGSTS.E.BYPASS.128") == 24
+        # Rows of da and db, then columns of h, da and db: 16 bytes a thread each time.
+        assert kernel.sass.count("STG.E.128") == 8 + 12

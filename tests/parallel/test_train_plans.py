@@ -1,0 +1,92 @@
+"""Parallel plans train in FP8 from the command line: torchrun, torchtitan's trainer, text.
+
+Those that no other plan contains: what each and every one computes, `test_plans.py` says. The loss
+falls over 20 steps. Recipes take turns over the plans.
+"""
+
+import dataclasses
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gloo import spawn
+from jobs import log_of
+from loss_runs import SCRIPTS  # noqa: F401  (puts scripts/ on the path)
+from plans import PLANS, RECIPES, Plan
+from titan import ROOT, trainer, training
+from titan_logs import merge, read_log
+from torchtitan.config import ConfigManager
+
+if torch.cuda.is_available():
+    pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
+
+STEPS = 20
+TIMEOUT = 240
+
+
+def torchrun(ranks: int, flags: list[object]) -> str:
+    """The log of all ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    command += ["-m", "titan_fp8.cpu_host", *flags]
+    path = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
+    )
+    return log_of(command, TIMEOUT, PYTHONPATH=path, OMP_NUM_THREADS="1")
+
+
+def job(plan: Plan, recipe: str, text: Path, folder: Path) -> list[object]:
+    """The command line of a training that writes to `folder`."""
+    flags = [*plan.flags(recipe), *training(text, folder), "--training.steps", STEPS]
+    flags += ["--model.flavor", "tiny", "--experimental.custom_import", "titan"]
+    flags += ["--training.local_batch_size", 4 // plan.shares]
+    return [*flags, "--checkpoint.enable", "--checkpoint.interval", 10 * STEPS]
+
+
+def write_seed(rank: int, flags: list[object]) -> None:
+    """A checkpoint of step 0, as --checkpoint.create_seed_checkpoint writes it."""
+    with trainer(ConfigManager().parse_args(list(map(str, flags)))) as alone:
+        alone.checkpointer.save(curr_step=0, last_step=True)
+
+
+@pytest.fixture(scope="module")
+def seeds(text, tmp_path_factory):
+    """The seed checkpoint of each model, from one process."""
+    seeds = {}
+    for model in {plan.model for plan in PLANS}:
+        folder = tmp_path_factory.mktemp(model)
+        spawn(write_seed, 1, job(Plan(model), "bf16", text, folder))
+        seeds[model] = folder / "checkpoint" / "step-0"
+    return seeds
+
+
+def within(plan: Plan, other: Plan) -> bool:
+    """Whether the other plan is this one and something more; by another etp, experts are split
+    in another way."""
+    pairs = zip(dataclasses.astuple(plan), dataclasses.astuple(other))
+    more = plan != other and all(mine in (1, theirs) for mine, theirs in pairs)
+    return more and plan.etp == other.etp
+
+
+TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PLANS)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "recipe"),
+    [(plan, RECIPES[i % 2]) for i, plan in enumerate(TRAINED)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
+    flags = job(plan, recipe, text, tmp_path)
+    log = torchrun(plan.ranks, [*flags, "--checkpoint.initial_load_path", seeds[plan.model]])
+    converted = [int(count) for count in re.findall(r"titan_fp8: converted (\d+) of", log)]
+    assert len(converted) == plan.ranks * len(plan.converters)
+    assert min(converted) > 0
+    loss = merge(read_log(log))["loss"]
+    assert loss.keys() == set(range(1, STEPS + 1))
+    assert all(map(math.isfinite, loss.values()))
+    assert loss[STEPS] < loss[1] - 1

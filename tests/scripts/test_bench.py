@@ -1,0 +1,112 @@
+"""What the benchmarks print, short of the times: these need a GPU."""
+
+import importlib
+import pkgutil
+
+import bench_common
+import pytest
+import summarize_trace
+import torch
+from bench_shapes import uneven_ends
+
+from titan_fp8 import kernels
+from titan_fp8.kernels import launch
+
+INPUTS = [(torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)) for _ in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch):
+    """The number of functions timed, in place of their times."""
+    monkeypatch.setattr(bench_common, "median_us", lambda functions: 10.0 * len(functions))
+
+
+def square(factor: float = 1.0) -> bench_common.Layer:
+    weight = torch.eye(4, requires_grad=True)
+    return bench_common.Layer(lambda x: (x @ weight).square() * factor, (weight,))
+
+
+def broken() -> bench_common.Layer:
+    raise NotImplementedError("not on this card\nbut on others")
+
+
+def test_a_wrong_layer_has_no_time():
+    layers = {"bf16": square, "close": lambda: square(1.05), "far": lambda: square(1.07)}
+    layers["nan"] = lambda: square(float("nan"))
+    good, close, far, nan = bench_common.layer_rows(layers, {}, INPUTS, limit=0.06)
+    assert good == {"layer": "bf16", "error": 0, "us": 20.0, "x bf16": 1, "MiB kept": 256 / 2**20}
+    assert close["us"] == 20.0 and close["error"] == pytest.approx(0.05, abs=1e-4)
+    assert far["us"] == nan["us"] == "wrong"
+    assert far["x bf16"] is nan["x bf16"] is None
+
+
+def test_an_error_in_one_gradient_counts():
+    want = [torch.ones(4), torch.ones(4)]
+    assert bench_common.relative_error([torch.ones(4), 2 * torch.ones(4)], want) == 1
+
+
+def test_a_broken_yardstick_leaves_its_row_empty_and_a_broken_layer_raises(capsys):
+    *_, row = bench_common.layer_rows({"bf16": square}, {"other": broken}, INPUTS, limit=0.06)
+    assert set(row.values()) == {"other", None}
+    assert capsys.readouterr().err == (
+        "bf16: 20 us\nother: NotImplementedError: not on this card\n"
+    )
+    with pytest.raises(NotImplementedError):
+        bench_common.layer_rows({"bf16": square, "ours": broken}, {}, INPUTS, limit=0.06)
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 128])
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_uneven_ends(groups, alignment):
+    ends = uneven_ends(groups, 16640, alignment)
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    assert ends.shape == (groups,) and ends[-1] == 16640 and not (ends % alignment).any()
+    assert sizes.min() > 0 and (groups == 1 or sizes.max() >= 3 * sizes.min())
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
+        ("m_grouped_kernel", "FP8 GEMM"),
+        ("k_grouped_row_kernel", "FP8 GEMM"),
+        ("_square_t_kernel", "quantisers"),
+        ("_columns_kernel", "quantisers"),
+        ("_backward_kernel", "SwiGLU"),
+        ("_gather_kernel", "permutation"),
+        ("_places_kernel", "permutation"),
+        ("triton_poi_fused_index_put_3", "inductor"),
+        ("triton_tem_fused_flex_attention_backward_transpose_view_1", "attention"),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "GEMM"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kernels_of_a_trace_are_told_apart(name, kind):
+    assert summarize_trace.kind_of({"cat": "kernel", "name": name}) == kind
+    assert summarize_trace.kind_of({"cat": "gpu_memcpy", "name": name}) == "copies"
+
+
+def test_busy_and_idle_time_of_a_trace():
+    first, inside, later = ({"ts": t, "dur": d} for t, d in ((0, 10), (2, 3), (15, 5)))
+    assert summarize_trace.busy([later, first, inside]) == (15, [(5, later)])
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", '{"traceEvents": [{"ph": "X", "name": "k"}]}'])
+def test_what_is_no_trace(text, tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.json"
+    if text is not None:
+        trace.write_text(text)
+    monkeypatch.setattr("sys.argv", ["summarize_trace.py", str(trace)])
+    with pytest.raises(SystemExit, match="2"):
+        summarize_trace.main()
+    assert f"{trace} is no trace of PyTorch's profiler" in capsys.readouterr().err
+
+
+def test_kernels_of_ours_have_a_kind():
+    """A new one that the patterns do not know would go under "other"."""
+    found = pkgutil.walk_packages(kernels.__path__, "titan_fp8.kernels.")
+    modules = [importlib.import_module(info.name) for info in found]
+    names = {k.__name__ for m in modules for k in vars(m).values() if isinstance(k, launch.Kernel)}
+    assert len(names) > 15
+    kinds = {name: summarize_trace.kind_of({"cat": "kernel", "name": name}) for name in names}
+    assert "other" not in kinds.values(), kinds

@@ -1,0 +1,196 @@
+"""What the scripts refuse and prepare, and that what the README names exists."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
+    """A script's result; it uses this interpreter, and would not get as far as training."""
+    env = {**os.environ, "TITAN_FP8_PYTHON": sys.executable, **variables}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+def prepare_data(folder: Path) -> str:
+    return run(sys.executable, "scripts/prepare_data.py", str(folder)).stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    assert "files of the standard library" in prepare_data(folder)
+    return folder
+
+
+def texts(data: Path, split: str) -> list[str]:
+    lines = (data / "corpus" / split / "text.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama4"], "unknown argument 'llama4'"),
+        (["--steps"], "--steps needs a number"),
+        (["--steps", "0"], "--steps needs a positive number, not '0'"),
+        (["llama3", "--steps=ten"], "--steps needs a positive number, not 'ten'"),
+    ],
+)
+def test_quickstart_refuses(arguments: list[str], message: str) -> None:
+    result = run("scripts/quickstart.sh", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]" in result.stderr
+
+
+@pytest.mark.parametrize("capability", [8, 9])
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+def test_quickstart_emulates_on_a_gpu_that_is_no_hopper(
+    model: str, capability: int, tmp_path: Path
+) -> None:
+    for folder in ("scripts", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+        case "$*" in
+            *capability*) echo {capability} ;;
+            *device_count*) echo 1 ;;
+            *distributed.run*) echo "$*" >>{calls} ;;
+        esac""")
+    python.chmod(0o755)
+    run(str(tmp_path / "scripts/quickstart.sh"), model, TITAN_FP8_PYTHON=str(python))
+    emulating = {
+        Path(call.partition("--job.dump_folder ")[2].split()[0]).name: call.count(".emulate")
+        for call in calls.read_text().splitlines()
+    }
+    sections = {"llama3": 1, "deepseek_v3": 2}[model]
+    assert emulating.pop("blockwise") == (sections if capability == 8 else 0)
+    assert "bf16" in emulating and not any(emulating.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {}, "usage: ./scripts/train.sh CONFIG"),
+        (["configs/none.toml"], {}, "no such config: configs/none.toml"),
+        (["configs/llama3_debug.toml"], {"NGPU": "two"}, "NGPU must be a positive number"),
+        (["configs/llama3_debug.toml"], {"NNODES": "2", "NGPU": "1"}, "NNODES=2 needs MASTER_ADDR"),
+    ],
+)
+def test_train_refuses(arguments: list[str], variables: dict[str, str], message: str) -> None:
+    result = run("scripts/train.sh", *arguments, **variables)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {}, "usage: ./scripts/bench_train.sh"),
+        (["llama3_8b", "--steps=0"], {}, "--steps needs a positive number, not '0'"),
+        (["llama3_8b", "--steps", "5", ""], {}, "'' is no RUN"),
+        (["llama3_8b", "--steps=5", "--help"], {}, "'--help' is no RUN"),
+        (["deepseek_v3_16b", "bf16:x"], {}, "'bf16:x' is no RUN"),
+        (["deepseek_v3_16b"], {"NGPU": "3"}, "NGPU must be 2, 4 or 8 for deepseek_v3_16b, not '3'"),
+    ],
+)
+def test_bench_train_refuses(arguments: list[str], variables: dict[str, str], message: str) -> None:
+    result = run("scripts/bench_train.sh", *arguments, **variables)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_scripts_name_an_unusable_python() -> None:
+    config = "configs/llama3_debug.toml"
+    result = run("scripts/train.sh", config, TITAN_FP8_PYTHON="/bin/false")
+    assert result.returncode == 2
+    assert "TITAN_FP8_PYTHON=/bin/false" in result.stderr
+
+
+def test_corpus_is_the_same_each_time_and_kept(data: Path, tmp_path: Path) -> None:
+    assert "is prepared" in prepare_data(data)
+    prepare_data(tmp_path)
+    for name in ["corpus/train/text.jsonl", "corpus/validation/text.jsonl"]:
+        assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
+    first, second = (
+        json.loads((folder / "tokenizer/tokenizer.json").read_text()) for folder in (data, tmp_path)
+    )
+    assert first == second
+
+
+def test_an_unfinished_or_outdated_preparation_is_done_again(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "train").mkdir(parents=True)
+    (tmp_path / "corpus" / "train" / "text.jsonl").write_text("cut sho")
+    (tmp_path / "stamp").write_text("Python 3.1")
+    prepare_data(tmp_path)
+    assert texts(tmp_path, "train") == texts(data, "train")
+
+
+def test_corpus_is_the_standard_library_cut_in_pieces(data: Path) -> None:
+    train, validation = texts(data, "train"), texts(data, "validation")
+    assert len(train) > 10 * len(validation) > 0
+    assert len({text for text in train if len(text) > 100} & set(validation)) < 10
+    sizes = sorted(map(len, train))
+    assert 400 <= sizes[len(sizes) // 2] < 500
+    assert any("def fill(text, width=70, **kwargs):" in text for text in train + validation)
+
+
+def test_tokenizer_has_512_tokens_and_loses_nothing(data: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(data / "tokenizer"))
+    assert tokenizer.get_vocab_size() == 512
+    assert {tokenizer.bos_id, tokenizer.eos_id} == {0, 1}
+    text = "def f(x):\n    return 'é' + x\n"
+    assert Tokenizer.from_file(str(data / "tokenizer/tokenizer.json")).encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text, add_bos=False, add_eos=False)) == text
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_torchtitan_reads_the_corpus(data: Path, split: str) -> None:
+    tokenizer = HuggingFaceTokenizer(str(data / "tokenizer"))
+    ranks = [
+        HuggingFaceTextDataset("c4_test", str(data / "corpus" / split), tokenizer, 64, rank, 2)
+        for rank in range(2)
+    ]
+    first, second = (next(iter(dataset))[0]["input"] for dataset in ranks)
+    assert first.shape == second.shape == (64,)
+    assert not first.equal(second)
+    assert first[0] == tokenizer.bos_id
+
+
+def readme_commands() -> list[list[str]]:
+    """The commands of the README's shell blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", README, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    return [command for command in commands if command]
+
+
+def test_readme_has_the_two_commands() -> None:
+    commands = readme_commands()
+    assert ["./scripts/quickstart.sh"] in commands
+    assert ["./scripts/test.sh"] in commands
+
+
+@pytest.mark.parametrize("command", readme_commands(), ids=" ".join)
+def test_readme_names_what_exists(command: list[str]) -> None:
+    for word in command:
+        if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
+            assert (ROOT / word).exists(), word
+
+
+def test_readme_links_exist() -> None:
+    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
+        assert (ROOT / link).exists(), link

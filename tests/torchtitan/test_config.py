@@ -1,0 +1,299 @@
+"""The TOML contract: what a user may write, what arrives, and how each mistake is answered.
+
+A mistake raises while the file is read, which is before a trainer exists: no step can follow it.
+That the command line ends so too is tested once, on a run in its own process.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from titan import BOTH, GROUPED_MM, LINEAR, parse, run_module, toml
+from torchtitan.config import ConfigManager
+from torchtitan.config import JobConfig as HostConfig
+
+from titan_fp8.recipe import RECIPE_NAMES as RECIPES
+
+HEAD = toml("deepseek_v3")
+SECTIONS = f"""
+[{LINEAR}]
+recipe = "rowwise"
+filter_fqns = ["output", "wkv_a"]
+emulate = true
+
+[{GROUPED_MM}]
+recipe = "rowwise_with_gw_hp"
+fqns = ["layers.1.moe.experts"]
+emulate = true
+permutation = "host"
+"""
+FLAGS = (
+    *(f"--{LINEAR}.recipe", "rowwise", f"--{LINEAR}.filter_fqns", "output,wkv_a"),
+    *(f"--{LINEAR}.emulate", f"--{GROUPED_MM}.recipe", "rowwise_with_gw_hp"),
+    *(f"--{GROUPED_MM}.fqns", "layers.1.moe.experts", f"--{GROUPED_MM}.emulate"),
+    *(f"--{GROUPED_MM}.permutation", "host"),
+)
+NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def sections(config):
+    """The settings of both sections as plain values."""
+    linear, experts = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
+    return (
+        (linear.recipe, linear.filter_fqns, linear.emulate),
+        (experts.recipe, experts.fqns, experts.emulate, experts.permutation),
+    )
+
+
+ALL_SET = (
+    ("rowwise", ["output", "wkv_a"], True),
+    ("rowwise_with_gw_hp", ["layers.1.moe.experts"], True, "host"),
+)
+
+
+def test_one_line_loads_the_plugin_with_the_defaults_of_the_contract(tmp_path):
+    config = parse(tmp_path, HEAD)
+    assert sections(config) == (
+        ("blockwise", ["output", "router.gate"], False),
+        (None, ["experts"], False, None),
+    )
+
+
+def test_the_readme_shows_the_defaults(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    config = parse(tmp_path, block.replace("[model]", '[model]\nname = "deepseek_v3"'))
+    assert sections(config) == sections(parse(tmp_path, HEAD))
+
+
+def test_every_key_is_read_from_the_toml(tmp_path):
+    assert sections(parse(tmp_path, HEAD + SECTIONS)) == ALL_SET
+
+
+def test_every_key_is_a_flag(tmp_path):
+    assert sections(parse(tmp_path, HEAD, *FLAGS)) == ALL_SET
+
+
+def test_flags_override_the_toml_key_by_key(tmp_path):
+    flags = (f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.no-emulate", f"--{GROUPED_MM}.fqns", "moe")
+    linear, experts = sections(parse(tmp_path, HEAD + SECTIONS, *flags))
+    assert linear == ("bf16", ["output", "wkv_a"], False)
+    assert experts == ("rowwise_with_gw_hp", ["moe"], True, "host")
+
+
+@pytest.mark.parametrize("section", BOTH)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_may_be_written(tmp_path, section, recipe):
+    config = parse(tmp_path, HEAD + f'[{section}]\nrecipe = "{recipe}"\n')
+    assert recipe in [settings[0] for settings in sections(config)]
+
+
+def test_an_empty_filter_may_be_written(tmp_path):
+    config = parse(tmp_path, HEAD + f"[{LINEAR}]\nfilter_fqns = []\n")
+    assert config.quantize.linear.titan_fp8.filter_fqns == []
+
+
+LIST = ("list of strings",)
+BOOL = ("true", "false")
+ONE_MORE = ("empty string",)
+PERMUTATIONS = ("'gather'", "'host'")
+RECIPE_MISTAKES = ('"blokwise"', '""', '"Rowwise"', "3", "true", '["rowwise"]')
+LIST_MISTAKES = (('"output"', LIST), ("true", LIST), ("[1]", LIST), ('["output", ""]', ONE_MORE))
+MISTAKES = [
+    *((section, "recipe", value, RECIPES) for section in BOTH for value in RECIPE_MISTAKES),
+    *((section, "emulate", value, BOOL) for section in BOTH for value in ('"yes"', "1", "[]")),
+    *((LINEAR, "filter_fqns", value, allowed) for value, allowed in LIST_MISTAKES),
+    *((GROUPED_MM, "fqns", value, allowed) for value, allowed in LIST_MISTAKES),
+    (GROUPED_MM, "fqns", "[]", ("convert nothing",)),
+    *((GROUPED_MM, "permutation", value, PERMUTATIONS) for value in ('"gathers"', "true", "[]")),
+]
+
+
+@pytest.mark.parametrize("section, key, value, allowed", MISTAKES)
+def test_a_mistake_in_the_toml_names_key_value_and_what_is_allowed(
+    tmp_path, section, key, value, allowed
+):
+    with pytest.raises(ValueError) as caught:
+        parse(tmp_path, HEAD + f"[{section}]\n{key} = {value}\n")
+    message = str(caught.value)
+    assert f"[{section}] {key} = " in message
+    written = {"true": "True"}.get(value, value).replace('"', "'")
+    assert written in message
+    assert all(word in message for word in allowed)
+
+
+@pytest.mark.parametrize("section", BOTH)
+@pytest.mark.parametrize("value", ['"default"', "false", "2"])
+def test_the_mark_of_a_section_that_is_not_in_the_file_is_no_key(tmp_path, section, value):
+    with pytest.raises(ValueError, match=re.escape(f"[{section}] origin = ")):
+        parse(tmp_path, HEAD + f"[{section}]\norigin = {value}\n")
+
+
+def test_an_unknown_key_is_named(tmp_path):
+    with pytest.raises(ValueError, match="recipes"):
+        parse(tmp_path, HEAD + f'[{LINEAR}]\nrecipes = "rowwise"\n')
+
+
+@pytest.mark.parametrize("section", BOTH)
+def test_a_section_that_is_no_table_is_named(tmp_path, section):
+    parent, _, name = section.rpartition(".")
+    with pytest.raises(ValueError, match=name):
+        parse(tmp_path, HEAD + f'[{parent}]\n{name} = "rowwise"\n')
+    with pytest.raises(ValueError, match=rf"\[{parent}\] is \[1\]"):
+        parse(tmp_path, toml("llama3", ()) + f"[quantize]\n{parent.split('.')[1]} = [1]\n")
+
+
+FLAG_MISTAKES = [
+    *((section, "recipe", "blokwise", RECIPES) for section in BOTH),
+    (LINEAR, "filter_fqns", "output,,wk", ONE_MORE),
+    (GROUPED_MM, "fqns", "", ONE_MORE),
+    (GROUPED_MM, "permutation", "gathers", ("gather", "host")),
+]
+
+
+@pytest.mark.parametrize("section, key, value, allowed", FLAG_MISTAKES)
+def test_a_mistake_in_a_flag_names_key_value_and_what_is_allowed(
+    tmp_path, capsys, section, key, value, allowed
+):
+    with pytest.raises(SystemExit) as caught:
+        parse(tmp_path, HEAD, f"--{section}.{key}", value)
+    assert caught.value.code != 0
+    # torchtitan's command line wraps its messages and writes flags with dashes.
+    message = " ".join(capsys.readouterr().err.replace("\u2502", " ").split()).replace("-", "_")
+    assert section in message and key in message
+    assert all(item in message for item in (*filter(None, value.split(",")), *allowed))
+
+
+def test_a_boolean_flag_takes_no_value(tmp_path):
+    with pytest.raises(SystemExit):
+        parse(tmp_path, HEAD, f"--{LINEAR}.emulate", "7")
+
+
+OTHER = {LINEAR: GROUPED_MM, GROUPED_MM: LINEAR}
+DEFAULTS = {
+    LINEAR: 'recipe = "blockwise"\nfilter_fqns = ["output", "router.gate"]\nemulate = false\n',
+    GROUPED_MM: 'fqns = ["experts"]\nemulate = false\n',
+}
+
+
+@pytest.mark.parametrize("section", BOTH)
+@pytest.mark.parametrize("body", ["other values", "default values", "nothing", "bf16"])
+@pytest.mark.parametrize("listed", ["the other", "none"])
+def test_a_section_whose_converter_is_not_listed_is_refused(tmp_path, section, body, listed):
+    bodies = {
+        "other values": 'recipe = "rowwise"\n',
+        "default values": DEFAULTS[section],
+        "nothing": "",
+        "bf16": 'recipe = "bf16"\n',
+    }
+    head = toml("deepseek_v3", (OTHER[section],) if listed == "the other" else ())
+    with pytest.raises(ValueError) as caught:
+        parse(tmp_path, head + f"[{section}]\n{bodies[body]}")
+    assert f"[{section}]" in str(caught.value) and "model.converters" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section, flag",
+    [
+        *((section, ("recipe", "rowwise")) for section in BOTH),
+        (LINEAR, ("recipe", "blockwise")),
+        (GROUPED_MM, ("fqns", "experts")),
+    ],
+)
+def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, monkeypatch, section, flag):
+    """One that repeats the default, too."""
+    head = toml("deepseek_v3", (OTHER[section],))
+    flag = f"--{section}.{flag[0]}", flag[1]
+    monkeypatch.setattr(sys, "argv", ["torchtitan.train", *flag])
+    with pytest.raises(ValueError) as caught:
+        parse(tmp_path, head, *flag)
+    assert f"[{section}]" in str(caught.value) and "model.converters" in str(caught.value)
+
+
+def test_a_converter_listed_by_flag_has_its_section(tmp_path):
+    head = toml("deepseek_v3", ())
+    config = parse(tmp_path, head + SECTIONS, "--model.converters", ",".join(BOTH))
+    assert sections(config) == ALL_SET
+
+
+def test_the_hosts_own_sections_are_still_read(tmp_path):
+    config = parse(tmp_path, HEAD + '[quantize.linear.float8]\nfilter_fqns = ["wo"]\n')
+    assert config.quantize.linear.float8.filter_fqns == ["wo"]
+    assert config.quantize.grouped_mm.mx.recipe_name == "mxfp8"
+
+
+def test_another_projects_nested_sections_merge_with_ours(tmp_path, monkeypatch):
+    (tmp_path / "their_plugin.py").write_text(
+        """
+from dataclasses import dataclass, field
+import titan_fp8.plugin
+from torchtitan.config import ConfigManager
+
+@dataclass
+class Theirs:
+    strength: int = 3
+
+@dataclass
+class QuantizedLinear:
+    theirs: Theirs = field(default_factory=Theirs)
+
+@dataclass
+class Quantize:
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+
+@dataclass
+class Own:
+    quantize: Quantize = field(default_factory=Quantize)
+
+JobConfig = ConfigManager._merge_configs(titan_fp8.plugin.JobConfig, Own)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = HEAD.replace("titan_fp8.plugin", "their_plugin")
+    config = parse(tmp_path, text + SECTIONS + "[quantize.linear.theirs]\nstrength = 5\n")
+    assert sections(config) == ALL_SET
+    assert config.quantize.linear.theirs.strength == 5
+    with pytest.raises(ValueError, match="blokwise"):
+        parse(tmp_path, text + f'[{LINEAR}]\nrecipe = "blokwise"\n')
+    del sys.modules["their_plugin"]
+
+
+def test_a_job_without_the_plugin_still_parses_once_it_is_imported(tmp_path):
+    parse(tmp_path, HEAD)
+    config = parse(tmp_path, '[model]\nname = "llama3"\n')
+    assert isinstance(config, HostConfig) and not hasattr(config.quantize.linear, "titan_fp8")
+    assert isinstance(ConfigManager().parse_args([]), HostConfig)
+
+
+def test_the_hosts_config_manager_shows_the_sections(tmp_path):
+    (tmp_path / "job.toml").write_text(HEAD + SECTIONS)
+    run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
+    assert run.returncode == 0, run.stdout
+    shown = "".join(run.stdout.split())
+    assert "titan_fp8=TitanFP8Linear(recipe='rowwise',filter_fqns=['output','wkv_a']" in shown
+    assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',fqns=['layers.1.moe.experts']" in shown
+
+
+def test_the_hosts_config_manager_refuses_what_training_refuses(tmp_path):
+    (tmp_path / "job.toml").write_text(toml("llama3", ()) + f"[{LINEAR}]\n")
+    run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
+    assert run.returncode != 0 and f"[{LINEAR}]" in run.stdout
+
+
+@NEEDS_NO_GPU
+def test_plain_torchtitan_warns_without_a_gpu_before_it_fails(tmp_path):
+    (tmp_path / "job.toml").write_text(HEAD)
+    run = run_module("torchtitan.train", "--job.config_file", tmp_path / "job.toml")
+    assert run.returncode != 0
+    before, _, _ = run.stdout.partition("Traceback")
+    assert "scripts/train.sh" in before and "no GPU" in before
+
+
+def test_a_run_with_a_mistake_ends_before_its_first_step(tmp_path):
+    (tmp_path / "job.toml").write_text(HEAD + f'[{LINEAR}]\nrecipe = "blokwise"\n')
+    module = "torchtitan.train" if torch.cuda.is_available() else "titan_fp8.cpu_host"
+    run = run_module(module, "--job.config_file", tmp_path / "job.toml")
+    assert run.returncode != 0
+    assert "recipe = 'blokwise'" in run.stdout and "step:" not in run.stdout

@@ -1,0 +1,233 @@
+"""The two converters on torchtitan's models: what they convert, what they leave, what they say.
+
+Models are built on the meta device as torchtitan's trainer builds them.
+"""
+
+import logging
+import sys
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from titan import BOTH, GROUPED_MM, LINEAR, build, convert, converted, job, of_type
+from torch import nn
+from torchtitan.distributed import activation_checkpoint, expert_parallel
+from torchtitan.models.moe import utils as moe_utils
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+
+import titan_fp8
+from titan_fp8.torchtitan_0_2 import permutation
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
+from titan_fp8.torchtitan_0_2.moe import GatherMoE
+
+ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
+DENSE = [
+    ("llama3", "debugmodel"),
+    ("llama3_ft", "debugmodel"),
+    ("qwen3", "debugmodel"),
+    ("gpt_oss", "debugmodel"),
+    ("flux", "flux-debug"),
+]
+MOE = [
+    ("deepseek_v3", "debugmodel"),
+    ("deepseek_v3", "16B"),
+    ("qwen3", "debugmodel_moe"),
+    ("llama4", "debugmodel"),
+]
+
+# For its text encoders and its checkpoint files, of which nothing is used here.
+FLUX_IMPORTS = ("transformers", "safetensors", "safetensors.torch")
+
+
+@pytest.fixture(autouse=True)
+def log(caplog, fresh_host):
+    caplog.set_level(logging.INFO)
+
+
+def report(log: str) -> dict[str, tuple[str, str]]:
+    """The lines of the tables in a log: name to shape, and recipe or reason."""
+    rows = (line.split("  ") for line in log.splitlines() if line.startswith("  "))
+    rows = ([cell.strip() for cell in row if cell.strip()] for row in rows)
+    table = {row[0]: (row[1], " ".join(row[2:])) for row in rows if len(row) > 2}
+    table.pop("module", None)
+    return table
+
+
+def converts_by_default(name: str, linear: nn.Linear) -> bool:
+    multiples_of_16 = not linear.in_features % 16 and not linear.out_features % 16
+    return multiples_of_16 and "output" not in name and "router.gate" not in name
+
+
+@pytest.mark.parametrize("model, flavor", DENSE + MOE)
+def test_every_model_converts_and_keeps_its_parameters(
+    tmp_path, monkeypatch, caplog, model, flavor
+):
+    for package in FLUX_IMPORTS if model == "flux" else ():
+        monkeypatch.setitem(sys.modules, package, MagicMock())
+    is_moe = (model, flavor) in MOE
+    config = job(tmp_path, model, flavor=flavor, converters=BOTH if is_moe else (LINEAR,))
+    built = build(config)
+    parameters = dict(built.named_parameters())
+    state = {name: (t.shape, t.dtype) for name, t in built.state_dict().items()}
+    linears = of_type(built, nn.Linear)
+    expected = {name for name, linear in linears.items() if converts_by_default(name, linear)}
+    expected_experts = of_type(built, GroupedExperts).keys()
+
+    convert(config, built)
+
+    assert of_type(built, titan_fp8.FP8Linear).keys() == expected and expected
+    assert of_type(built, FP8GroupedExperts).keys() == (expected_experts if is_moe else set())
+    after = dict(built.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameters[name] for name in after)
+    assert {name: (t.shape, t.dtype) for name, t in built.state_dict().items()} == state
+
+    table = report(caplog.text)
+    for name, linear in linears.items():
+        shape, outcome = table[name]
+        assert shape == f"{linear.out_features} x {linear.in_features}"
+        assert (outcome == "blockwise") == (name in expected), f"{name}: {outcome}"
+    assert all(table[name][1] == "blockwise" for name in expected_experts)
+
+
+def test_llama3_converts_attention_and_feed_forward(tmp_path):
+    model = converted(job(tmp_path, "llama3", converters=(LINEAR,), flavor="tiny"))
+    attention = {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")}
+    feed_forward = {f"feed_forward.{name}" for name in ("w1", "w2", "w3")}
+    names = of_type(model, titan_fp8.FP8Linear).keys()
+    assert names == {f"layers.{i}.{name}" for i in (0, 1) for name in attention | feed_forward}
+
+
+def test_linears_with_a_bias_convert(tmp_path):
+    model = converted(job(tmp_path, "gpt_oss", converters=(LINEAR,)))
+    assert all(m.bias is not None for m in of_type(model, titan_fp8.FP8Linear).values())
+
+
+def test_the_table_says_why_a_linear_was_left(tmp_path, caplog):
+    config = job(tmp_path, "llama3", converters=(LINEAR,), body=f"[{LINEAR}]\nfilter_fqns=['wk']\n")
+    model = build(config)
+    model.odd_n, model.odd_k = nn.Linear(64, 40), nn.Linear(40, 64)
+    model.half = nn.Linear(64, 64, dtype=torch.float16)
+    convert(config, model)
+    table = report(caplog.text)
+    assert table["odd_n"] == ("40 x 64", "- N = 40 is not a multiple of 16")
+    assert table["odd_k"] == ("64 x 40", "- K = 40 is not a multiple of 16")
+    assert "float16" in table["half"][1]
+    assert table["layers.0.attention.wk"] == ("256 x 256", '- filtered by "wk"')
+    assert table["output"] == ("2048 x 256", "blockwise")
+    assert "converted 37 of 46 linears, blockwise" in caplog.text
+
+
+def test_an_empty_filter_converts_every_linear(tmp_path):
+    config = job(tmp_path, "qwen3", flavor="debugmodel_moe", body=f"[{LINEAR}]\nfilter_fqns = []\n")
+    model = converted(config)
+    assert of_type(model, titan_fp8.FP8Linear).keys() == of_type(model, nn.Linear).keys()
+
+
+@pytest.mark.parametrize("patterns", ["wq_typo", "output,wq_typo"])
+def test_a_filter_that_matches_nothing_is_an_error(tmp_path, patterns):
+    config = job(tmp_path, "llama3", f"--{LINEAR}.filter_fqns", patterns, converters=(LINEAR,))
+    with pytest.raises(ValueError) as caught:
+        converted(config)
+    assert f"[{LINEAR}] filter_fqns = {patterns.split(',')!r}" in str(caught.value)
+    assert "'wq_typo'" in str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
+@pytest.mark.parametrize(
+    "model, patterns",
+    [
+        ("deepseek_v3", "expertz"),
+        ("deepseek_v3", "experts,layers.99"),
+        ("deepseek_v3", "shared_experts"),
+        ("llama3", "experts"),
+    ],
+)
+def test_fqns_that_convert_nothing_are_an_error(tmp_path, model, patterns, recipe):
+    flags = (f"--{GROUPED_MM}.fqns", patterns, f"--{GROUPED_MM}.recipe", recipe)
+    with pytest.raises(ValueError) as caught:
+        converted(job(tmp_path, model, *flags))
+    message = str(caught.value)
+    assert f"[{GROUPED_MM}] fqns = {patterns.split(',')!r}" in message
+    assert f"{patterns.split(',')[-1]!r} converts nothing" in message
+    assert ("layers.1.moe.experts" in message) == (model == "deepseek_v3")
+
+
+def test_biased_experts_are_refused_with_the_reason(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        converted(job(tmp_path, "gpt_oss"))
+    message = str(caught.value)
+    assert f"[{GROUPED_MM}] fqns = ['experts']" in message
+    assert "layers.0.moe.experts" in message and "GptOssGroupedExperts" in message
+    assert "bias" in message
+
+
+def test_fqns_choose_among_the_experts(tmp_path, caplog):
+    flags = (f"--{GROUPED_MM}.fqns", "layers.1.moe,layers.3.moe")
+    model = converted(job(tmp_path, "deepseek_v3", *flags))
+    chosen = {"layers.1.moe.experts", "layers.3.moe.experts"}
+    assert of_type(model, FP8GroupedExperts).keys() == chosen
+    assert report(caplog.text)["layers.2.moe.experts"][1] == "- no pattern of fqns matches"
+
+
+@pytest.mark.parametrize("recipe", ALIGNMENT)
+def test_experts_follow_the_linear_recipe_and_align_their_tokens(tmp_path, recipe):
+    model = converted(job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe))
+    assert {m.recipe for m in of_type(model, FP8GroupedExperts).values()} == {recipe}
+    assert {m.recipe for m in of_type(model, titan_fp8.FP8Linear).values()} == {recipe}
+    assert ALIGNMENT[recipe] == moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
+
+
+def test_experts_may_have_a_recipe_of_their_own(tmp_path):
+    flags = (f"--{LINEAR}.recipe", "bf16", f"--{GROUPED_MM}.recipe", "rowwise")
+    model = converted(job(tmp_path, "deepseek_v3", *flags))
+    assert {m.recipe for m in of_type(model, FP8GroupedExperts).values()} == {"rowwise"}
+    assert not of_type(model, titan_fp8.FP8Linear)
+
+
+def test_bf16_leaves_modules_alignment_checkpointing_and_compiler_alone(tmp_path, caplog):
+    compilers = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
+    flags = (f"--{LINEAR}.recipe", "bf16", "--compile.enable")
+    config = job(tmp_path, "deepseek_v3", *flags)
+    model = build(config)
+    modules = {name: (module, type(module)) for name, module in model.named_modules()}
+    settings = [compiler.get_config_copy() for compiler in compilers]
+    wrapper = activation_checkpoint.ptd_checkpoint_wrapper
+
+    convert(config, model)
+
+    assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
+    assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8
+    assert [compiler.get_config_copy() for compiler in compilers] == settings
+    assert activation_checkpoint.ptd_checkpoint_wrapper is wrapper
+    assert "emulated" not in caplog.text
+    assert {outcome for _, outcome in report(caplog.text).values()} == {'- recipe = "bf16"'}
+
+
+EP = ("--parallelism.expert_parallel_degree", 2)
+DEEPEP = (*EP, "--parallelism.expert_parallel_comm_backend", "deepep")
+NO_EP = ()
+
+
+@pytest.mark.parametrize("plan", [EP, DEEPEP, NO_EP], ids=["EP", "DeepEP", "no EP"])
+@pytest.mark.parametrize("asked", [None, "gather", "host"])
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_the_permutation_is_replaced_where_there_is_one(
+    tmp_path, monkeypatch, caplog, recipe, asked, plan
+):
+    monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", MagicMock())
+    asks = () if asked is None else (f"--{GROUPED_MM}.permutation", asked)
+    before = expert_parallel._permute, expert_parallel._unpermute
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *asks, *plan)
+    for _ in range(2):
+        layers = of_type(converted(config), MoE)
+    replaced = (asked == "gather" or (asked is None and recipe != "bf16")) and plan is not DEEPEP
+    assert all((type(layer) is GatherMoE) == replaced for layer in layers.values()) and layers
+    ours = permutation.permute, permutation.unpermute
+    there = expert_parallel._permute, expert_parallel._unpermute
+    assert there == (ours if replaced and plan is EP else before)
+    assert (f"{len(layers)} MoE layers permute their tokens by gathers" in caplog.text) == replaced
+    warned = any('permutation = "gather"' in r.message for r in caplog.records)
+    assert warned == (asked == "gather" and not replaced)
+    if recipe == "bf16":
+        assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8

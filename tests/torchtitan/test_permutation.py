@@ -1,0 +1,241 @@
+"""The permutation around the experts by gathers is torchtitan's, in both passes.
+
+Bit for bit, but for sums of more than two summands, which may be taken in another order.
+"""
+
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+from titan import BOTH, GROUPED_MM, LINEAR, loss_and_gradients, parse, toml, trainer, training
+from torch import Tensor, nn
+from torchtitan.distributed import expert_parallel
+from torchtitan.models.moe import utils as host
+from torchtitan.models.moe.moe import MoE, MoEArgs
+
+from titan_fp8 import reference
+from titan_fp8.torchtitan_0_2 import moe, permutation
+
+NAN = float("nan")
+DTYPES = [torch.bfloat16, torch.float32]
+COUNTS = {
+    "uneven": [[3, 0, 17, 1], [40, 0, 2, 9]],
+    "empty rank": [[0, 0, 0, 0], [5, 16, 130, 1]],
+    "one rank": [[7, 8, 9, 0]],
+    "no tokens": [[0, 0], [0, 0]],
+}
+"""Tokens of each source rank for each local expert."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_rows_takes_rows_and_zeros(dtype):
+    x = torch.randn(5, 7, dtype=dtype)
+    x[0], x[4] = NAN, torch.inf
+    index = torch.tensor([3, -1, 1, 5, 1, -7, 2])
+    want = torch.stack([x[i] if 0 <= i < 5 else torch.zeros(7, dtype=dtype) for i in index])
+    for i in (index, index.int()):
+        assert torch.equal(reference.gather_rows(x, i), want)
+    assert reference.gather_rows(x, torch.tensor([0])).isnan().all()
+    assert reference.gather_rows(x, index[:0]).shape == (0, 7)
+    assert torch.equal(reference.gather_rows(x[:0], index), torch.zeros(7, 7, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_weighted_summed_and_multiplied_in_fp32(dtype):
+    y, a = torch.randn(9, 24, dtype=dtype), torch.randn(5, 24, dtype=dtype)
+    index = torch.tensor([[3, -1, 8], [0, 1, 2], [-1, -1, -1], [8, 8, 8], [7, 9, 4]])
+    weight = torch.randn(5, 3)
+    known = (index >= 0) & (index < 9)
+    rows = y.double()[index.clamp(0, 8)] * known[..., None]
+    to_fp32 = {"rtol": 1e-6, "atol": 1e-6}
+    tolerance = to_fp32 if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+
+    got = reference.combine_rows(y, index, weight)
+    assert got.dtype == dtype
+    want = (rows * weight.double()[..., None]).sum(1)
+    torch.testing.assert_close(got.double(), want, **tolerance)
+    got = reference.combine_rows(y, index)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), rows.sum(1), **tolerance)
+    got = reference.dot_rows(a, y, index)
+    assert got.dtype == torch.float32
+    want = (rows * a.double()[:, None]).sum(-1)
+    torch.testing.assert_close(got.double(), want, **{"rtol": 1e-5, "atol": 1e-5})
+    for k, (of_row, choice) in ((1, (0, 0)), (3, (3, 2)), (3, (8, 0))):
+        weight, slot = torch.randn(9, k), of_row * k + choice
+        got = reference.gather_rows(y, torch.tensor([-1, slot, 9 * k]), weight, k)
+        assert torch.equal(got[1], (weight[of_row, choice] * y[of_row].float()).to(dtype))
+        assert not got[0].any() and not got[2].any()
+
+
+def test_what_is_not_there_is_zero_whatever_it_is_multiplied_by():
+    x, slots, there = torch.ones(3, 4), torch.tensor([-1, 99, 2]), torch.tensor([[-1, 1], [3, 0]])
+    weight = torch.tensor([[NAN], [NAN], [1.0]])
+    got = reference.gather_rows(x, slots, weight, 1)
+    assert torch.equal(got, torch.tensor([[0.0], [0.0], [1.0]]).expand(3, 4))
+    got = reference.combine_rows(x, there, torch.tensor([[NAN, 1.0], [torch.inf, 1.0]]))
+    assert torch.equal(got, torch.ones(2, 4))
+    got = reference.dot_rows(torch.full((2, 4), NAN), x, there)
+    assert not got[:, 0].any() and got[:, 1].isnan().all()
+
+
+def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype: torch.dtype):
+    """What leaves either function, forward and backward, with NaN where padding may not matter.
+
+    Also the alignment's index, -1 for padding.
+    """
+    torch.manual_seed(0)
+    count = torch.tensor(counts)
+    x = torch.randn(int(count.sum()), 24, dtype=dtype, requires_grad=True)
+    shape, rows, index, sizes = permute(x, count.flatten(), *count.shape)
+    tokens = getattr(index, "tokens", index)
+    padding = (tokens < 0)[:, None]
+    g = torch.randn(rows.shape, dtype=dtype).masked_fill(padding, NAN)
+    rows.backward(g)
+    out = torch.randn(rows.shape, dtype=dtype).masked_fill(padding, NAN).requires_grad_()
+    y = unpermute(out, shape, index)
+    y.backward(torch.randn(y.shape, dtype=dtype))
+    assert sizes.sum() <= len(rows) and (sizes % alignment == 0).all()
+    return tokens, sizes, rows.detach(), x.grad, y.detach(), out.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("alignment", [8, 16, 128])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gathers_are_the_hosts_permutation(monkeypatch, counts, alignment, dtype):
+    monkeypatch.setattr(host, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
+    arguments = COUNTS[counts], alignment, dtype
+    want = both_ways(host._permute, host._unpermute, *arguments)
+    got = both_ways(permutation.permute, permutation.unpermute, *arguments)
+    names = ("tokens", "sizes", "permuted", "gradient", "unpermuted", "its gradient")
+    for name, a, b in zip(names, got, want, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    tokens, _, rows, _, _, g = got
+    assert (tokens < 0).any()
+    assert not rows[tokens < 0].any() and not g[tokens < 0].any()
+
+
+def test_opcheck():
+    counts = torch.tensor([5, 9, 6, 0])
+    places = torch.ops.titan_fp8_plugin.places_of_tokens.default
+    torch.library.opcheck(places, (counts, 2, 2, 20, 64, 16))
+    index = torch.tensor([4, 0, 2])
+    torch.library.opcheck(torch.ops.titan_fp8_plugin.invert.default, (index, 6))
+    assert permutation.invert(index, 6).tolist() == [1, -1, 2, -1, 0, -1]
+
+
+def test_nothing_but_indices_is_kept_for_backward():
+    kept = []
+    x = torch.randn(20, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
+        shape, rows, index, _ = permutation.permute(x, torch.tensor([5, 9, 6, 0]), 2, 2)
+        permutation.unpermute(rows, shape, index)
+    assert len(kept) == 2 and not any(t.is_floating_point() for t in kept)
+
+
+class Experts(nn.Module):
+    """Stands for experts: differentiable, each row for itself, and sensitive to their order."""
+
+    def forward(self, x, num_tokens_per_expert):
+        expert = torch.arange(len(num_tokens_per_expert)).repeat_interleave(num_tokens_per_expert)
+        return (x.float() * (1 + expert[:, None])).sin().type_as(x)
+
+
+class HalfOfTheTokens(nn.Module):
+    """As torchtitan's sequence parallelism: the second of two ranks reorders half of the tokens."""
+
+    def __init__(self, reorderer):
+        super().__init__()
+        self.reorderer = reorderer
+
+    def forward(self, scores, chosen):
+        half = len(scores) // 2
+        sorted_scores, slots, counts = self.reorderer(scores[half:], chosen[half:])
+        return sorted_scores, slots + len(slots), counts
+
+
+def moe_layer(dtype: torch.dtype, **args) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(MoEArgs(num_experts=8, **args), dim=32, hidden_dim=16)
+    layer.experts = Experts()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return layer.to(dtype)
+
+
+def results(layer: MoE, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    tokens = {"tokens_per_expert": layer.tokens_per_expert}
+    return {"out": out.detach(), "x": x.grad, **gradients, **tokens}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("half", [False, True], ids=["all", "half"])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("top_k", [1, 2, 6])
+def test_a_layer_by_gathers_is_the_hosts(top_k, before, shared, half, dtype):
+    args = {"top_k": top_k, "score_before_experts": before, "num_shared_experts": shared}
+    layers = [moe_layer(dtype, **args) for _ in range(2)]
+    assert moe.route_by_gathers(nn.ModuleList(layers[1:])) == 1
+    assert moe.route_by_gathers(nn.ModuleList(layers[1:])) == 0
+    for layer in layers if half else ():
+        layer.reorderer = HalfOfTheTokens(layer.reorderer)
+    x = torch.randn(2, 20, 32, dtype=dtype)
+    want, got = (results(layer, x) for layer in layers)
+    assert got.keys() == want.keys() and want["router.gate.weight"].any()
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        if top_k <= 2 and not before:
+            # A sum of two has one order; for the scores both take a batched product.
+            assert torch.equal(got[name], want[name]), name
+        else:
+            error = (got[name] - want[name]).norm() / want[name].norm()
+            # torchtitan rounds x's gradient at each summand.
+            assert error < (1e-2 if dtype == torch.bfloat16 else 1e-6), (name, error)
+
+
+def test_a_layer_keeps_its_rows_once_and_not_in_fp32():
+    layer = moe_layer(torch.bfloat16, top_k=2, score_before_experts=False, num_shared_experts=0)
+    moe.route_by_gathers(nn.ModuleList([layer]))
+    layer.experts = nn.Identity()
+    layer.experts.forward = lambda x, counts: x
+    kept = []
+    x = torch.randn(1, 20, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
+        layer(x)
+    assert [t.dtype for t in kept if t.numel() == 2 * x.numel()] == [torch.bfloat16]
+
+
+def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: str) -> None:
+    """On one of two ranks: a step with torchtitan's permutation is a step with gathers."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    flags = (*training(text, folder), "--debug.deterministic", f"--{LINEAR}.recipe", recipe, *flags)
+    flags += ("--parallelism.expert_parallel_degree", 2)
+    results = []
+    for way in ("host", "gather"):
+        key = (f"--{GROUPED_MM}.permutation", way)
+        with trainer(parse(folder, toml("deepseek_v3", BOTH), *flags, *key)) as t:
+            results.append(loss_and_gradients(t))
+            layers = t.model_parts[0].layers.values()
+            kinds = {type(block.moe) for block in layers if block.moe_enabled}
+        replaced = expert_parallel._permute is permutation.permute
+        assert replaced == (way == "gather")
+        assert kinds == {moe.GatherMoE if replaced else MoE}
+    by_host, by_gathers = results
+    assert by_host.keys() == by_gathers.keys()
+    different = [name for name in by_host if not torch.equal(by_host[name], by_gathers[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(
+    "recipe, flags",
+    [("blockwise", ()), ("bf16", ()), ("blockwise", ("--activation_checkpoint.mode", "full"))],
+)
+def test_training_does_not_change(tmp_path, text, recipe, flags):
+    gloo.spawn(train_both_ways, 2, tmp_path, text, recipe, *flags)

@@ -1,0 +1,1 @@
+"""The Hopper kernels (compute capability 9.0a), in Gluon."""

@@ -1,0 +1,247 @@
+"""The M-grouped kernel, fprop and dgrad: c[m] = sum over blocks of 128 of sa sb (a[m] . b[e]^T).
+
+Of two products of the same shape it computes the sum, as one whose contraction is twice as long.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from titan_fp8.kernels.hopper.gemm_schedule import (
+    ROWS,
+    SCALAR_2D,
+    WAVE,
+    advance,
+    as_boxes,
+    in_bands,
+    leave_note,
+    make_barriers,
+    make_notes,
+    next_ticket,
+    part_of,
+    read_note,
+    start_product,
+    store_wave,
+    tma_load,
+)
+from titan_fp8.kernels.launch import kernel
+
+
+@gluon.jit
+def group_of(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles):
+    """Moves on from `group`, whose tiles start at `first`, to the group that `tile` is in.
+
+    Group E is the rows behind the last group. A group's tiles start at its first row rounded down
+    to 4 (the scales come by TMA, which reads whole 16 bytes).
+    """
+    tiles = gl.cdiv(row_end - row_begin // 4 * 4, 128) * n_tiles
+    while (group <= E) & (tile >= first + tiles):
+        first += tiles
+        group += 1
+        row_begin = row_end
+        row_end = M
+        if offs_ptr is not None:
+            if group < E:
+                row_end = gl.maximum(row_begin, gl.minimum(gl.load(offs_ptr + group), M))
+        tiles = gl.cdiv(row_end - row_begin // 4 * 4, 128) * n_tiles
+        tiles = gl.where(row_end > row_begin, tiles, 0)
+    return group, first, row_begin, row_end
+
+
+@gluon.jit
+def part_of_dense(ticket, offs_ptr, M, n_tiles):
+    """`part_of` where the number of tiles is known without reading all group ends."""
+    if offs_ptr is None:
+        return part_of(ticket, gl.cdiv(M, 128) * n_tiles)
+    else:
+        return ticket, ticket * 0 + 2
+
+
+@gluon.jit
+def produce(
+    operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr, PRODUCTS: gl.constexpr
+):
+    """Works out the tiles, and loads their blocks as places in the ring become free.
+
+    `operands`: descriptors of a, sa, b and sb, of one product behind the other. Without those of
+    scales, blocks have none.
+    """
+    M, N, K, E, lda = sizes
+    a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
+    STAGES: gl.constexpr = a_ring.shape[0]
+    SCALES: gl.constexpr = 0 if operands[1] is None else 128 * 4 + 2 * 16 * 4
+    BYTES: gl.constexpr = 128 * 128 + SCALES
+    n_tiles = gl.cdiv(N, 256)
+    zero = gl.to_tensor(0)
+    stage, phase, slot, slot_phase = zero, zero, zero, zero
+    ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
+    tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
+    group, first, row_begin, row_end = group_of(
+        tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
+    )
+    while group <= E:
+        top = row_begin // 4 * 4
+        m, n = in_bands(tile - first, gl.cdiv(row_end - top, 128), n_tiles, BAND)
+        row = top + m * 128
+        column = n * 256 + gl.where(part == 1, 128, 0)
+        both = (part == 2) & (column + 128 < N)
+        waves = gl.where(both, 2, 1)
+        blocks = gl.where(group < E, gl.cdiv(K, 128), 0)
+        slot, slot_phase = leave_note(
+            notes, slot, slot_phase,
+            row, row_begin, row_end, column, PRODUCTS * blocks, waves, group,
+        )  # fmt: skip
+        b_row = group * N + column
+        sb_row = group * gl.cdiv(N, 128) + column // 128
+        for i in gl.static_range(PRODUCTS):
+            a_desc, sa_desc = operands[4 * i], operands[4 * i + 1]
+            b_desc, sb_desc = operands[4 * i + 2], operands[4 * i + 3]
+            for k in range(blocks):
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
+                mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
+                tma_load(a_desc, [row, k * 128], bar, a_ring.index(stage))
+                if sa_desc is not None:
+                    tma_load(sa_desc, [k * lda + row], bar, sa_ring.index(stage))
+                    tma_load(sb_desc, [sb_row, k // 16 * 16], bar, sb_ring.index(stage))
+                tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(2 * stage))
+                tma_load(
+                    b_desc, [b_row + 128, k * 128], bar, b_ring.index(2 * stage + 1), pred=both
+                )
+                stage, phase = advance(stage, phase, STAGES)
+        ticket = next_ticket(ticket_ptr, ticket)
+        tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
+        group, first, row_begin, row_end = group_of(
+            tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
+        )
+    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
+
+
+@gluon.jit
+def multiply(a, b, turn, turn_phase, PART: gl.constexpr):
+    """A wave's product, begun once the other consumer has begun its own."""
+    mbarrier.wait(turn.index(PART), turn_phase)
+    p = start_product(a, b)
+    mbarrier.arrive(turn.index(1 - PART), count=1)
+    return warpgroup_mma_wait(0, [p]), turn_phase ^ 1
+
+
+@gluon.jit
+def contract(
+    blocks, stage, phase, turn_phase, ring, sb_values, turn,
+    PART: gl.constexpr, WAVES: gl.constexpr, PRODUCTS: gl.constexpr,
+):  # fmt: skip
+    """A consumer's half of a tile, 64 rows: WAVES x 128 columns, promoted block by block."""
+    a_ring, sa_ring, b_ring, _, full, empty = ring
+    left = gl.zeros([64, 128], gl.float32, WAVE)
+    right = gl.zeros([64, 128], gl.float32, WAVE)
+    for k in range(blocks):
+        mbarrier.wait(full.index(stage), phase)
+        a = a_ring.index(stage).slice(PART * 64, 64)
+        sa = sa_ring.index(stage).slice(PART * 64, 64)
+        if PRODUCTS == 1:
+            place = stage * 32 + k % 16
+        else:
+            place = stage * 32 + (k - gl.where(k < blocks // 2, 0, blocks // 2)) % 16
+        s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place).load(WAVE)
+        p, turn_phase = multiply(a, b_ring.index(2 * stage), turn, turn_phase, PART)
+        left += p * s
+        if WAVES == 2:
+            # sa is read again: a register held over the first wave costs more than the load.
+            s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place + 16).load(WAVE)
+            p, turn_phase = multiply(a, b_ring.index(2 * stage + 1), turn, turn_phase, PART)
+            mbarrier.arrive(empty.index(stage), count=1)
+            right += p * s
+        else:
+            mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, a_ring.shape[0])
+    return left, right, stage, phase, turn_phase
+
+
+@gluon.jit
+def consume(
+    c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers,
+    PART: gl.constexpr, PRODUCTS: gl.constexpr,
+):  # fmt: skip
+    """Computes and stores 64 rows of each tile of which there is a note."""
+    zero = gl.to_tensor(0)
+    stage, phase = zero, zero
+    turn_phase = gl.to_tensor(1 - PART)
+    buffer = buffers.index(PART)
+    row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(notes, zero, zero)
+    while blocks >= 0:
+        mine = row + PART * 64
+        if waves == 2:
+            left, right, stage, phase, turn_phase = contract(
+                blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 2, PRODUCTS
+            )
+            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
+            store_wave(c_desc, c_ptr, buffer, right, mine, begin, end, column + 128, N, 0)
+        else:
+            left, right, stage, phase, turn_phase = contract(
+                blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 1, PRODUCTS
+            )
+            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
+        row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(
+            notes, slot, slot_phase
+        )
+    tma.store_wait(0)
+
+
+@kernel(do_not_specialize=["M", "E", "lda"])
+def m_grouped_kernel(
+    a_desc,
+    sa_desc,
+    b_desc,
+    sb_desc,
+    a2_desc,
+    sa2_desc,
+    b2_desc,
+    sb2_desc,
+    c_desc,
+    c_ptr,
+    offs_ptr,
+    M,
+    N,
+    K,
+    E,
+    lda,
+    STAGES: gl.constexpr,
+    BAND: gl.constexpr,
+):
+    """Tiles of 128 x 256: two consumers of 64 rows, two waves of 128 columns each.
+
+    The operands of a second product, or None.
+    """
+    a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], b_desc.layout)
+    sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 128], sa_desc.layout)
+    sb_values = gl.allocate_shared_memory(gl.float32, [STAGES * 32, 1, 1], SCALAR_2D)
+    sb_ring = as_boxes(sb_values, sb_desc, STAGES)
+    buffers = gl.allocate_shared_memory(c_desc.dtype, [2, 64, 128], c_desc.layout)
+    full = make_barriers(STAGES, 1)
+    empty = make_barriers(STAGES, 2)
+    turn = make_barriers(2, 1)
+    notes = make_notes()
+    fence_async_shared()
+    ring = (a_ring, sa_ring, b_ring, sb_ring, full, empty)
+    operands = (a_desc, sa_desc, b_desc, sb_desc)
+    PRODUCTS: gl.constexpr = 1 if a2_desc is None else 2
+    if PRODUCTS == 2:
+        operands = operands + (a2_desc, sa2_desc, b2_desc, sb2_desc)
+    sizes = (M, N, K, E, lda)
+    gl.warp_specialize(
+        [
+            (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 0, PRODUCTS)),
+            (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 1, PRODUCTS)),
+            (produce, (operands, offs_ptr, None, sizes, ring, notes, BAND, PRODUCTS)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )

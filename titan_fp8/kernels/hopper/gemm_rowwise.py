@@ -1,0 +1,134 @@
+"""The rowwise GEMMs: PyTorch's own for dense layers, ours for groups.
+
+`torch._scaled_mm` (CUTLASS underneath) takes any dense product. `torch._scaled_grouped_mm` takes
+grouped ones, but of 64 groups its wgrad takes more than 3 times as long as the blockwise one, and
+fprop and dgrad up to 1.4 times. So these run as the blockwise kernels do (`gemm.py`), with a scale
+a row instead of one a block, multiplied in when a tile is done:
+
+    M-grouped  `rowwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          a row by a row
+    K-grouped  `rowwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    a row and group, likewise
+
+fprop and dgrad accumulate in the tensor cores alone (`use_fast_accum` in the dense case), in some
+14 bits, which is what makes rowwise fast: a consumer has two waves in one accumulator, and the next
+block's product is issued before the last one is done. wgrad adds up all tokens of a batch and
+steers every later step, so there partial sums are promoted to FP32 on the way, in the grouped
+kernel every 128 tokens; that is one addition an element where blockwise multiplies, too.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_fp8.kernels.hopper.gemm_blockwise import BAND, OPTIONS, Launch, matrix, run
+from titan_fp8.kernels.hopper.gemm_rowwise_grouped import k_grouped_row_kernel, m_grouped_row_kernel
+from titan_fp8.reference import E4M3
+
+
+def rowwise_mm(
+    a_MK: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
+
+    A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero. Groups may
+    start at any row, so `aligned` is of no consequence here.
+    """
+    m, n = a_MK.shape[0], b.shape[-2]
+    if offs is None and m:
+        return _scaled_mm(a_MK, sa, b, sb, out_dtype, fast=True)
+    c = a_MK.new_empty(m, n, dtype=out_dtype)
+    if m:
+        run(mm_launch(a_MK, sa, b, sb, c, offs))
+    return c
+
+
+def rowwise_wgrad(
+    a_NM: Tensor,
+    sa: Tensor,
+    b_KM: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
+
+    A scale a row, or a row and group: sa (N,) or (E, N), sb (K,) or (E, K). Returns (N, K), or
+    (E, N, K) with zeros for empty groups. The columns at which groups start follow from `offs`,
+    `aligned` or not.
+    """
+    (n, width), k = a_NM.shape, b_KM.shape[0]
+    if offs is None and width:
+        return _scaled_mm(a_NM, sa, b_KM, sb, out_dtype, fast=False)
+    c = a_NM.new_empty(*([] if offs is None else offs.shape), n, k, dtype=out_dtype)
+    if not width:
+        return c.zero_()
+    run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    return c
+
+
+def mm_launch(
+    a_MK: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c_MN: Tensor, offs: Tensor
+) -> Launch:
+    """How to compute the grouped `rowwise_mm` into `c_MN`."""
+    (m, k), (groups, n, _) = a_MK.shape, b.shape
+    assert b.shape[2] == k and a_MK.is_contiguous() and b.is_contiguous()
+    assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
+    assert sa.shape == (m,) and sb.shape == (groups, n)
+    args = (
+        matrix(a_MK, (128, 128)),
+        _scales(sa),
+        matrix(b, (128, 128)),
+        _scales(sb),
+        matrix(c_MN, (64, 128)),
+        c_MN,
+        offs,
+        _first_ticket(c_MN),
+        *(m, n, k, groups),
+    )
+    # An FP32 buffer of results takes the room of a place in the ring.
+    return m_grouped_row_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
+
+
+def wgrad_launch(
+    a_NM: Tensor, sa: Tensor, b_KM: Tensor, sb: Tensor, c_ENK: Tensor, offs: Tensor
+) -> Launch:
+    """How to compute the grouped `rowwise_wgrad` into `c_ENK`."""
+    (n, width), k, groups = a_NM.shape, b_KM.shape[0], offs.shape[0]
+    assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
+    assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
+    assert sa.shape == (groups, n) and sb.shape == (groups, k)
+    args = (
+        matrix(a_NM, (128, 128)),
+        _scales(sa),
+        matrix(b_KM, (128, 128)),
+        _scales(sb),
+        matrix(c_ENK, (64, 128)),
+        c_ENK,
+        offs,
+        _first_ticket(c_ENK),
+        *(width, n, k, groups),
+    )
+    buffers = 4 // c_ENK.itemsize
+    return k_grouped_row_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+
+
+def _first_ticket(c: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=c.device)
+
+
+def _scales(s: Tensor) -> Tensor:
+    assert s.dtype == torch.float32 and s.is_contiguous()
+    return s
+
+
+def _scaled_mm(
+    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    scales = {"scale_a": sa[:, None], "scale_b": sb[None, :]}
+    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return y.to(out_dtype)

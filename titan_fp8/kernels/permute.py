@@ -1,0 +1,228 @@
+"""Rows of a tensor by an index, for the permutation around the experts: copied, summed, multiplied.
+
+A program makes some rows of the result, or a part of each where they are long. Each warp takes rows
+of its own and reads them 512 bytes at a time, several 16-byte loads a thread under way at once:
+which rows they are is known from one load of the index, and no thread waits for another.
+"""
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from titan_fp8.kernels.hopper.quantize_tile import layout
+from titan_fp8.kernels.launch import kernel
+from titan_fp8.reference import cdiv
+
+WARPS = 4
+COPIES = 8
+"""16-byte loads of a thread that copies."""
+SUMMANDS = 4
+"""Those of one that computes, for each of the rows that it brings together."""
+ACROSS = 4
+"""How many of them lie along one row, if it is long enough."""
+
+
+@gluon.jit
+def _load_rows(x, source, M, column, K, TILE: gl.constexpr):
+    """The rows `source` of x (M, K) from `column` on; zeros where x has no such row."""
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+    inside = ((source >= 0) & (source < M))[:, None] & (j < K)[None, :]
+    return gl.load(x + (source.to(gl.int64)[:, None] * K + j[None, :]), mask=inside, other=0)
+
+
+@gluon.jit
+def _store_rows(out, values, i, valid, column, K, TILE: gl.constexpr):
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+    inside = valid[:, None] & (j < K)[None, :]
+    gl.store(out + (i.to(gl.int64)[:, None] * K + j[None, :]), values, mask=inside)
+
+
+# K is the number of loads of a row times UNIT, so that the compiler knows it as a multiple of that.
+
+
+@kernel(do_not_specialize=["M", "R"])
+def _gather_kernel(
+    x, slots, weight, out, M, R, units, blocks,
+    SLOTS: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    row = gl.program_id(0) // blocks * TILE.shape[0]
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    slot = gl.load(slots + i, mask=i < R, other=-1)
+    source = gl.where(slot < 0, -1, slot // SLOTS)
+    values = _load_rows(x, source, M, column, units * UNIT, TILE)
+    if weight is not None:
+        w = gl.load(weight + slot, mask=(source >= 0) & (source < M), other=0)
+        values = (values.to(gl.float32) * w[:, None]).to(values.dtype)
+    _store_rows(out, values, i, i < R, column, units * UNIT, TILE)
+
+
+@kernel(do_not_specialize=["M", "T"])
+def _combine_kernel(
+    y, index, weight, out, M, T, units, blocks,
+    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    row = gl.program_id(0) // blocks * TILE.shape[0]
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
+    for k in gl.static_range(TOP):
+        source = gl.load(index + (i * TOP + k), mask=i < T, other=-1)
+        values = _load_rows(y, source, M, column, units * UNIT, TILE)
+        if weight is None:
+            total += values.to(gl.float32)
+        else:
+            w = gl.load(weight + (i * TOP + k), mask=i < T, other=0)
+            w = gl.where((source >= 0) & (source < M), w, 0)
+            total += values.to(gl.float32) * w[:, None]
+    _store_rows(out, total.to(out.dtype.element_ty), i, i < T, column, units * UNIT, TILE)
+
+
+@kernel(do_not_specialize=["M", "T"])
+def _dot_kernel(
+    a, b, index, out, M, T, units, TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr
+):
+    i = gl.program_id(0) * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    K = units * UNIT
+    source = gl.load(index + i, mask=i < T * TOP, other=-1)
+    total = gl.full([TILE.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, TILE))
+    for column in range(0, K, TILE.shape[1]):
+        j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+        inside = (i < T * TOP)[:, None] & (j < K)[None, :]
+        token = (i // TOP).to(gl.int64)[:, None]
+        left = gl.load(a + (token * K + j[None, :]), mask=inside, other=0)
+        right = _load_rows(b, source, M, column, K, TILE)
+        total += gl.sum(left.to(gl.float32) * right.to(gl.float32), 1)
+    total = gl.where((source >= 0) & (source < M), total, 0)
+    gl.store(out + i, total, mask=i < T * TOP)
+
+
+@functools.cache
+def _tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
+    """Of rows of k elements: how many loads they take, of how many elements, and a tile of them
+    with so many a thread."""
+    # Rows that do not begin at multiples of 16 bytes are read element by element.
+    unit = 16 // itemsize if k * itemsize % 16 == 0 else 1
+    across = min(ACROSS, triton.next_power_of_2(cdiv(max(k, 1), 32 * unit)))
+    return k // unit, unit, layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
+
+
+def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
+    """The row of x (M, K) that has each of the slots, k slots a row, times the slot's weight.
+
+    slots (R,) integers: slot s is of row ⌊s/k⌋, zeros where x has no such row; weight (M, k) FP32,
+    if given. Returns (R, K) in x's dtype.
+    """
+    (m, width), r = x.shape, slots.shape[0]
+    out = x.new_empty(r, width)
+    units, unit, tile = _tiling(width, x.element_size(), COPIES)
+    blocks = cdiv(width, tile.shape[1])
+    if out.numel():
+        _gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
+            x, slots, weight, out, m, r, units, blocks, k, unit, tile, num_warps=WARPS
+        )
+    return out
+
+
+def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The sum of the rows index[t] of y (M, K), each times its weight if given, in FP32.
+
+    index (T, k) integers, -1 for none, weight (T, k) FP32; (T, K), rounded once to y's dtype.
+    """
+    (m, k), (t, top) = y.shape, index.shape
+    out = y.new_empty(t, k)
+    units, unit, tile = _tiling(k, y.element_size(), SUMMANDS)
+    blocks = cdiv(k, tile.shape[1])
+    if out.numel():
+        _combine_kernel[(cdiv(t, tile.shape[0]) * blocks,)](
+            y, index, weight, out, m, t, units, blocks, top, unit, tile, num_warps=WARPS
+        )
+    return out
+
+
+def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32, 0 where b has none.
+
+    index (T, k) integers; (T, k) FP32.
+    """
+    t, top = index.shape
+    out = a.new_empty(t, top, dtype=torch.float32)
+    units, unit, tile = _tiling(a.shape[1], a.element_size(), SUMMANDS)
+    if out.numel():
+        _dot_kernel[(cdiv(out.numel(), tile.shape[0]),)](
+            a, b, index, out, b.shape[0], t, units, top, unit, tile, num_warps=WARPS
+        )
+    return out
+
+
+# Which token goes where
+
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
+TABLE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+"""Who holds what of the counts, by rank and expert."""
+CHUNK = gl.constexpr(1024)
+"""Indices that a program writes at a time."""
+
+
+@gluon.jit
+def _write(out, first, count, value, STEP: gl.constexpr):
+    """out[first + i] = value + STEP · i for i < count."""
+    for begin in range(0, count, CHUNK):
+        i = begin + gl.arange(0, CHUNK, LANES)
+        gl.store(out + first + i, value + STEP * i, mask=i < count)
+
+
+@kernel(do_not_specialize=["experts", "ranks", "length", "alignment"])
+def _places_kernel(
+    counts, tokens, places, sizes, experts, ranks, length, alignment,
+    RANKS: gl.constexpr, EXPERTS: gl.constexpr,
+):  # fmt: skip
+    """The tokens of one expert from one rank; behind the last rank's the expert's padding."""
+    part = gl.program_id(0)
+    rank = part // experts
+    expert = part % experts
+    r = gl.arange(0, RANKS, gl.SliceLayout(1, TABLE))[:, None]
+    e = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))[None, :]
+    index = r * experts + e
+    count = gl.load(counts + index, mask=(r < ranks) & (e < experts), other=0).to(gl.int32)
+    token = gl.sum(gl.sum(gl.where(index < part, count, 0), 0), 0)
+    mine = gl.sum(gl.sum(gl.where((r == rank) & (e == expert), count, 0), 0), 0)
+    ahead = gl.sum(gl.sum(gl.where((r < rank) & (e == expert), count, 0), 0), 0)
+
+    # torchtitan gives an expert without tokens a place for padding, too.
+    size = gl.maximum(gl.cdiv(gl.sum(count, 0), alignment), 1) * alignment
+    of = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))
+    begin = gl.sum(gl.where(of < expert, size, 0), 0)
+    size = gl.sum(gl.where(of == expert, size, 0), 0)
+    place = begin + ahead
+    _write(tokens, place, mine, token, 1)
+    _write(places, token, mine, place, 1)
+    if rank == 0:
+        gl.store(sizes + expert, size)
+    if rank == ranks - 1:
+        place += mine
+        end = gl.where(expert == experts - 1, length, begin + size)
+        _write(tokens, place, end - place, -1, 0)
+
+
+def places_of_tokens(
+    counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The token at each place, -1 for padding, the place of each token, and the aligned sizes.
+
+    counts (ranks · experts,) integers, the tokens that come from each rank for each expert, by rank
+    first; `tokens` is their sum, `length` at least that of the sizes. Returns (length,), (tokens,)
+    and (experts,), int32.
+    """
+    of_place, of_token, sizes = (
+        counts.new_empty(n, dtype=torch.int32) for n in (length, tokens, experts)
+    )
+    _places_kernel[(ranks * experts,)](
+        counts, of_place, of_token, sizes, experts, ranks, length, alignment,
+        triton.next_power_of_2(ranks), triton.next_power_of_2(experts), num_warps=WARPS,
+    )  # fmt: skip
+    return of_place, of_token, sizes

@@ -1,0 +1,167 @@
+"""FP8GroupedExperts, torchtitan's GroupedExperts whose grouped GEMMs run in FP8.
+
+As with linears, conversion changes the class and leaves the parameters alone: w1, w2 and w3 stay
+high-precision tensors that FSDP2, expert parallelism and tensor parallelism shard as before.
+
+Under expert parallelism torchtitan's dispatch has sorted the tokens by local expert and padded
+every group to a multiple of its alignment, which the converter sets to the recipe's; where that is
+one of 128, as blockwise's is, `aligned` passes it on. Elsewhere (rowwise, no expert parallelism,
+DeepEP's dispatch) the quantisers lay the groups out.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.moe import utils as moe_utils
+from torchtitan.models.moe.moe import GroupedExperts
+
+from titan_fp8.functional import check_bool
+from titan_fp8.linear import ConversionReport, check_patterns, check_recipe, check_shards
+from titan_fp8.recipe import BF16
+from titan_fp8.swiglu import fp8_swiglu
+
+ALIGNED = 128
+"""Of what all group ends are multiples where `aligned` is true."""
+
+
+def run_experts(
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    x: Tensor,
+    num_tokens_per_expert: Tensor,
+    recipe: str,
+    emulate: bool,
+    aligned: bool,
+) -> Tensor:
+    """w2(silu(w1 x) * w3 x) for each expert's tokens; x (M, dim), w1 and w3 (E, hidden, dim)."""
+    offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
+    y = fp8_swiglu(x, w1, w2, w3, offs, recipe=recipe, emulate=emulate, aligned=aligned)
+    return y.type_as(x)
+
+
+@functools.cache
+def compiled_run_experts(backend: str):
+    """`run_experts` through torch.compile, for a token count that changes with the routing."""
+    compiled = torch.compile(run_experts, backend=backend, fullgraph=True)
+
+    def run(w1, w2, w3, x, *args):
+        torch._dynamo.mark_dynamic(x, 0)
+        return compiled(w1, w2, w3, x, *args)
+
+    return run
+
+
+class FP8GroupedExperts(GroupedExperts):
+    """A GroupedExperts that runs as `fp8_swiglu`; made from one by `convert_experts`."""
+
+    recipe: str
+    emulate: bool
+    fqn: str
+    host_aligns: bool
+    compile_backend: str | None
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """x (M, dim), sorted by expert, and the tokens of each local expert; (M, dim)."""
+        weights = (self.w1, self.w2, self.w3)
+        aligned = False
+        if isinstance(self.w1, DTensor):
+            aligned = self.host_aligns and "ep" in self.w1.device_mesh.mesh_dim_names
+            weights = tuple(w.to_local() for w in weights)
+        aligned = aligned and moe_utils.TOKEN_GROUP_ALIGN_SIZE_M % ALIGNED == 0
+        run = run_experts
+        if self.compile_backend is not None:
+            run = compiled_run_experts(self.compile_backend)
+        return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's; refuses a weight that torchtitan has sharded too finely for FP8."""
+        check_shards(f"{self.fqn}.{name}", param, self._parameters.get(name))
+        super().register_parameter(name, param)
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe}, emulate={self.emulate}"
+
+
+def convert_experts(
+    model: nn.Module,
+    *,
+    recipe: str = "blockwise",
+    fqns: Sequence[str] = ("experts",),
+    emulate: bool = False,
+    compile_backend: str | None = None,
+) -> ConversionReport:
+    """Turns the GroupedExperts of a torchtitan `model` into FP8GroupedExperts, in place.
+
+    Args:
+        model: any module, on any device, meta too, before it is parallelized.
+        recipe: as in `titan_fp8.fp8_linear`, or "bf16": nothing is converted.
+        fqns: grouped experts whose qualified name contains one of these are converted.
+        emulate: as in `titan_fp8.fp8_linear`.
+        compile_backend: compile the experts with this backend of torch.compile, if given.
+
+    Returns:
+        The report on every grouped experts module of the model.
+
+    Raises:
+        ValueError: a bad recipe or emulate; an empty fqns or string in it; a pattern which converts
+            nothing.
+    """
+    check_recipe("recipe", recipe)
+    check_bool("emulate", emulate)
+    check_patterns("fqns", fqns)
+    if not fqns:
+        raise ValueError("fqns = []: it would convert nothing; name the experts to convert")
+    report = ConversionReport()
+    matched = set()
+    for name, module in list(model.named_modules()):
+        if not _is_grouped_experts(module):
+            continue
+        shape = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters())
+        hits = {pattern for pattern in fqns if pattern in name}
+        reason = _why_left(module) if hits else "no pattern of fqns matches"
+        if reason is None:
+            matched |= hits
+            if recipe == BF16:
+                reason = 'recipe = "bf16"'
+        if reason is not None:
+            report.left.append((name, shape, reason))
+            continue
+        module.__class__ = FP8GroupedExperts
+        module.recipe, module.emulate, module.fqn = recipe, emulate, name
+        module.compile_backend = compile_backend
+        # By name: importing the class needs the deep_ep package.
+        parent = model.get_submodule(name.rpartition(".")[0])
+        module.host_aligns = type(parent).__name__ != "DeepEPMoE"
+        report.converted.append((name, shape, recipe))
+    candidates = report.converted or report.left
+    for pattern in fqns:
+        if pattern not in matched:
+            raise ValueError(
+                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
+                + (f":\n{report}" if candidates else ", which has no grouped experts")
+            )
+    return report
+
+
+def _is_grouped_experts(module: nn.Module) -> bool:
+    """Whether `module` itself holds stacked expert weights (E, N, K), of whatever class."""
+    return any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def _why_left(experts: nn.Module) -> str | None:
+    """Why these experts cannot be converted; None if they can."""
+    if isinstance(experts, FP8GroupedExperts):
+        return f"already converted, {experts.recipe}"
+    if type(experts) is not GroupedExperts:
+        return f"{type(experts).__name__} computes other than GroupedExperts does (biases, say)"
+    for name, param in experts.named_parameters():
+        ragged = [size for size in param.shape[1:] if size % 16 or not size]
+        if ragged:
+            return f"{name}: {ragged} are not multiples of 16"
+        if param.dtype not in (torch.bfloat16, torch.float32):
+            return f"{param.dtype} parameters"
+    return None
