@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Lint, format and tests, the compilation of the kernels with two versions of Triton among them.
-# Arguments go to pytest, which then runs once: ./scripts/test.sh -k compare
+# Lint, types and all tests. tests/kernels, which compiles the kernels for Hopper, runs twice: with
+# the installed Triton and with the oldest supported one. With a GPU, tests/gpu runs too.
+# Arguments go to pytest, and then only the first of these test runs happens:
+#
+#   ./scripts/test.sh [-k compare ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
 prepare_env
-"$python" -m ruff check .
-"$python" -m ruff format --check .
+./scripts/lint.sh
 pytest=("$python" -m pytest -q -n 2 --dist worksteal)
 "${pytest[@]}" tests "$@"
 
-# The oldest Triton that we run on, what torch 2.11 brings: it may spill where the newest does not.
+# torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not.
 oldest=3.6.0
 if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]]; then
     folder=$root/build/triton-$oldest
@@ -20,7 +22,7 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
             die "could not install triton $oldest"
         mv "$folder.part" "$folder"
     fi
-    echo "== kernels and launches with Triton $oldest"
+    echo "== tests/kernels with Triton $oldest"
     PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/kernels
 fi
 
