@@ -6,12 +6,20 @@ torchtitan nor triton: the plugin for torchtitan is `titan_fp8.plugin`.
 
 from typing import Any
 
-from titan_fp8.functional import fp8_grouped_mm, fp8_linear
+from titan_fp8.functional import QuantizedWeight, fp8_grouped_mm, fp8_linear, quantize_weight
 from titan_fp8.linear import FP8Linear, convert_linears
 
 __version__ = "0.1.0"
 
-__all__ = ["FP8Linear", "convert_experts", "convert_linears", "fp8_grouped_mm", "fp8_linear"]
+__all__ = [
+    "FP8Linear",
+    "QuantizedWeight",
+    "convert_experts",
+    "convert_linears",
+    "fp8_grouped_mm",
+    "fp8_linear",
+    "quantize_weight",
+]
 
 
 def convert_experts(model: Any, **options: Any) -> Any:

@@ -1,23 +1,33 @@
-"""What a recipe is: for each of the three GEMMs of a layer, how each operand is scaled.
+"""What a recipe is: for each GEMM of a layer, how its operands are scaled and which ops run.
 
-A layer y = x Wᵀ owns three matrix products, and each contracts another dimension:
+A layer y = x Wᵀ has three GEMMs, and each contracts another dimension:
 
     fprop   y  = x  Wᵀ     contracts K      x is the left operand, W the right
     dgrad   dx = g  W      contracts N      g is the left operand, W the right
     wgrad   dW = gᵀ x      contracts M      gᵀ is the left operand, xᵀ the right
 
-Scales run along the contracted dimension, so x, W and g are each quantised twice, along both of
-their dimensions. `blockwise` is DeepSeek-V3's (arXiv 2412.19437, §3.3): a scale for every 1x128
-piece of an activation or gradient and for every 128x128 tile of a weight. `rowwise` has one scale
-for each row of the left and each column of the right operand; `rowwise_with_gw_hp` keeps wgrad in
-bf16. Nothing here imports from this package: the numbers are in `reference.py`.
+Scales run along the contracted dimension, so x, W and g are each quantised twice: along their rows
+and, transposed, along their columns.
+
+`RECIPES` is the only list of recipes. The TOML's keys, the layers, the policy of activation
+checkpointing and the benchmarks read from it; CONTRIBUTING.md says how to add one.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import torch
+
+import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+
+_ops = torch.ops.titan_fp8
+Op = Callable[..., Any]
 
 BF16 = "bf16"
-"""The setting of the TOML and of `convert_*` under which nothing is converted: the baseline."""
+"""The setting of the TOML and of `convert_*` that converts nothing: the baseline."""
 
 
 class Scaling(Enum):
@@ -31,17 +41,43 @@ class Scaling(Enum):
 
 @dataclass(frozen=True)
 class Gemm:
-    """The scaling of one GEMM's left and right operand."""
+    """One of the three GEMMs: the scaling of both operands, and the op.
+
+    The ops of fprop and dgrad are given the weight in high precision and quantise it; `mm` of the
+    recipe is the same GEMM for a weight that is quantised already.
+    """
 
     left: Scaling
     right: Scaling
+    op: Op
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """The ops of a feed-forward that writes h, da and db in FP8 only (`swiglu.py`)."""
+
+    rows: Op
+    backward: Op
+    dgrad_pair: Op
+    experts: Op
+    experts_backward: Op
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three GEMMs, and the multiple of tokens to which torchtitan pads expert groups.
+    """All that a recipe is.
 
-    At multiples of 128 nothing is rearranged; rowwise rearranges them in a pass it makes anyway.
+    Attributes:
+        name: its name in TOML files.
+        fprop, dgrad, wgrad: the three GEMMs.
+        alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
+            multiples of 128 the quantisers need not lay groups out anew.
+        rows, columns, rows_and_columns: quantisers of x and g, for fprop or dgrad, for wgrad, and
+            for both from one read.
+        pair: rows and columns of g and columns of x in one op, if there is one.
+        weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
+        mm: the GEMM of fprop and dgrad for a weight that is quantised.
+        swiglu: the ops of the fused feed-forward, if there are any.
     """
 
     name: str
@@ -49,29 +85,72 @@ class Recipe:
     dgrad: Gemm
     wgrad: Gemm
     alignment: int
+    rows: Op
+    columns: Op
+    rows_and_columns: Op
+    pair: Op | None
+    weight: Op
+    weight_t: Op
+    mm: Op
+    swiglu: SwiGLU | None
 
 
-_BLOCKWISE = Gemm(Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
-_ROWWISE = Gemm(Scaling.ROW, Scaling.ROW)
+def _blockwise(name: str, scale_fmt: str) -> Recipe:
+    """DeepSeek-V3's recipe (arXiv 2412.19437, §3.3): 1x128 for x and g, 128x128 for W."""
+
+    def scaled(op: Op) -> Op:
+        # An argument left at its default costs the dispatcher nothing.
+        return op if scale_fmt == "fp32" else functools.partial(op, scale_fmt=scale_fmt)
+
+    left, right = Scaling.BLOCK_1X128, Scaling.BLOCK_128X128
+    return Recipe(
+        name,
+        fprop=Gemm(left, right, scaled(_ops.blockwise_fprop.default)),
+        dgrad=Gemm(left, right, scaled(_ops.blockwise_dgrad.default)),
+        wgrad=Gemm(left, left, _ops.blockwise_wgrad.default),
+        alignment=128,
+        rows=scaled(_ops.quantize_1x128.default),
+        columns=scaled(_ops.quantize_128x1_t.default),
+        rows_and_columns=scaled(_ops.quantize_1x128_128x1_t.default),
+        pair=None,
+        weight=scaled(_ops.quantize_128x128.default),
+        weight_t=scaled(_ops.quantize_128x128_t.default),
+        mm=_ops.blockwise_mm.default,
+        swiglu=SwiGLU(
+            rows=scaled(_ops.swiglu_1x128.default),
+            backward=scaled(_ops.swiglu_backward_1x128_128x1_t.default),
+            dgrad_pair=scaled(_ops.blockwise_dgrad_pair.default),
+            experts=scaled(_ops.blockwise_swiglu.default),
+            experts_backward=scaled(_ops.blockwise_swiglu_backward.default),
+        ),
+    )
+
+
+def _rowwise(name: str, wgrad: Gemm) -> Recipe:
+    """One scale per row of the left operand and per column of the right one."""
+    return Recipe(
+        name,
+        fprop=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_fprop.default),
+        dgrad=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_dgrad.default),
+        wgrad=wgrad,
+        alignment=16,
+        rows=_ops.quantize_row.default,
+        columns=_ops.quantize_col_t.default,
+        rows_and_columns=_ops.quantize_row_col_t.default,
+        pair=_ops.quantize_row_col_t_pair.default,
+        weight=_ops.quantize_row.default,
+        weight_t=_ops.quantize_weight_col_t.default,
+        mm=_ops.rowwise_mm.default,
+        swiglu=None,
+    )
+
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe(
-            "blockwise",
-            fprop=_BLOCKWISE,
-            dgrad=_BLOCKWISE,
-            wgrad=Gemm(Scaling.BLOCK_1X128, Scaling.BLOCK_1X128),
-            alignment=128,
-        ),
-        Recipe("rowwise", fprop=_ROWWISE, dgrad=_ROWWISE, wgrad=_ROWWISE, alignment=16),
-        Recipe(
-            "rowwise_with_gw_hp",
-            fprop=_ROWWISE,
-            dgrad=_ROWWISE,
-            wgrad=Gemm(Scaling.NONE, Scaling.NONE),
-            alignment=16,
-        ),
+        _blockwise("blockwise", scale_fmt="fp32"),
+        _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_wgrad.default)),
+        _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, _ops.bf16_wgrad.default)),
     )
 }
 """The FP8 recipes by name."""
@@ -85,3 +164,8 @@ def get_recipe(name: str) -> Recipe:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe = {name!r}: allowed are {', '.join(map(repr, RECIPES))}")
     return RECIPES[name]
+
+
+def op_of(op: Op) -> Op:
+    """The registered op of a stage, without the options that the recipe binds to it."""
+    return op.func if isinstance(op, functools.partial) else op

@@ -1,60 +1,29 @@
-"""The kernels, a function for each op of `reference.py` and for the plugin's `places_of_tokens`.
+"""The GPU kernels; the only package that imports triton.
 
-The only room to import triton.
+`hopper` holds the FP8 kernels, `permute` the row permutations, which any CUDA GPU runs.
+`for_device` says which kernels a device has.
 """
 
-from titan_fp8.kernels.hopper.gemm_bf16 import bf16_wgrad
-from titan_fp8.kernels.hopper.gemm_blockwise import blockwise_mm, blockwise_wgrad
-from titan_fp8.kernels.hopper.gemm_rowwise import rowwise_mm, rowwise_wgrad
-from titan_fp8.kernels.hopper.quantize_blockwise import (
-    quantize_1x128,
-    quantize_1x128_128x1_t,
-    quantize_128x1_t,
-    quantize_128x128,
-    quantize_128x128_t,
-)
-from titan_fp8.kernels.hopper.quantize_rowwise import (
-    quantize_col_t,
-    quantize_row,
-    quantize_row_col_t,
-    quantize_row_col_t_pair,
-    quantize_weight_col_t,
-)
-from titan_fp8.kernels.hopper.swiglu_quantize import swiglu_1x128, swiglu_backward_1x128_128x1_t
-from titan_fp8.kernels.permute import combine_rows, dot_rows, gather_rows, places_of_tokens
-from titan_fp8.kernels.products import (
-    blockwise_dgrad,
-    blockwise_dgrad_pair,
-    blockwise_fprop,
-    rowwise_dgrad,
-    rowwise_fprop,
-)
+import functools
+from types import ModuleType
 
-__all__ = [
-    "bf16_wgrad",
-    "blockwise_dgrad",
-    "blockwise_dgrad_pair",
-    "blockwise_fprop",
-    "blockwise_mm",
-    "blockwise_wgrad",
-    "combine_rows",
-    "dot_rows",
-    "gather_rows",
-    "places_of_tokens",
-    "quantize_128x1_t",
-    "quantize_128x128",
-    "quantize_128x128_t",
-    "quantize_1x128",
-    "quantize_1x128_128x1_t",
-    "quantize_col_t",
-    "quantize_row",
-    "quantize_row_col_t",
-    "quantize_row_col_t_pair",
-    "quantize_weight_col_t",
-    "rowwise_dgrad",
-    "rowwise_fprop",
-    "rowwise_mm",
-    "rowwise_wgrad",
-    "swiglu_1x128",
-    "swiglu_backward_1x128_128x1_t",
-]
+import torch
+
+
+@functools.cache
+def for_device(device: torch.device) -> ModuleType:
+    """The module with the FP8 kernels for a CUDA device: a function for each primitive op.
+
+    Raises:
+        RuntimeError: the device is not a Hopper GPU; says what to do instead.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise RuntimeError(
+            f"titan_fp8: the FP8 kernels need a Hopper GPU (compute capability 9.0), and "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; "
+            "emulate = true computes the same numbers on any device"
+        )
+    from titan_fp8.kernels import hopper
+
+    return hopper

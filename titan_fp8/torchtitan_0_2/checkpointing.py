@@ -31,10 +31,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.distributed import activation_checkpoint
 
 from titan_fp8.ops import NAMES
-from titan_fp8.torchtitan_0_2 import permutation
+from titan_fp8.recipe import RECIPES, op_of
 
 _ops = torch.ops.titan_fp8
-_GEMMS = (_ops.blockwise_fprop.default, _ops.rowwise_fprop.default)
+_GEMMS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
 
 
 def adapt_checkpointing() -> None:
@@ -81,7 +81,7 @@ def _with_our_ops(context_fn: Callable, block: nn.Module) -> Callable:
 @functools.cache
 def _let_our_ops_pass(mode: type) -> None:
     """Has our ops ask `_pass` what to do under a mode of this class, once a process."""
-    for name in (*(f"titan_fp8::{name}" for name in NAMES), "titan_fp8_plugin::invert"):
+    for name in (f"titan_fp8::{name}" for name in NAMES):
         torch.library.register_torch_dispatch(name, mode, _pass)
 
 
@@ -94,7 +94,7 @@ def _pass(mode: Any, func: Any, types: tuple, args: tuple = (), kwargs: dict | N
 
 def _knowing_our_ops(policy: Callable) -> Callable:
     def ask(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if func is permutation.places_of_tokens:
+        if func is _ops.places_of_tokens.default:
             return CheckpointPolicy.MUST_SAVE
         if func in _GEMMS:
             # Arguments that are their defaults do not arrive.

@@ -20,8 +20,8 @@ from torchtitan.config import ConfigManager
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.functional import check_bool
-from titan_fp8.linear import DEFAULT_FILTER_FQNS, check_patterns, check_recipe
+from titan_fp8.checks import check_bool, check_patterns, check_recipe
+from titan_fp8.linear import DEFAULT_FILTER_FQNS
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"

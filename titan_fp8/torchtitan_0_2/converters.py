@@ -15,8 +15,9 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.linear import ConversionReport, convert_linears
-from titan_fp8.ops import require_kernels
+from titan_fp8.checks import ConversionReport
+from titan_fp8.linear import convert_linears
+from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2.checkpointing import adapt_checkpointing
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
@@ -47,7 +48,7 @@ class _Converter(QuantizationConverter):
         if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
             announce_emulation()
         else:
-            require_kernels(torch.device("cuda", torch.cuda.current_device()))
+            kernels_for(torch.device("cuda", torch.cuda.current_device()))
         self.check_schedule()
         adapt_checkpointing()
         if self.compiles:

@@ -18,8 +18,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_fp8.functional import check_bool
-from titan_fp8.linear import ConversionReport, check_patterns, check_recipe, check_shards
+from titan_fp8.checks import (
+    ConversionReport,
+    check_bool,
+    check_patterns,
+    check_recipe,
+    check_shards,
+)
 from titan_fp8.recipe import BF16
 from titan_fp8.swiglu import fp8_swiglu
 

@@ -20,7 +20,7 @@ from torchtitan.models.moe.moe import MoE
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.functional import differentiable_once
-from titan_fp8.torchtitan_0_2.permutation import arrived, invert
+from titan_fp8.torchtitan_0_2.permutation import arrived
 
 _ops = torch.ops.titan_fp8
 
@@ -76,7 +76,7 @@ class GatherMoE(MoE):
             self.tokens_per_expert.add_(counts)
         # Under sequence parallelism these are the slots of the rank's tokens alone.
         _, slots, counts = self.reorderer(scores, chosen)
-        rows = invert(slots, scores.numel()).view_as(scores)
+        rows = _ops.invert_index(slots, scores.numel()).view_as(scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
 
         routed = self.experts(_Expand.apply(tokens, slots, rows, before), counts)

@@ -15,7 +15,6 @@ checkpointing, forward and recomputed: more work for the host than the experts a
 instead, and those of `places_of_tokens`, on a GPU one kernel, are kept, not made again.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,50 +23,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
+import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.functional import differentiable_once
-from titan_fp8.ops import run_kernel
 
-_gather_rows = torch.ops.titan_fp8.gather_rows.default
-_library = torch.library.Library("titan_fp8_plugin", "DEF")
-
-
-def _one_op(fake: Callable) -> Callable:
-    """Makes the decorated function an op of its name; `fake` makes its empty result."""
-
-    def register(function: Callable) -> Callable:
-        name = function.__name__
-        _library.define(name + torch.library.infer_schema(function, mutates_args=()))
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"titan_fp8_plugin::{name}", fake, lib=_library)
-        return getattr(torch.ops.titan_fp8_plugin, name).default
-
-    return register
-
-
-def _fake_places(counts, experts, ranks, tokens, length, alignment):
-    index = counts.new_empty(length, dtype=torch.int32)
-    return index, index.new_empty(tokens), index.new_empty(experts)
-
-
-@_one_op(fake=lambda index, count: index.new_empty(count))
-def invert(index: Tensor, count: int) -> Tensor:
-    """Where in `index`, int64, each number below `count` stands, -1 for one that does not."""
-    places = torch.arange(len(index), device=index.device)
-    return index.new_full((count,), -1).scatter_(0, index, places)
-
-
-@_one_op(fake=_fake_places)
-def places_of_tokens(
-    counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A `Permutation` of `tokens` tokens to `length` places, and the aligned group sizes."""
-    if counts.is_cuda:
-        rest = experts, ranks, tokens, length, alignment
-        return run_kernel("places_of_tokens", counts.contiguous(), rest)
-    index, sizes, _ = moe_utils.generate_permute_indices(counts, experts, ranks, length, alignment)
-    # Padding, -1, goes behind the tokens.
-    places = invert(index.long() % (tokens + 1), tokens + 1)[:-1]
-    return index, places.to(index.dtype), sizes
+_ops = torch.ops.titan_fp8
 
 
 def arrived(x: Tensor) -> Tensor:
@@ -93,13 +52,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _gather_rows(arrived(x), index)
+        return _ops.gather_rows(arrived(x), index)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, g: Tensor):
         (inverse,) = ctx.saved_tensors
-        return _gather_rows(g, inverse), None, None
+        return _ops.gather_rows(g, inverse), None, None
 
 
 def permute(
@@ -111,7 +70,7 @@ def permute(
     """
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     longest = moe_utils._round_up(x.shape[0] + num_local_experts * alignment, alignment)
-    *permutation, sizes = places_of_tokens(
+    *permutation, sizes = _ops.places_of_tokens(
         num_tokens_per_expert, num_local_experts, ep_degree, x.shape[0], longest, alignment
     )
     permutation = Permutation(*permutation)

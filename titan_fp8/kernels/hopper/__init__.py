@@ -1,1 +1,45 @@
-"""The Hopper kernels (compute capability 9.0a), in Gluon."""
+"""The Hopper kernels (compute capability 9.0), in Gluon: a function for each primitive op."""
+
+from titan_fp8.kernels.hopper.gemm_bf16 import bf16_wgrad
+from titan_fp8.kernels.hopper.gemm_blockwise import (
+    blockwise_mm,
+    blockwise_mm_pair,
+    blockwise_wgrad,
+)
+from titan_fp8.kernels.hopper.gemm_rowwise import rowwise_mm, rowwise_wgrad
+from titan_fp8.kernels.hopper.quantize_blockwise import (
+    quantize_1x128,
+    quantize_1x128_128x1_t,
+    quantize_128x1_t,
+    quantize_128x128,
+    quantize_128x128_t,
+)
+from titan_fp8.kernels.hopper.quantize_rowwise import (
+    quantize_col_t,
+    quantize_row,
+    quantize_row_col_t,
+    quantize_row_col_t_pair,
+    quantize_weight_col_t,
+)
+from titan_fp8.kernels.hopper.swiglu_quantize import swiglu_1x128, swiglu_backward_1x128_128x1_t
+
+__all__ = [
+    "bf16_wgrad",
+    "blockwise_mm",
+    "blockwise_mm_pair",
+    "blockwise_wgrad",
+    "quantize_128x1_t",
+    "quantize_128x128",
+    "quantize_128x128_t",
+    "quantize_1x128",
+    "quantize_1x128_128x1_t",
+    "quantize_col_t",
+    "quantize_row",
+    "quantize_row_col_t",
+    "quantize_row_col_t_pair",
+    "quantize_weight_col_t",
+    "rowwise_mm",
+    "rowwise_wgrad",
+    "swiglu_1x128",
+    "swiglu_backward_1x128_128x1_t",
+]

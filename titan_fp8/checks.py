@@ -1,0 +1,148 @@
+"""Checks of arguments, configuration values and shards, and the report of a conversion.
+
+Every check raises a ValueError that names the argument or key, its value and what is allowed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_fp8.ops import DTYPES
+from titan_fp8.recipe import RECIPE_NAMES
+
+# Configuration values
+
+
+def check_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r}: allowed are true and false")
+
+
+def check_recipe(key: str, recipe: object) -> None:
+    """Allowed are the FP8 recipes and "bf16"."""
+    if not isinstance(recipe, str) or recipe not in RECIPE_NAMES:
+        raise ValueError(f"{key} = {recipe!r}: allowed are {', '.join(map(repr, RECIPE_NAMES))}")
+
+
+def check_patterns(key: str, patterns: Any) -> None:
+    """Allowed is a sequence of non-empty strings."""
+    sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not sequence or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(f"{key} = {patterns!r}: allowed is a list of strings")
+    if any(not pattern for pattern in patterns):
+        raise ValueError(f"{key} = {list(patterns)!r}: an empty string would match every module")
+
+
+# Arguments of a product
+
+
+def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
+    """The dtype in which F.linear would compute, autocast included."""
+    tensors = {"x": x, **others}
+    dtypes = {name: t.dtype for name, t in tensors.items() if t is not None}
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
+    device = x.device.type
+    # torch.amp.is_autocast_available would say that meta has no autocast, but breaks graphs.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if dtype not in DTYPES:
+            raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
+        return dtype
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(f"dtypes differ outside autocast: {dtypes}")
+    return x.dtype
+
+
+def check_devices(x: Tensor, **others: Tensor | None) -> None:
+    """All tensors must be on x's device: a kernel would read any address that it is given."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
+
+
+def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
+    """N and K of a weight (..., N, K) must be positive multiples of 16."""
+    n, k = shape[-2:]
+    if n % 16 or k % 16 or not n or not k:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
+            "positive multiples of 16"
+        )
+
+
+def checked_offs(offs: Any, groups: int) -> Tensor:
+    """`offs`, contiguous, if it is the group ends of that many groups: (groups,) int32."""
+    if not groups:
+        raise ValueError("weights of 0 groups: at least one is needed")
+    if not isinstance(offs, Tensor):
+        raise ValueError(f"offs is {offs!r}: allowed is a tensor, torch.int32 of shape ({groups},)")
+    if offs.dtype != torch.int32 or offs.shape != (groups,):
+        raise ValueError(
+            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
+            f"allowed is torch.int32 of shape ({groups},)"
+        )
+    return offs.contiguous()
+
+
+# Shards
+
+
+def check_shards(name: str, param: Tensor | None, before: Tensor | None) -> None:
+    """The last two dimensions of every rank's shard of `param` must be multiples of 16.
+
+    The check reads the global shape, so every rank raises, not only the one with the ragged shard.
+    It passes plain tensors, and tensors that are sharded like `before`, the parameter that was
+    registered until now: FSDP2's shards may have any size, and loading a checkpoint into FSDP2's
+    modules registers them again.
+    """
+    if not isinstance(param, DTensor) or (
+        isinstance(before, DTensor)
+        and (param.device_mesh, param.placements) == (before.device_mesh, before.placements)
+    ):
+        return
+    for dim in (param.dim() - 2, param.dim() - 1):
+        sizes = {param.shape[dim]}
+        for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+            if placement.is_shard(dim):
+                sizes = {part for size in sizes for part in _shard_sizes(size, ranks)}
+        ragged = sorted(size for size in sizes if size % 16 or not size)
+        if ragged:
+            raise ValueError(
+                f"{name}: dimension {dim} of {tuple(param.shape)}, sharded as "
+                f"{param.placements} over {tuple(param.device_mesh.shape)} ranks, leaves "
+                f"{ragged} to a rank; FP8 GEMMs need positive multiples of 16. Use another degree "
+                "of parallelism or leave the module out by filter_fqns or fqns"
+            )
+
+
+def _shard_sizes(size: int, ranks: int) -> set[int]:
+    largest = -(-size // ranks)
+    return {max(0, min(largest, size - rank * largest)) for rank in range(ranks)}
+
+
+# The report
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, one row (name, shape, recipe or reason) per candidate module.
+
+    `converted` says which recipe a module now has; `left` says why a module was not converted.
+    """
+
+    converted: list[tuple[str, str, str]] = field(default_factory=list)
+    left: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """A table of all candidates, ready for a log."""
+        rows = [("module", "shape", "recipe / left in high precision because"), *self.converted]
+        rows += [(name, shape, f"- {reason}") for name, shape, reason in self.left]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+        return "\n".join(lines)

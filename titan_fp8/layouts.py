@@ -1,0 +1,139 @@
+"""Layouts of FP8 operands: tokens in transposed copies, groups, and how scales lie in memory.
+
+Every GEMM is NT: both operands have the contracted dimension last and contiguous, which is the only
+form that Hopper's FP8 tensor cores take. Activations and gradients (M tokens by K channels) are
+contracted along both dimensions, so they have two layouts:
+
+    rows         q (M, K), as the tensor itself; scales along K
+    columns _t   q (K, Mt), transposed; scales along the tokens
+
+In the transposed copy each group of tokens (the tokens of one expert) starts at a multiple of 128,
+so no block mixes tokens of two experts. Columns without a token are zero. If the caller knows that
+groups are aligned (`aligned=True`), or if there is one group (`offs=None`), token m is in column m
+and Mt is M rounded up to 128 (for rowwise scales without groups: to 16). Otherwise
+Mt = ⌊(M + 127 E) / 128⌋ · 128, which fits any E groups and does not depend on their sizes.
+
+1x128 scales are (rows, blocks) with stride 1 along the rows; in memory the number of rows is padded
+to a multiple of 4, because TMA needs strides of 16 bytes (cuBLAS uses the same layout). 128x128
+scales are (..., row blocks, column blocks) with stride 1 along the columns, padded to a multiple of
+4 in the same way.
+
+`offs` (E,) int32 holds the end of each group in tokens, non-decreasing; an end beyond M counts as
+M. Tokens past the last end belong to no group: their outputs are zero, and no output depends on
+their values.
+"""
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+"""Elements that share a scale along a dimension; the token alignment of groups."""
+ROW_ALIGNMENT = 16
+"""Token alignment of the rowwise recipe without groups: 16 bytes of FP8."""
+
+
+def cdiv(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+def round_up(a: int, b: int) -> int:
+    return cdiv(a, b) * b
+
+
+def transposed_width(m: int, offs: Tensor | None, aligned: bool, alignment: int) -> int:
+    """Mt, the token columns of a transposed copy of M tokens (see the top of this file).
+
+    `alignment` is that of a copy without groups: BLOCK or ROW_ALIGNMENT.
+    """
+    if offs is None:
+        return round_up(m, alignment)
+    return round_up(m, BLOCK) if aligned else (m + (BLOCK - 1) * offs.shape[0]) // BLOCK * BLOCK
+
+
+def group_bounds(offs: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """First row and end row (E,) of each group, within [0, m] whatever `offs` holds."""
+    ends = offs.long().clamp(0, m).cummax(0).values
+    return torch.cat([ends.new_zeros(1), ends[:-1]]), ends
+
+
+def column_starts(starts: Tensor, ends: Tensor, aligned: bool) -> Tensor:
+    """First column (E,) of each group in a transposed copy."""
+    if aligned:
+        return starts
+    widths = (ends - starts + BLOCK - 1) // BLOCK * BLOCK
+    return widths.cumsum(0) - widths
+
+
+def lay_out(
+    x_MK: Tensor, offs: Tensor | None, aligned: bool, alignment: int
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens where a transposed copy has them, untransposed, zeros where none stands.
+
+    Returns x (Mt, K) and, with groups, the group of each of the Mt places (E where none stands).
+    """
+    m = x_MK.shape[0]
+    width = transposed_width(m, offs, aligned, alignment)
+    if offs is None:
+        return torch.nn.functional.pad(x_MK, (0, 0, 0, width - m)), None
+    starts, ends = group_bounds(offs, m)
+    firsts = column_starts(starts, ends, aligned)
+    place = torch.arange(width, device=x_MK.device)
+    group = torch.searchsorted(firsts, place, right=True) - 1
+    row = starts[group] + place - firsts[group]
+    filled = row < ends[group]
+    if m == 0:
+        return x_MK.new_zeros(width, x_MK.shape[1]), torch.full_like(group, offs.shape[0])
+    laid = torch.where(filled[:, None], x_MK[row.clamp(max=m - 1)], 0)
+    return laid, torch.where(filled, group, offs.shape[0])
+
+
+def pad_blocks(x: Tensor, *dims: int) -> Tensor:
+    """`x` with zeros behind, so that each of `dims` is a multiple of 128."""
+    padding = [0] * (2 * x.dim())
+    for dim in dims:
+        padding[2 * (-1 - dim) + 1] = -x.shape[dim] % BLOCK
+    return torch.nn.functional.pad(x, padding)
+
+
+def stride_1_along_rows(s: Tensor) -> Tensor:
+    """A (rows, blocks) scale in the layout of 1x128 scales."""
+    rows, blocks = s.shape
+    storage = s.new_zeros(blocks, round_up(rows, 4))
+    storage[:, :rows] = s.t()
+    return storage[:, :rows].t()
+
+
+def padded_columns(s: Tensor) -> Tensor:
+    """A (..., row blocks, column blocks) scale in the layout of 128x128 scales."""
+    storage = s.new_zeros(*s.shape[:-1], round_up(s.shape[-1], 4))
+    storage[..., : s.shape[-1]] = s
+    return storage[..., : s.shape[-1]]
+
+
+def zero_unfilled(q_KM: Tensor, m: int, offs: Tensor | None, group: Tensor | None) -> Tensor:
+    """Zeros in the columns of a transposed copy where no token stands, beside a NaN scale too."""
+    if offs is None:
+        unfilled = torch.arange(q_KM.shape[1], device=q_KM.device) >= m
+    else:
+        unfilled = group == offs.shape[0]
+    # Through the bytes: few ops take FP8.
+    return q_KM.view(torch.uint8).masked_fill(unfilled, 0).view(E4M3)
+
+
+def column_slices(q_KM: Tensor, offs: Tensor | None, aligned: bool) -> list[slice]:
+    """The columns of each group in a transposed copy.
+
+    A copy knows its width alone, not M; clamping the ends to the width is the same, for the
+    columns between M and the width hold no token.
+    """
+    width = q_KM.shape[1]
+    if offs is None:
+        return [slice(0, width)]
+    starts, ends = group_bounds(offs, width)
+    firsts = column_starts(starts, ends, aligned)
+    sizes = (ends - starts).tolist()
+    return [
+        slice(first, min(first + round_up(size, BLOCK), width))
+        for first, size in zip(firsts.tolist(), sizes, strict=True)
+    ]

@@ -1,0 +1,210 @@
+"""The FP8 GEMMs: NT products of quantised operands, dense or for groups of tokens.
+
+    mm      fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K)
+    wgrad   a (N, Mt) by b (K, Mt), over all tokens or over those of each group: (E, N, K)
+
+`offs` (E,) are the group ends and `aligned` says that they are multiples of 128 (`layouts.py`). The
+rows of no group are zero in the result. `out_dtype` is bfloat16 or float32.
+
+The composite ops `*_fprop` and `*_dgrad` take the weight in high precision and quantise it
+themselves. If the quantisation of a weight were an op of its own, torch.compile's partitioner would
+see that dgrad's copy depends on no gradient, move it to forward and keep an FP8 copy of every
+weight until backward.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_fp8.ops.registry import composite, implementation, primitive
+
+
+@primitive
+def blockwise_mm(
+    a: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """1x128 by 128x128: a (M, K), b (N, K) or (E, N, K); returns (M, N)."""
+    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+
+
+@primitive
+def blockwise_mm_pair(
+    a: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    a2: Tensor,
+    sa2: Tensor,
+    b2: Tensor,
+    sb2: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """The sum of two `blockwise_mm` of the same shapes, rounded once."""
+    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+
+
+@primitive
+def blockwise_wgrad(
+    a: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """1x128 by 1x128 along the tokens: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K)."""
+    groups = () if offs is None else (offs.shape[0],)
+    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@primitive
+def rowwise_mm(
+    a: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """One scale per row: a (M, K), sa (M,), b (N, K) or (E, N, K), sb (N,) or (E, N); (M, N)."""
+    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+
+
+@primitive
+def rowwise_wgrad(
+    a: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """One scale per row and group: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K)."""
+    groups = () if offs is None else (offs.shape[0],)
+    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
+
+
+@primitive
+def bf16_wgrad(
+    g: Tensor,
+    x: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """gᵀ x in bf16, for `rowwise_with_gw_hp`: g (M, N), x (M, K); returns (N, K) or (E, N, K)."""
+    groups = () if offs is None else (offs.shape[0],)
+    return g.new_empty(*groups, g.shape[1], x.shape[1], dtype=out_dtype)
+
+
+@composite
+def blockwise_fprop(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> Tensor:
+    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
+    impl = implementation(a, emulate)
+    b = impl.quantize_128x128(w.contiguous(), scale_fmt=scale_fmt)
+    return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
+
+
+@composite
+def blockwise_dgrad(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> Tensor:
+    """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
+    impl = implementation(a, emulate)
+    b = impl.quantize_128x128_t(w.contiguous(), scale_fmt=scale_fmt)
+    return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
+
+
+@composite
+def blockwise_dgrad_pair(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    a2: Tensor,
+    sa2: Tensor,
+    w2: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> Tensor:
+    """dx = a W + a2 W2, for operands as in `blockwise_dgrad`, rounded once; returns (M, K)."""
+    impl = implementation(a, emulate)
+    b = impl.quantize_128x128_t(w.contiguous(), scale_fmt=scale_fmt)
+    b2 = impl.quantize_128x128_t(w2.contiguous(), scale_fmt=scale_fmt)
+    return impl.blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, offs, aligned, out_dtype)
+
+
+@composite
+def rowwise_fprop(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
+    impl = implementation(a, emulate)
+    return impl.rowwise_mm(a, sa, *impl.quantize_row(w.contiguous()), offs, aligned, out_dtype)
+
+
+@composite
+def rowwise_dgrad(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
+    impl = implementation(a, emulate)
+    b = impl.quantize_weight_col_t(w.contiguous())
+    return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)

@@ -1,0 +1,56 @@
+"""Permutations of token rows around the experts, in high precision; any CUDA GPU has the kernels.
+
+Each token has k slots, one for each of its experts; slot s belongs to token ⌊s/k⌋. An index of -1,
+or one out of range, stands for a row of zeros.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_fp8.ops.quantize import new_scale
+from titan_fp8.ops.registry import primitive
+
+
+@primitive(kernel="any GPU")
+def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
+    """Row ⌊slots[r] / k⌋ of x (M, K) for each r, times its slot's weight: (R, K) in x's dtype.
+
+    slots (R,) integers; weight (M, k) FP32.
+    """
+    return x.new_empty(slots.shape[0], x.shape[1])
+
+
+@primitive(kernel="any GPU")
+def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The sum over i of row index[t, i] of y (M, K), times weight[t, i]: (T, K) in y's dtype.
+
+    index (T, k) integers; weight (T, k) FP32. Summed in FP32 and rounded once.
+    """
+    return y.new_empty(index.shape[0], y.shape[1])
+
+
+@primitive(kernel="any GPU")
+def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32: (T, k) FP32."""
+    return new_scale(a, index.shape)
+
+
+@primitive(kernel="none")
+def invert_index(index: Tensor, count: int) -> Tensor:
+    """The position in `index` (R,) int64 of each number below `count`, -1 if missing: (count,)."""
+    return index.new_empty(count)
+
+
+@primitive(kernel="any GPU")
+def places_of_tokens(
+    counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The permutation that sorts tokens by expert and pads each expert's to `alignment`.
+
+    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first, in
+    the order of the tokens; `tokens` is their sum, `length` at least that of the padded sizes.
+    Returns, all int32, the token at each place (length,), -1 for padding; the place of each token
+    (tokens,); the padded size of each expert (experts,).
+    """
+    token_of_place = counts.new_empty(length, dtype=torch.int32)
+    return token_of_place, token_of_place.new_empty(tokens), token_of_place.new_empty(experts)

@@ -1,0 +1,134 @@
+"""The quantisers: high precision in, FP8 and FP32 scales out.
+
+Names give the block of one scale, (rows x columns) of the input, and `_t` says that the output is
+written transposed. `layouts.py` explains Mt, `offs` and `aligned`; `reference.py` the arithmetic.
+`scale_fmt` is the format of scales, "fp32".
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from titan_fp8.layouts import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
+from titan_fp8.ops.registry import primitive
+
+
+def new_fp8(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.new_empty(shape, dtype=E4M3)
+
+
+def new_scale(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def new_scale_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
+    """(rows, ⌈columns/128⌉), stride 1 along the rows, which are padded to a multiple of 4."""
+    return new_scale(x, (cdiv(columns, BLOCK), round_up(rows, 4)))[:, :rows].t()
+
+
+def new_scale_128x128(w: Tensor, n: int, k: int) -> Tensor:
+    """(..., ⌈n/128⌉, ⌈k/128⌉), the last dimension padded to a multiple of 4."""
+    storage = new_scale(w, (*w.shape[:-2], cdiv(n, BLOCK), round_up(cdiv(k, BLOCK), 4)))
+    return storage[..., : cdiv(k, BLOCK)]
+
+
+# Blockwise
+
+
+@primitive(checked=("x",))
+def quantize_1x128(
+    x: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of x (M, K): q (M, K) and s (M, ⌈K/128⌉)."""
+    return new_fp8(x, x.shape), new_scale_1x128(x, *x.shape)
+
+
+@primitive(checked=("x",))
+def quantize_128x1_t(
+    x: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Columns of x (M, K): q (K, Mt) and s (K, Mt/128)."""
+    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, BLOCK)
+    return new_fp8(x, (k, width)), new_scale_1x128(x, k, width)
+
+
+@primitive(checked=("x",))
+def quantize_1x128_128x1_t(
+    x: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows and columns of x (M, K) from one read: the outputs of the two ops above."""
+    return (*quantize_1x128(x), *quantize_128x1_t(x, offs, aligned))
+
+
+@primitive(checked=("w",))
+def quantize_128x128(
+    w: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A weight (..., N, K): q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉)."""
+    return new_fp8(w, w.shape), new_scale_128x128(w, *w.shape[-2:])
+
+
+@primitive(checked=("w",))
+def quantize_128x128_t(
+    w: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A weight (..., N, K), transposed: q (..., K, N) and s (..., ⌈K/128⌉, ⌈N/128⌉)."""
+    *lead, n, k = w.shape
+    return new_fp8(w, (*lead, k, n)), new_scale_128x128(w, k, n)
+
+
+# Rowwise
+
+
+@primitive(checked=("x",))
+def quantize_row(x: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
+    """Rows of x (..., R, C): q (..., R, C) and s (..., R)."""
+    return new_fp8(x, x.shape), new_scale(x, x.shape[:-1])
+
+
+@primitive(checked=("x",))
+def quantize_col_t(
+    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Columns of x (M, K), by group: q (K, Mt) and s (K,), with groups (E, K)."""
+    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, ROW_ALIGNMENT)
+    return new_fp8(x, (k, width)), new_scale(x, (k,) if offs is None else (offs.shape[0], k))
+
+
+@primitive(checked=("x",))
+def quantize_row_col_t(
+    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
+    return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
+
+
+@primitive(checked=("g", "x"))
+def quantize_row_col_t_pair(
+    g: Tensor,
+    x: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    *,
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows and columns of g (M, N), then columns of x (M, K), in shared launches."""
+    return (*quantize_row_col_t(g, offs, aligned), *quantize_col_t(x, offs, aligned))
+
+
+@primitive(checked=("w",))
+def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
+    """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""
+    *lead, n, k = w.shape
+    return new_fp8(w, (*lead, k, n)), new_scale(w, (*lead, k))

@@ -1,0 +1,146 @@
+"""How the ops of `torch.ops.titan_fp8` are defined.
+
+A primitive op is a typed stub. Its signature is the op's schema, and its body is the fake: it makes
+empty outputs with the right shapes, dtypes and strides, which is all that torch.compile needs. The
+computation is found by the stub's name, in the kernels of the device or in the reference:
+
+    @primitive
+    def quantize_row(x: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
+        return new_fp8(x, x.shape), new_scale(x, x.shape[:-1])
+
+A composite op is written once over the primitive ops of an implementation:
+
+    @composite
+    def rowwise_fprop(a: Tensor, sa: Tensor, w: Tensor, ..., *, emulate: bool = False) -> Tensor:
+        impl = implementation(a, emulate)
+        return impl.rowwise_mm(a, sa, *impl.quantize_row(w), ...)
+
+`implementation` returns the kernels on a CUDA device, the reference on the CPU or with
+`emulate=True`, and the stubs themselves for a tensor without data. So the same body serves as
+kernel, reference and fake.
+
+Ops are functional: they write to none of their arguments and return fresh tensors. That lets
+torch.compile merge equal calls, such as the quantisation of an input that wq, wk and wv share.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from titan_fp8 import reference
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+NAMESPACE = "titan_fp8"
+DTYPES = (torch.bfloat16, torch.float32)
+"""The dtypes that quantisers read and GEMMs write."""
+NAMES: list[str] = []
+"""The names of all ops, in the order of their definition."""
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_fakes = SimpleNamespace()
+
+
+def implementation(x: Tensor, emulate: bool) -> Any:
+    """The primitive ops, as functions, that compute on a tensor like x.
+
+    Raises:
+        RuntimeError: x is on a GPU without FP8 kernels, and `emulate` is False.
+    """
+    if isinstance(x, FakeTensor) or x.is_meta:
+        return _fakes
+    if emulate or not x.is_cuda:
+        return reference
+    return kernels_for(x.device)
+
+
+@functools.cache
+def kernels_for(device: torch.device) -> Any:
+    """`titan_fp8.kernels.for_device`, which raises a RuntimeError for a GPU without FP8 kernels."""
+    from titan_fp8 import kernels
+
+    return kernels.for_device(device)
+
+
+@functools.cache
+def _permutation_kernels() -> Any:
+    from titan_fp8.kernels import permute
+
+    return permute
+
+
+def primitive(
+    stub: Function | None = None,
+    *,
+    checked: Sequence[str] = (),
+    kernel: Literal["hopper", "any GPU", "none"] = "hopper",
+) -> Any:
+    """Define a primitive op from its stub.
+
+    Args:
+        checked: the arguments that a kernel reads as 32-bit words: tensors of one of `DTYPES`, all
+            the same, whose last dimension is a multiple of 16. Anything else is a ValueError.
+        kernel: what CUDA tensors run on: a kernel of `kernels.hopper`; one of `kernels.permute`,
+            for any GPU; or none, the reference. The last two have no `emulate`.
+
+    Returns:
+        The stub.
+    """
+    if stub is None:
+        return functools.partial(primitive, checked=checked, kernel=kernel)
+    name = stub.__name__
+
+    def compute(*args: Any, emulate: bool = False, **options: Any) -> Any:
+        return getattr(implementation(args[0], emulate), name)(*args, **options)
+
+    def compute_without_fp8(*args: Any) -> Any:
+        x, *rest = (t.contiguous() if isinstance(t, Tensor) else t for t in args)
+        module = _permutation_kernels() if x.is_cuda and kernel == "any GPU" else reference
+        return getattr(module, name)(x, *rest)
+
+    setattr(_fakes, name, stub)
+    _define(stub, compute if kernel == "hopper" else compute_without_fp8, checked)
+    return stub
+
+
+def composite(function: Function | None = None, *, checked: Sequence[str] = ()) -> Any:
+    """Define an op that is made of primitive ones; `checked` as in `primitive`."""
+    if function is None:
+        return functools.partial(composite, checked=checked)
+    _define(function, function, checked)
+    return function
+
+
+def _define(stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequence[str]) -> None:
+    name = stub.__name__
+    parameters = list(inspect.signature(stub).parameters)
+    positions = [parameters.index(argument) for argument in checked]
+
+    def run(x: Tensor, *args: Any, **options: Any) -> Any:
+        x = x.contiguous()
+        if positions:
+            _check(name, [(x, *args)[i] for i in positions])
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return compute(x, *args, **options)
+        with torch.cuda.device(x.device):
+            return compute(x, *args, **options)
+
+    _library.define(name + torch.library.infer_schema(stub, mutates_args=()))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", stub, lib=_library)
+    NAMES.append(name)
+
+
+def _check(name: str, tensors: Sequence[Tensor]) -> None:
+    for t in tensors:
+        if t.dtype not in DTYPES or t.dtype != tensors[0].dtype or t.shape[-1] % 16:
+            raise ValueError(
+                f"{NAMESPACE}::{name}: an input is {t.dtype} of shape {tuple(t.shape)}: allowed are"
+                " torch.bfloat16 or torch.float32, all the same, last dimensions multiples of 16"
+            )

@@ -1,0 +1,112 @@
+"""SwiGLU with quantised outputs, and the experts' whole forward and backward as one op each.
+
+h = silu(a) · b is read by the next GEMM only, and that reads it quantised; the same holds for da
+and db in backward. The primitive ops write these in FP8 directly.
+
+The composite ops exist for the CPU: a MoE model in FP8 keeps its CPU as busy as its GPU, and every
+op costs a pass through the dispatcher, the guards of compiled code and the modes of activation
+checkpointing. Dense layers do not use them, because op-level checkpointing saves some of their
+GEMMs, and because the compiler frees tensors between the smaller ops.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_fp8.ops.quantize import quantize_1x128, quantize_1x128_128x1_t, quantize_128x1_t
+from titan_fp8.ops.registry import composite, implementation, primitive
+
+
+@primitive(checked=("a", "b"))
+def swiglu_1x128(
+    a: Tensor, b: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of h = silu(a) · b for a, b (M, H): q (M, H) and s (M, ⌈H/128⌉)."""
+    return quantize_1x128(a)
+
+
+@primitive(checked=("dh", "a", "b"))
+def swiglu_backward_1x128_128x1_t(
+    dh: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Rows and columns of da, rows and columns of db, columns of h; for dh, a, b (M, H)."""
+    rows_and_columns = [quantize_1x128_128x1_t(a, offs, aligned) for _ in range(2)]
+    return (*rows_and_columns[0], *rows_and_columns[1], *quantize_128x1_t(a, offs, aligned))
+
+
+@composite(checked=("x",))
+def blockwise_swiglu(
+    x: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor,
+    aligned: bool = False,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The experts' forward: y = W2 h, h = silu(a) · b, a = W1 x, b = W3 x, for each group.
+
+    Args:
+        x: (M, K). w1, w3: (E, H, K). w2: (E, N, H). offs: (E,), the group ends.
+
+    Returns:
+        y (M, N); a and b (M, H) in x's dtype; columns of x, q (K, Mt) and s (K, Mt/128).
+    """
+    impl, layout = implementation(x, emulate), (offs, aligned, x.dtype)
+
+    def multiply(q: Tensor, s: Tensor, w: Tensor) -> Tensor:
+        w = w.to(x.dtype).contiguous()
+        return impl.blockwise_mm(q, s, *impl.quantize_128x128(w, scale_fmt=scale_fmt), *layout)
+
+    q, s, q_t, s_t = impl.quantize_1x128_128x1_t(x, offs, aligned, scale_fmt=scale_fmt)
+    a, b = multiply(q, s, w1), multiply(q, s, w3)
+    y = multiply(*impl.swiglu_1x128(a, b, scale_fmt=scale_fmt), w2)
+    return y, a, b, q_t, s_t
+
+
+@composite(checked=("g",))
+def blockwise_swiglu_backward(
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    x_q_t: Tensor,
+    x_s_t: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor,
+    aligned: bool = False,
+    dx_dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The experts' backward: dx (M, K), dW1, dW2, dW3, from g (M, N) and the forward's outputs."""
+    impl, layout = implementation(g, emulate), (offs, aligned)
+
+    def weight(w: Tensor) -> tuple[Tensor, Tensor]:
+        return impl.quantize_128x128_t(w.to(g.dtype).contiguous(), scale_fmt=scale_fmt)
+
+    # Large tensors are dropped as soon as they have been read.
+    q, s, q_t, s_t = impl.quantize_1x128_128x1_t(g, *layout, scale_fmt=scale_fmt)
+    dh = impl.blockwise_mm(q, s, *weight(w2), *layout, g.dtype)
+    operands = impl.swiglu_backward_1x128_128x1_t(dh, a, b, *layout, scale_fmt=scale_fmt)
+    del q, s, dh
+    *operands, h_q_t, h_s_t = operands
+    dw2 = impl.blockwise_wgrad(q_t, s_t, h_q_t, h_s_t, *layout, w2.dtype)
+    del q_t, s_t, h_q_t, h_s_t
+    da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t = operands
+    del operands
+    dw1 = impl.blockwise_wgrad(da_q_t, da_s_t, x_q_t, x_s_t, *layout, w1.dtype)
+    dw3 = impl.blockwise_wgrad(db_q_t, db_s_t, x_q_t, x_s_t, *layout, w3.dtype)
+    del da_q_t, db_q_t
+    dx = impl.blockwise_mm_pair(da_q, da_s, *weight(w1), db_q, db_s, *weight(w3), *layout, dx_dtype)
+    return dx, dw1, dw2, dw3
