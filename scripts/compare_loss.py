@@ -1,16 +1,19 @@
-"""Does a training run's loss stay where the baseline's is?
+"""Compares the loss of training runs with that of a baseline run.
 
     python scripts/compare_loss.py BASELINE RUN [RUN ...] [--noise RUN] [--out loss.png]
 
-A RUN is a folder or a log of torchtitan's, as titan_logs.py tells. What decides is the relative gap
-between two means, over the last N of the steps that both runs have. It may not pass the bar, which
-is the tolerance or, if that is larger, the gap of --noise: a second run of the baseline kind, from
-another seed or in another precision. The smoothed gap at a step is the same quantity for the N
-steps up to it, so its curve ends on the number that decides. Two runs that are equal at every step
-fail as well: nothing was converted.
+A RUN is a dump folder, an event file or a log of torchtitan (see titan_logs.py). A run passes if
+its mean loss over the last N common steps differs from the baseline's by at most the bar, relative
+to the baseline. The bar is the tolerance or, if that is larger, the gap of --noise: a second
+baseline run, with another seed or in another precision. The smoothed gap at a step is the same
+quantity over the N steps up to it. A run that equals the baseline at every step fails as well:
+nothing was converted.
 
-Exit status: 0 within the bar; 1 past it, or at runs that are equal, a NaN or an Inf; 2 if there is
-nothing to compare. No speed is shown for a run that emulated its FP8 or had no accelerator.
+The table also shows the ratio of tokens/s, each the median from step 6 on, and that of peak memory.
+It shows no speed if one of the two runs emulated FP8 or had no accelerator.
+
+Exit status: 0 if every run passes; 1 if a run fails or has a NaN or an Inf; 2 if the input cannot
+be compared.
 """
 
 import argparse
@@ -25,21 +28,21 @@ import numpy as np
 from matplotlib.figure import Figure
 from titan_logs import InputError, Run, read_run
 
-FP32_STEP = 2.0**-23  # two losses rounded to FP32 know their ratio no better
-LOG_ROUNDING = 6e-6  # half of a log's last digit, and FP32's own rounding
+FP32_STEP = 2.0**-23  # relative error of the ratio of two losses rounded to FP32
+LOG_ROUNDING = 6e-6  # half of the last digit in a log, plus the rounding to FP32
 
 
 @dataclass
 class Gap:
-    """A run against the baseline over the steps that both have, in percent of the baseline."""
+    """The gap between a run and the baseline over their common steps, in % of the baseline."""
 
     run: Run
     base: Run
     steps: np.ndarray
     losses: np.ndarray
     base_losses: np.ndarray
-    smooth_steps: np.ndarray  # the last steps of whole windows
-    means: np.ndarray  # over the window up to each of smooth_steps
+    smooth_steps: np.ndarray  # the last step of each whole window
+    means: np.ndarray  # of the losses in each window
     base_means: np.ndarray
 
     def __post_init__(self) -> None:
@@ -58,13 +61,13 @@ class Gap:
         return bool(np.all(np.abs(self.losses - self.base_losses) <= slack))
 
     def fault(self, bar: float) -> str | None:
-        """What is wrong with the run, if anything is."""
+        """Why the run fails, if it does."""
         if fault := self.run.non_finite():
             return fault
         if self.is_zero():
             return "equal to the baseline at every step: nothing was converted"
         if not abs(self.decisive) <= bar + 100 * FP32_STEP:
-            return f"the gap of {self.decisive:+.5f} % passes the bar of {bar:.5g} %"
+            return f"the gap of {self.decisive:+.5f} % exceeds the bar of {bar:.5g} %"
         return None
 
 
@@ -79,7 +82,7 @@ def span(steps: Iterable[int]) -> str:
 
 
 def compare(base: Run, run: Run, last: int) -> Gap:
-    """A window is what was logged in `last` training steps; a shorter run is a single window."""
+    """The gap over windows of `last` training steps; a shorter run is a single window."""
     ours, theirs = run.series["loss"], base.series["loss"]
     steps = np.array(sorted(ours.keys() & theirs.keys()))
     if not steps.size:
@@ -98,7 +101,7 @@ def compare(base: Run, run: Run, last: int) -> Gap:
 
 
 def distinct_labels(paths: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart; a path given twice is numbered."""
+    """The shortest path suffixes that are unique; a path given twice gets a number."""
     parts = [path.resolve().parts for path in paths]
     size = 1
     while len({p[-size:] for p in parts}) < len(set(parts)):
@@ -160,16 +163,18 @@ def notes(gaps: list[Gap], last: int) -> Iterator[str]:
             yield f"{label} has fewer than {last} steps to compare: the means are over all of them"
         if gap.run.from_log:
             yield f"{label} is a log: its losses have five decimals"
+    if silent := [gap.run.label for gap in gaps if gap.run.tps() > 0 and not gap.run.has_log]:
+        yield f"no log found with {', '.join(silent)}: if FP8 was emulated, ignore the speed"
 
 
 def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -> None:
-    """Losses above; below, thin per step and thick smoothed, their gaps over the bar's band."""
-    matplotlib.rcParams["text.parse_math"] = False  # labels are paths, dollar signs and all
+    """Draws the losses, and below them the gaps per step (thin) and smoothed (thick)."""
+    matplotlib.rcParams["text.parse_math"] = False  # labels are paths, which may hold dollar signs
     base = gaps[0].base
     figure = Figure(figsize=(10, 8), dpi=130, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     steps, losses = zip(*sorted(base.series["loss"].items()), strict=True)
-    marker = "." if len(steps) < 40 else ""  # a line through a single point shows nothing
+    marker = "." if len(steps) < 40 else ""  # a line through a single point would be invisible
     top.plot(steps, losses, marker=marker, color="black", alpha=0.3, lw=5, label=base.label)
     bottom.axhspan(-bar, bar, color="tab:green", alpha=0.15, label=f"bar: {bar:.3g} %")
     bottom.axhline(0, color="black", alpha=0.35, linewidth=1)
@@ -185,7 +190,7 @@ def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -
     bottom.set_ylim(-limit, limit)
     top.set(ylabel="loss (nats per token)", title=f"Training loss, baseline: {base.label}")
     bottom.set(xlabel="step", ylabel="gap to the baseline (%)")
-    bottom.set_title(f"Gap of the means over {last} steps (thick) and of each step (thin)")
+    bottom.set_title(f"Gap of the means over {last} steps (thick) and per step (thin)")
     for axes, place in ((top, "upper right"), (bottom, "upper left")):
         axes.grid(alpha=0.25)
         axes.legend(loc=place, framealpha=0.9)
@@ -196,11 +201,11 @@ def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -
 def parse(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="baseline first")
-    parser.add_argument("--noise", type=Path, metavar="RUN", help="a second run of its kind")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the baseline first")
+    parser.add_argument("--noise", type=Path, metavar="RUN", help="a second baseline run")
     parser.add_argument("--tolerance", type=float, default=0.25, help="percent (default: 0.25)")
     parser.add_argument("--last", type=int, default=20, metavar="N", help="steps (default: 20)")
-    parser.add_argument("--out", type=Path, default=Path("compare_loss.png"), help="the plot")
+    parser.add_argument("--out", type=Path, default=Path("compare_loss.png"), help="plot file")
     parser.add_argument("--no-speed", action="store_true", help="show neither speed nor memory")
     args = parser.parse_args(argv)
     if len(args.runs) < 2:
@@ -221,12 +226,12 @@ def bar_of(noise: Gap | None, tolerance: float) -> float:
     sources = f"tolerance {tolerance:.5g} %, noise {own:.5g} %"
     print(f"bar: {bar:.5g} %, the larger of {sources}")
     if noise.is_zero():
-        print(f"note: {noise.run.label} equals the baseline at every step: it measures nothing")
+        print(f"note: {noise.run.label} equals the baseline at every step: it measures no noise")
     return bar
 
 
 def report(args: argparse.Namespace) -> bool:
-    """Prints the comparison and draws it; whether every run stays within the bar."""
+    """Prints the comparison and draws it; returns whether every run passes."""
     paths = args.runs + ([args.noise] if args.noise else [])
     labels = distinct_labels(paths)
     if args.noise:

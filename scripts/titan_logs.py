@@ -1,10 +1,16 @@
-"""Reads what a torchtitan run leaves behind: TensorBoard folders and logs of standard output.
+"""Reads the metrics of a torchtitan run, from TensorBoard event files or from its log.
 
-A run is a dump folder, the TensorBoard folder in it, a dated folder or an event file in that, or a
-log file. TensorBoard has FP32, a log five decimals and, between colour codes, a line per step from
-every rank that prints. torchtitan dates its folders to the minute: a resumed run adds one, so a
-folder's event files are merged by step, the later write winning, and two runs that were started in
-the same minute share one, which is refused.
+A run is named by its dump folder, by the TensorBoard folder in it, by a dated folder or an event
+file in that, or by a log file. Event files hold FP32 values. A log holds five decimals, colour
+codes, and a line per step from each rank that prints.
+
+torchtitan names its TensorBoard folders by date and minute. A resumed run adds a folder, so the
+event files of a run are merged by step, and the value written last wins. Two runs started in the
+same minute write to the same folder; that is an error.
+
+Speed is not reported for a run that emulated FP8. There are two signs of one:
+- its log, or a *.log file in its dump folder, contains EMULATED, which titan_fp8 logs once a run;
+- its peak memory is negative: without an accelerator torchtitan logs -1 byte.
 """
 
 import math
@@ -24,6 +30,9 @@ TAGS = {
     "tps": "throughput(tps)",
     "memory": "memory/max_reserved(GiB)",
 }
+EMULATED = "FP8 is emulated"
+SPEED_FROM_STEP = 6
+"""The steps before it compile and warm up."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 NUMBER = r"(-?(?:\d+\.\d+|nan|inf))"
 STEP_LINE = re.compile(
@@ -34,7 +43,7 @@ DATED = re.compile(r"\d{8}-\d{4}")
 
 
 class InputError(Exception):
-    """There is nothing to compare; the message names what is wrong."""
+    """The input cannot be read or compared; the message says why."""
 
 
 class Scalar(NamedTuple):
@@ -46,16 +55,17 @@ class Scalar(NamedTuple):
 
 @dataclass
 class Run:
-    """One run, merged. What a run does not have, or must not show, is 0."""
+    """The metrics of one run."""
 
     label: str
-    series: dict[str, dict[int, float]]  # a name of TAGS -> step -> value
-    peak_memory: float
-    has_speed: bool
+    series: dict[str, dict[int, float]]  # a key of TAGS -> step -> value
+    peak_memory: float  # GiB; 0 if it is unknown
+    has_speed: bool  # False for a run that emulated FP8 or had no accelerator
+    has_log: bool
     from_log: bool
 
     def non_finite(self) -> str | None:
-        """The first NaN or Inf of the run, in words."""
+        """Describes the first NaN or Inf of the run, if there is one."""
         found = (
             (step, name, value)
             for name in ("loss", "validation loss", "grad_norm")
@@ -66,14 +76,13 @@ class Run:
         return first and f"{first[1]} is {first[2]} at step {first[0]}"
 
     def tps(self) -> float:
-        """Median tokens/s. The first fifth of the logged steps, at most ten, is warm-up."""
-        values = [value for _, value in sorted(self.series.get("tps", {}).items())]
-        warm = values[max(1, min(10, len(values) // 5)) :]
-        return median(warm) if warm and self.has_speed else 0.0
+        """Median tokens/s of each rank over the steps from SPEED_FROM_STEP on; 0 if unknown."""
+        values = [v for step, v in self.series.get("tps", {}).items() if step >= SPEED_FROM_STEP]
+        return median(values) if values and self.has_speed else 0.0
 
 
 def read_events(path: Path) -> list[Scalar]:
-    """The scalars of one event file; one that a kill cut short is read up to the cut."""
+    """The scalars of one event file; a truncated file is read up to its last whole record."""
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0})
     present = events.Reload().Tags()[SCALARS]
     return [
@@ -85,7 +94,7 @@ def read_events(path: Path) -> list[Scalar]:
 
 
 def read_log(text: str) -> Iterator[Scalar]:
-    """The scalars of a log; place stands in for time, and a line cut short is left out."""
+    """The scalars of a log, with the position as time; a truncated last line is skipped."""
     for place, match in enumerate(STEP_LINE.finditer(COLOUR.sub("", text))):
         validate, step, loss, grad_norm, memory, tps = match.groups()
         tps = tps and tps.replace(",", "")
@@ -102,10 +111,10 @@ def is_negative(value: float) -> bool:
 
 
 def merge(scalars: Iterable[Scalar]) -> dict[str, dict[int, float]]:
-    """Series by name and step, the later write winning."""
+    """Series by name and step; the value written last wins."""
     series: dict[str, dict[int, float]] = {}
     for scalar in sorted(scalars, key=lambda s: s.time):
-        # Pipeline stages without a loss log -1, times the ranks and microbatches it is summed over.
+        # Pipeline stages that compute no loss log -1, or a sum of -1 over ranks and microbatches.
         if not (scalar.name.endswith("loss") and is_negative(scalar.value)):
             series.setdefault(scalar.name, {})[scalar.step] = scalar.value
     return series
@@ -117,7 +126,7 @@ def tb_folder(event_file: Path) -> Path | None:
 
 
 def refuse_mixture(path: Path, files: dict[Path, list[Scalar]]) -> None:
-    """Several runs in one folder: merged, they would compare as a run that never was."""
+    """Raises InputError if the event files belong to more than one run."""
     homes = sorted({str(home) for file in files if (home := tb_folder(file))})
     if len(homes) > 1:
         raise InputError(f"{path} holds several runs, name one: {', '.join(homes)}")
@@ -125,15 +134,15 @@ def refuse_mixture(path: Path, files: dict[Path, list[Scalar]]) -> None:
         for b, of_b in files.items():
             if a == b or a.parent != b.parent or not of_a or not of_b:
                 continue
-            # A resume writes after the run it resumes, and ranks have a folder each.
+            # A resumed run writes only after the first has ended, and each rank has a folder.
             if min(of_a).time <= min(of_b).time < max(of_a).time:
                 loss_a, loss_b = merge(of_a).get("loss", {}), merge(of_b).get("loss", {})
                 if any(loss_a[step] != loss_b[step] for step in loss_a.keys() & loss_b.keys()):
                     raise InputError(f"two runs wrote at the same time, name one: {a}, {b}")
 
 
-def read_folder(path: Path) -> tuple[list[Scalar], bool]:
-    """The scalars of a folder (or event file), and whether a log kept with it says "emulated"."""
+def read_folder(path: Path) -> tuple[list[Scalar], list[str]]:
+    """The scalars of a folder or event file, and the logs in the dump folder of its run."""
     found = [path] if path.is_file() else sorted(path.rglob("*tfevents*"))
     files = {file: read_events(file) for file in found if file.is_file()}
     if not files:
@@ -141,28 +150,32 @@ def read_folder(path: Path) -> tuple[list[Scalar], bool]:
     refuse_mixture(path, files)
     dumps = {path} | {home.parent for file in files if (home := tb_folder(file))}
     logs = [log for dump in dumps for log in dump.glob("*.log") if log.is_file()]
-    emulated = any("emulated" in log.read_text(errors="replace") for log in logs)
-    return [scalar for scalars in files.values() for scalar in scalars], emulated
+    texts = [log.read_text(errors="replace") for log in logs]
+    return [scalar for scalars in files.values() for scalar in scalars], texts
 
 
-def read_run(path: Path, label: str, no_speed: bool) -> Run:
+def read_run(path: Path, label: str, no_speed: bool = False) -> Run:
+    """Reads a run; with `no_speed` it has neither speed nor memory.
+
+    Raises:
+        InputError: there is no run at `path`, more than one, or one without losses.
+    """
     if not path.exists():
         raise InputError(f"no such file or folder: {path}")
     from_log = path.is_file() and "tfevents" not in path.name
     if from_log:
-        text = path.read_text(errors="replace")
-        scalars, emulated = list(read_log(text)), "emulated" in text
+        logs = [path.read_text(errors="replace")]
+        scalars = list(read_log(logs[0]))
         missing = "no line of torchtitan's with a step and its loss"
     else:
-        scalars, emulated = read_folder(path)
+        scalars, logs = read_folder(path)
         missing = f"no {TAGS['loss']} in its event files"
     series = merge(scalars)
     if "loss" not in series:
         if any(scalar.name == "loss" for scalar in scalars):
-            missing = "no loss but the -1 of pipeline stages that have none"
+            missing = "no loss but the -1 of pipeline stages that compute none"
         raise InputError(f"{path}: {missing}")
     memory = [scalar.value for scalar in scalars if scalar.name == "memory"]
-    # Where there is no accelerator torchtitan logs -1 byte, in a log -0.00.
-    has_speed = not (no_speed or emulated or any(map(is_negative, memory)))
-    peak = 0.0 if no_speed else max(memory, default=0.0)
-    return Run(label, series, peak, has_speed, from_log)
+    emulated = any(EMULATED in log for log in logs) or any(map(is_negative, memory))
+    peak = 0.0 if no_speed else max([0.0, *memory])
+    return Run(label, series, peak, not (no_speed or emulated), bool(logs), from_log)

@@ -1,7 +1,7 @@
-"""Runs to compare: event files that TensorBoard writes, logs in torchtitan's form, and the command.
+"""Writes runs for the tests of compare_loss.py, as event files or logs, and calls it.
 
-The losses are made so that a gap is known in advance: a baseline that falls by 0.01 a step, and the
-same curve times 1 + gap.
+The gap of two runs is known in advance: the baseline's loss falls by 0.01 a step, and a run with a
+gap has the same losses times 1 + gap.
 """
 
 import io
@@ -29,12 +29,12 @@ TAGS = {
 
 
 def curve(steps, gap=0.0):
-    """Losses by step, `gap` percent above the baseline's."""
+    """Losses by step, `gap` percent above those of the baseline."""
     return {step: (8.0 - 0.01 * step) * (1 + gap / 100) for step in steps}
 
 
 def write_events(folder, losses, time=1e9, interval=1.0, **tags):
-    """One event file; tags maps a series (tps, memory, ...) to a number or to values by step."""
+    """Writes one event file; `tags` maps tps, memory, ... to a number or to values by step."""
     writer = EventFileWriter(str(folder))
     series = {LOSS: losses} | {TAGS[name]: value for name, value in tags.items()}
     steps = sorted(set(losses).union(*(v for v in series.values() if isinstance(v, dict))))
@@ -55,7 +55,7 @@ def dump(root, name, losses, date="20260101-0000", **tags):
 
 
 def log_line(step, loss, memory="70.11GiB(78.80%)", tps="10,123", rank="", colour=True):
-    """What torchtitan prints at a step."""
+    """The line that torchtitan logs at a step."""
     c = [f"\033[{n}m" for n in (31, 32, "38;2;180;60;0", "38;2;54;234;195", 34, 36, 35, 39)]
     red, green, orange, turquoise, blue, cyan, magenta, reset = c if colour else [""] * 8
     return (
@@ -71,9 +71,9 @@ def write_log(path, losses, **kwargs):
 
 
 def compare(*args, out=None):
-    """The exit status of the command, its table by row and all that it printed.
+    """Calls compare_loss.py; returns its exit status, its table by row and its whole output.
 
-    It draws, which takes longer than everything else, only where `out` is asked for.
+    It draws the plot, which takes longer than everything else, only if `out` is given.
     """
     draw = compare_loss.draw if out else lambda *_: None
     printed = io.StringIO()

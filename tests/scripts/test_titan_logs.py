@@ -1,7 +1,8 @@
-"""titan_logs.py through compare_loss.py: the ways in which a run lies on the disk."""
+"""titan_logs.py, called through compare_loss.py: every layout of a run on disk."""
 
 import pytest
-from loss_runs import LOSS, compare, curve, dump, log_line, write_events, write_log
+import titan_logs
+from loss_runs import LOSS, SCRIPTS, compare, curve, dump, log_line, write_events, write_log
 
 
 @pytest.fixture
@@ -12,7 +13,7 @@ def base(tmp_path):
 def test_a_resumed_run_is_merged_by_step(tmp_path, base):
     fp8 = dump(tmp_path, "fp8", curve(range(1, 61), 3.0), time=1000.0)
     dump(tmp_path, "fp8", curve(range(51, 96), 0.1), date="20260101-0005", time=2000.0)
-    # In the minute of the first resume, hence in its folder; it comes after by its time, not name.
+    # Resumed again within the minute, so in the same folder: ordered by time, not by name.
     write_events(fp8 / "tb" / "20260101-0005", curve(range(91, 101), 0.2), time=3000.0)
     assert compare(base, fp8)[1]["steps"][1] == "1-100"
     gap = compare(base, fp8, "--last", 10)[1]["gap of the means"][1]
@@ -136,21 +137,43 @@ def test_no_speed_of_an_emulated_run(tmp_path, monkeypatch):
     monkeypatch.chdir(dated)
     undated = write_events(tmp_path / "undated", curve(steps, 0.1), tps=100.0)
     for folder in (b, undated):
-        (folder / "train.log").write_text("[titan] - root - INFO - FP8 is emulated\n")
+        (folder / "train.log").write_text("[titan] - root - WARNING - titan_fp8: FP8 is emulated\n")
     for run in (b, b / "tb", dated, ".", next(dated.iterdir()), undated):
         assert compare(a, run)[1]["tokens/s ratio"][1] == "n/a"
+        assert compare(run, a)[1]["tokens/s ratio"][1] == "n/a"  # an emulated baseline
     log = write_log(tmp_path / "fp8.log", curve(steps, 0.1))
+    log.write_text('[titan] - root - INFO - {"emulate": false}\n' + log.read_text())
     assert compare(a, log)[1]["tokens/s ratio"][1] != "n/a"
-    log.write_text("FP8 is emulated\n" + log.read_text())
+    log.write_text("titan_fp8: FP8 is emulated\n" + log.read_text())
     assert compare(a, log)[1]["tokens/s ratio"][1] == "n/a"
 
 
-def test_no_speed_without_an_accelerator(tmp_path):
+def test_a_speed_without_a_log_has_a_note(tmp_path):
     steps = range(1, 31)
-    a = dump(tmp_path, "bf16", curve(steps), tps=100.0, memory=-1 / 2**30)
-    b = write_log(tmp_path / "fp8.log", curve(steps, 0.1), memory="-0.00GiB(-0.00%)")
-    rows = compare(a, b)[1]
-    assert rows["tokens/s ratio"][1] == rows["peak memory ratio"][1] == "n/a"
+    a = dump(tmp_path, "bf16", curve(steps), tps=100.0)
+    b = dump(tmp_path, "fp8", curve(steps, 0.1), tps=100.0)
+    assert "note: no log found with bf16, fp8: if FP8 was emulated" in compare(a, b)[2]
+    (a / "train.log").write_text("")
+    assert "no log found with fp8:" in compare(a, b)[2]
+    (b / "train.log").write_text("")
+    assert "no log found" not in compare(a, b)[2]
+    assert "no log found" not in compare(a, b, "--no-speed")[2]
+
+
+def test_the_package_logs_what_marks_an_emulated_run():
+    sources = (SCRIPTS.parent / "titan_fp8").rglob("*.py")
+    assert any(titan_logs.EMULATED in source.read_text() for source in sources)
+
+
+def test_no_speed_without_an_accelerator(tmp_path):
+    """The speed of a bf16 run on a CPU is not compared either; memory is -1 byte there."""
+    steps = range(1, 31)
+    gpu = dump(tmp_path, "gpu", curve(steps), tps=100.0, memory=1.0)
+    events = dump(tmp_path, "bf16", curve(steps), tps=100.0, memory=-1 / 2**30)
+    log = write_log(tmp_path / "fp8.log", curve(steps, 0.1), memory="-0.00GiB(-0.00%)")
+    for pair in ((events, log), (gpu, log), (events, gpu)):
+        rows = compare(*pair)[1]
+        assert rows["tokens/s ratio"][1] == rows["peak memory ratio"][1] == "n/a"
 
 
 def test_every_way_to_name_a_run(tmp_path, base, monkeypatch):
