@@ -354,7 +354,8 @@ def test_repr_says_the_recipe():
 
 
 def test_public_names():
-    names = ["FP8Linear", "convert_experts", "convert_linears", "fp8_grouped_mm", "fp8_linear"]
+    names = ["FP8Linear", "QuantizedWeight", "convert_experts", "convert_linears"]
+    names += ["fp8_grouped_mm", "fp8_linear", "quantize_weight"]
     assert sorted(titan_fp8.__all__) == names
     assert all(callable(getattr(titan_fp8, name)) for name in names)
 

@@ -1,8 +1,9 @@
 """Every likely fault of the numerics, put into the reference: the named check has to notice it.
 
-A mutation takes a function of the reference and returns a faulty one in its place. The ops look the
-reference's functions up by name when they are called, and these look up each other, so replacing an
-attribute of the module is all it takes. `test_checks_pass_without_a_mutation` is the control.
+A mutation takes a function of `reference.py` or `layouts.py` and returns a faulty one. The ops look
+these functions up by name when they are called, and the functions look up each other in the same
+way, so it is enough to replace the attributes of both modules.
+`test_checks_pass_without_a_mutation` is the control.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import test_reference as checks
 import torch
 from test_reference import GEMMS, NAN, RECIPES
 
-from titan_fp8 import reference
+from titan_fp8 import layouts, reference
 
 M, N, K = 200, 272, 400
 ENDS = [60, 60, 190]
@@ -58,8 +59,8 @@ PRODUCTS = ("linear", "grouped")
 
 
 def doubled_scale(quantize):
-    def faulty(*args):
-        q, s = quantize(*args)
+    def faulty(*args, **options):
+        q, s = quantize(*args, **options)
         s[(0,) * s.dim()] *= 2
         return q, s
 
@@ -69,16 +70,16 @@ def doubled_scale(quantize):
 def swapped_scale_axis(quantize):
     """1x128 and 128x128 scales, read along the other dimension."""
 
-    def faulty(*args):
-        q, s = quantize(*args)
+    def faulty(*args, **options):
+        q, s = quantize(*args, **options)
         return q, s.mT.reshape(s.shape)
 
     return faulty
 
 
 def scale_of_the_next_row(quantize):
-    def faulty(*args):
-        q, s = quantize(*args)
+    def faulty(*args, **options):
+        q, s = quantize(*args, **options)
         return q, s.roll(1, -1)
 
     return faulty
@@ -88,10 +89,10 @@ def dropped_tail(dim: int):
     """What stands behind the last whole 128 of the contracted dimension counts as zeros."""
 
     def mutate(f):
-        def faulty(x, *args):
+        def faulty(x, *args, **options):
             x, whole = x.clone(), x.shape[dim] // 128 * 128
             x.narrow(dim, whole, x.shape[dim] - whole).zero_()
-            return f(x, *args)
+            return f(x, *args, **options)
 
         return faulty
 
@@ -99,8 +100,8 @@ def dropped_tail(dim: int):
 
 
 def not_transposed(quantize_t):
-    def faulty(w):
-        q, s = quantize_t(w)
+    def faulty(w, **options):
+        q, s = quantize_t(w, **options)
         return q.mT.contiguous().view(q.shape), s
 
     return faulty
@@ -109,9 +110,9 @@ def not_transposed(quantize_t):
 def blocks_across_groups(quantize_128x1_t):
     """Blocks of 128 tokens counted from the first token, not from each group's first."""
 
-    def faulty(x, offs=None, aligned=False):
+    def faulty(x, offs=None, aligned=False, **options):
         rounded = reference.dequantize_1x128(*quantize_128x1_t(x.float().nan_to_num()))
-        return quantize_128x1_t(rounded.t()[: len(x)], offs, aligned)
+        return quantize_128x1_t(rounded.t()[: len(x)], offs, aligned, **options)
 
     return faulty
 
@@ -177,7 +178,7 @@ def ends_off_by_one(group_bounds):
 
 def always(value):
     """Puts a fixed function in place of any."""
-    return lambda _: value
+    return lambda *_: value
 
 
 def truncated(_):
@@ -194,11 +195,11 @@ def nan_swallowed(f):
 
 
 def power_of_two(scale_of):
-    return lambda amax: torch.exp2(torch.ceil(torch.log2(scale_of(amax))))
+    return lambda amax, *_: torch.exp2(torch.ceil(torch.log2(scale_of(amax))))
 
 
 NO_QUANTISATION = {
-    "scale_of": always(torch.ones_like),
+    "scale_of": always(lambda amax, *_: torch.ones_like(amax)),
     "cast": always(lambda x, s: x * s),
     "zero_unfilled": always(lambda q, *_: q),
 }
@@ -208,9 +209,9 @@ class _ReciprocalOfAmax:
     """r = 448 / amax, which is not 1 / s when s has been rounded."""
 
     def scale_of(self, scale_of):
-        def faulty(amax):
+        def faulty(amax, *args):
             self.amax = amax
-            return scale_of(amax)
+            return scale_of(amax, *args)
 
         return faulty
 
@@ -306,16 +307,19 @@ def mutations() -> list:
         faults = {"scale_of": _reciprocal.scale_of, "cast": _reciprocal.cast}
         add("448 / amax", faults, recipe, "rows", "reciprocal")
         add("truncated", {"cast": truncated}, recipe, "rows", "every value")
-        product = always(lambda amax: amax.clamp(min=1e-12) * (1 / 448))
+        product = always(lambda amax, *_: amax.clamp(min=1e-12) * (1 / 448))
         add("amax · (1 / 448)", {"scale_of": product}, recipe, "rows", "rows")
-        add("no floor", {"scale_of": always(lambda amax: amax / 448)}, recipe, "rows", "rows")
+        add("no floor", {"scale_of": always(lambda amax, *_: amax / 448)}, recipe, "rows", "rows")
     return table
 
 
 @pytest.mark.parametrize("faults, recipe, gemm, check", mutations())
 def test_mutation_is_noticed(monkeypatch, faults, recipe, gemm, check):
     for name, mutate in faults.items():
-        monkeypatch.setattr(reference, name, mutate(getattr(reference, name)))
+        faulty = mutate(getattr(reference, name))
+        for module in (reference, layouts):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, faulty)
     with pytest.raises(AssertionError, match=rf"^{gemm}\b"):
         CHECKS[check](recipe, gemm)
 

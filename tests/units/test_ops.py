@@ -6,10 +6,8 @@ partitioner that Inductor uses, which merges equal calls and decides what is sav
 
 import contextlib
 import functools
-import gc
 import itertools
 import re
-import weakref
 from collections import Counter
 
 import pytest
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
+from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear
 from titan_fp8.ops import NAMES
 from titan_fp8.swiglu import fp8_swiglu
 
@@ -52,11 +50,15 @@ def token_ops():
     )  # fmt: skip
 
 
-ON_ROWS = (ops.gather_rows, ops.combine_rows, ops.dot_rows)
+PERMUTATION = (
+    ops.gather_rows, ops.combine_rows, ops.dot_rows, ops.invert_index, ops.places_of_tokens,
+)  # fmt: skip
+INTEGERS = (torch.int64, torch.int32)
 
 
 def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 32, 16))):
     """(op, arguments) of every op in all its forms, for these (M, K) and (M, N, K)."""
+    yield from index_calls()
     for (m, k), dtype in itertools.product(tokens, DTYPES):
         x = torch.randn(m, k, dtype=dtype)
         yield ops.quantize_1x128, (x,)
@@ -92,6 +94,14 @@ def row_calls(x, index):
     yield ops.dot_rows, (torch.randn(len(pairs), x.shape[1], dtype=x.dtype), x, pairs)
 
 
+def index_calls():
+    """The ops on indices: four tokens from two ranks for three experts, one of them without any."""
+    yield ops.invert_index, (torch.tensor([5, 0, 2]), 6)
+    for counts, dtype in itertools.product(([1, 0, 2, 0, 0, 1], [0] * 6), INTEGERS):
+        counts = torch.tensor(counts, dtype=dtype)
+        yield ops.places_of_tokens, (counts, 3, 2, int(counts.sum()), 64, 16)
+
+
 def gemm_calls(m, n, k, offs, aligned, dtype):
     x, g = torch.randn(m, k), torch.randn(m, n)
     w = torch.randn(n, k) if offs is None else torch.randn(len(offs), n, k)
@@ -103,6 +113,8 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
     yield ops.blockwise_dgrad, (*ops.quantize_1x128(g), w, *end)
     pair = (*ops.quantize_1x128(g), w, *ops.quantize_1x128(2 * g), torch.randn_like(w))
     yield ops.blockwise_dgrad_pair, (*pair, *end)
+    left = *ops.quantize_1x128(g), *ops.quantize_128x128_t(w)
+    yield ops.blockwise_mm_pair, (*left, *left, *end)
     yield ops.rowwise_fprop, (*ops.quantize_row(x), w, *end)
     yield ops.rowwise_dgrad, (*ops.quantize_row(g), w, *end)
     operands = *ops.quantize_128x1_t(g, *layout), *ops.quantize_128x1_t(x, *layout)
@@ -149,7 +161,7 @@ def test_opcheck(call):
     if not any(isinstance(a, torch.Tensor) and a.dtype == E4M3 for a in args):
         # It compares inputs by allclose, which FP8 lacks; the next test does so for every op.
         tests.append("test_schema")
-    keywords = {} if op in ON_ROWS else {"emulate": True}
+    keywords = {} if op in PERMUTATION else {"emulate": True}
     torch.library.opcheck(op.default, args, keywords, test_utils=tests)
 
 
@@ -404,71 +416,7 @@ def test_second_derivatives_are_an_error(name):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-# Eager sharing
-
-
-@pytest.fixture
-def quantised(monkeypatch) -> list[torch.Tensor]:
-    """The inputs of every call to the reference's quantiser of rows and columns."""
-    inputs, quantize = [], reference.quantize_1x128_128x1_t
-
-    def counted(x, *args):
-        inputs.append(x.clone())
-        return quantize(x, *args)
-
-    monkeypatch.setattr(reference, "quantize_1x128_128x1_t", counted)
-    return inputs
-
-
-def test_eager_linears_share_the_quantised_input(quantised):
-    linears = nn.ModuleList([nn.Linear(144, n, bias=False) for n in SIZES])
-    convert_linears(linears)
-    x = torch.randn(40, 144, requires_grad=True)
-    y = torch.cat([linear(x) for linear in linears], -1)
-    assert len(quantised) == 1
-    assert torch.equal(y, torch.cat([fp8_linear(x, linear.weight) for linear in linears], -1))
-    y.sum().backward()
-    alone = torch.autograd.grad(
-        torch.cat([fp8_linear(x, linear.weight) for linear in linears], -1).sum(), x
-    )
-    assert torch.equal(x.grad, alone[0])
-
-
-def test_an_input_that_has_changed_is_quantised_anew(quantised):
-    """In place, or by another tensor in the place of one that died."""
-    linear = nn.Linear(144, 32, bias=False)
-    convert_linears(linear)
-    x = torch.randn(40, 144, requires_grad=True)
-    linear(x)
-    with torch.no_grad():
-        x.mul_(2)
-    assert torch.equal(linear(x), fp8_linear(x, linear.weight))
-    for _ in range(3):
-        del x
-        x = torch.randn(40, 144, requires_grad=True)
-        assert torch.equal(linear(x), fp8_linear(x, linear.weight))
-
-
-@pytest.mark.parametrize("kind", ["input", "buffer", "parameter"])
-def test_a_tensor_that_is_filled_again_is_quantised_anew(kind):
-    """As by a collective, which counts no version; an input, after a backward pass."""
-    linear = nn.Linear(144, 32, bias=False)
-    convert_linears(linear)
-    values = torch.randn(40, 144).numpy()
-    x = torch.from_numpy(values)
-    x = nn.Parameter(x) if kind == "parameter" else x.requires_grad_(kind == "input")
-    for backward in (True, True, True) if kind == "input" else (False, True, False):
-        y = linear(x)
-        assert torch.equal(y, fp8_linear(x, linear.weight))
-        if backward:
-            y.sum().backward()
-        values *= 2
-    x.data = torch.randn(3, 144)
-    assert torch.equal(linear(x), fp8_linear(x, linear.weight))
-
-
-def test_an_input_of_inference():
-    """It counts no versions at all."""
+def test_an_input_of_inference_mode():
     linear = nn.Linear(144, 32, bias=False)
     convert_linears(linear)
     with torch.inference_mode():
@@ -476,99 +424,8 @@ def test_an_input_of_inference():
         assert torch.equal(linear(x), fp8_linear(x, linear.weight))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_cache_does_not_keep_its_input(recipe):
-    linear = nn.Linear(144, 32, bias=False)
-    convert_linears(linear, recipe=recipe)
-    x = torch.randn(40, 144, dtype=torch.bfloat16, requires_grad=True)
-    with autocast():
-        linear(x)
-        shared = linear(x)
-        assert torch.equal(shared, fp8_linear(x, linear.weight, recipe=recipe))
-    shared.sum().backward()
-    alive = weakref.ref(x)
-    del x, shared
-    gc.collect()
-    assert alive() is None
-
-
-def test_shared_copies_die_with_the_input():
-    linear = nn.Linear(144, 32, bias=False)
-    convert_linears(linear)
-    x = torch.randn(40, 144, requires_grad=True)
-    copies = []
-    with pytest.MonkeyPatch.context() as patch:
-        quantize = reference.quantize_1x128_128x1_t
-
-        def watched(*args):
-            result = quantize(*args)
-            copies.extend(weakref.ref(t.untyped_storage()) for t in result)
-            return result
-
-        patch.setattr(reference, "quantize_1x128_128x1_t", watched)
-        linear(x)
-    assert any(ref() is not None for ref in copies)
-    del x
-    gc.collect()
-    assert not any(ref() is not None for ref in copies)
-
-
-def test_shared_copies_do_not_cross_grad_mode_autocast_or_recipe():
-    x = torch.randn(40, 144, requires_grad=True)
-    linears = {recipe: nn.Linear(144, 32, bias=False) for recipe in RECIPES}
-    for recipe, linear in linears.items():
-        convert_linears(linear, recipe=recipe)
-    for _ in range(2):
-        for recipe, linear in linears.items():
-            for context in (torch.no_grad, contextlib.nullcontext, autocast, torch.inference_mode):
-                with context():
-                    y, want = linear(x), fp8_linear(x, linear.weight, recipe=recipe)
-                    # Made in here, under inference_mode, it counts no versions.
-                    assert linear(x + 1).shape == y.shape
-                assert torch.equal(y, want), (recipe, context)
-                if y.requires_grad:
-                    got, want = (torch.autograd.grad(t.sum(), linear.weight)[0] for t in (y, want))
-                    assert torch.equal(got, want), (recipe, context)
-
-
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
-
-
-class LikeAttention(torch.autograd.Function):
-    """Gives (B, H, S, D) with S before H in memory, as attention on a GPU does."""
-
-    @staticmethod
-    def forward(ctx, x):
-        b, h, s, d = x.shape
-        return torch.empty_strided(x.shape, (s * h * d, d, h * d, 1)).copy_(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_attention_output_is_kept_as_attention_keeps_it(recipe, monkeypatch):
-    """Attention saves its output anyway: no FP8 copy is saved besides, and the numbers stay."""
-    pairs, pair = [], reference.quantize_row_col_t_pair
-    monkeypatch.setattr(
-        reference, "quantize_row_col_t_pair", lambda *args: pairs.append(args) or pair(*args)
-    )
-    linear = nn.Linear(144, 32)
-    convert_linears(linear, recipe=recipe)
-    heads = torch.randn(2, 4, 20, 36, requires_grad=True)
-    x = LikeAttention.apply(heads).transpose(1, 2).view(2, 20, 144)
-    leaves = heads, *linear.parameters()
-    with saved_tensors() as saved:
-        y = linear(x)
-    assert not [t.shape for t in saved if t.dtype == E4M3]
-    copied = linear(x.clone())
-    assert torch.equal(y, copied)
-    g = torch.randn_like(y)
-    got, want = (torch.autograd.grad(t, leaves, g, retain_graph=True) for t in (y, copied))
-    assert all(map(torch.equal, got, want))
-    assert len(pairs) == (recipe == "rowwise")
 
 
 def test_op_level_checkpointing_saves_what_its_list_says():

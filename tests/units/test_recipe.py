@@ -1,0 +1,106 @@
+"""A recipe names the scalings that its ops produce; weights may come in FP8."""
+
+import pytest
+import torch
+from count import Count
+
+import titan_fp8
+from titan_fp8.layouts import cdiv
+from titan_fp8.recipe import RECIPES, Recipe, Scaling, op_of
+from titan_fp8.swiglu import fp8_swiglu
+
+M, N, K = 300, 144, 272
+OFFS = torch.tensor([5, 5, 290], dtype=torch.int32)
+
+
+def scales_of(scaling: Scaling, rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of the scale of (rows, columns), contracted along the columns."""
+    return {
+        Scaling.BLOCK_1X128: (rows, cdiv(columns, 128)),
+        Scaling.BLOCK_128X128: (cdiv(rows, 128), cdiv(columns, 128)),
+        Scaling.ROW: (rows,),
+    }[scaling]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_ops_produce_the_scales_that_the_recipe_names(recipe: Recipe):
+    x, w = torch.randn(M, K), torch.randn(N, K)
+    q, s = recipe.rows(x)
+    assert q.shape == x.shape and s.shape == scales_of(recipe.fprop.left, M, K)
+    q, s = recipe.weight(w)
+    assert q.shape == w.shape and s.shape == scales_of(recipe.fprop.right, N, K)
+    q, s = recipe.weight_t(w)
+    assert q.shape == (K, N) and s.shape == scales_of(recipe.dgrad.right, K, N)
+    if recipe.wgrad.left is Scaling.NONE:
+        assert recipe.wgrad.right is Scaling.NONE and recipe.wgrad.op(x, x).shape == (K, K)
+    else:
+        q, s = recipe.columns(x)
+        assert s.shape == scales_of(recipe.wgrad.left, *q.shape)
+        assert recipe.wgrad.op(q, s, q, s).shape == (K, K)
+    assert recipe.dgrad.left is recipe.fprop.left
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_rows_and_columns_are_the_two_quantisers(recipe: Recipe):
+    x = torch.randn(M, K)
+    for offs in (None, OFFS):
+        separate = *recipe.rows(x), *recipe.columns(x, offs)
+        for a, b in zip(recipe.rows_and_columns(x, offs), separate, strict=True):
+            assert torch.equal(a.float(), b.float())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_quantised_weight_gives_the_same_bits(recipe: str, grouped: bool, compiled: bool):
+    torch.manual_seed(0)
+    x = torch.randn(M, K, requires_grad=True)
+    w = torch.randn(3, N, K, requires_grad=True) if grouped else torch.randn(N, K)
+    quantised = titan_fp8.quantize_weight(w.detach(), recipe=recipe)
+    assert quantised.shape == w.shape and not quantised.rows[0].requires_grad
+
+    def multiply(weight):
+        if grouped:
+            return titan_fp8.fp8_grouped_mm(x, weight, OFFS, recipe=recipe)
+        return titan_fp8.fp8_linear(x, weight, recipe=recipe)
+
+    want = multiply(w)
+    got = (torch.compile(multiply, fullgraph=True) if compiled else multiply)(quantised)
+    g = torch.randn_like(want)
+    assert torch.equal(got, want)
+    assert torch.equal(*(torch.autograd.grad(y, x, g)[0] for y in (got, want)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_feed_forward_takes_quantised_weights(recipe: str):
+    x = torch.randn(40, 64, requires_grad=True)
+    w1, w2, w3 = torch.randn(96, 64), torch.randn(32, 96, requires_grad=True), torch.randn(96, 64)
+    quantised = [titan_fp8.quantize_weight(w, recipe=recipe) for w in (w1, w3)]
+    got = fp8_swiglu(x, quantised[0], w2, quantised[1], recipe=recipe)
+    want = fp8_swiglu(x, w1, w2, w3, recipe=recipe)
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.std()))
+    got.sum().backward()
+    assert x.grad is not None and w2.grad is not None
+
+
+def test_a_weight_of_another_recipe_is_refused():
+    quantised = titan_fp8.quantize_weight(torch.randn(N, K), recipe="blockwise")
+    with pytest.raises(ValueError, match="weight was quantised for 'blockwise': the recipe is 'r"):
+        titan_fp8.fp8_linear(torch.randn(4, K), quantised, recipe="rowwise")
+    with pytest.raises(ValueError, match="weight has shape .* N = 17 and K = 16"):
+        titan_fp8.quantize_weight(torch.randn(17, 16))
+    with pytest.raises(ValueError, match="recipe = 'fp8': allowed are 'blockwise'"):
+        titan_fp8.quantize_weight(torch.randn(16, 16), recipe="fp8")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_w1_and_w3_of_a_feed_forward_share_the_quantised_input(recipe: Recipe):
+    x = torch.randn(40, 64, requires_grad=True)
+    w1, w3 = torch.randn(2, 96, 64, requires_grad=True)
+    w2 = torch.randn(32, 96, requires_grad=True)
+    in_bf16 = recipe.wgrad.left is Scaling.NONE
+    op = op_of(recipe.rows if in_bf16 else recipe.rows_and_columns)
+    with Count() as count:
+        fp8_swiglu(x, w1, w2, w3, recipe=recipe.name)
+    inputs = count.arguments[op.name().removeprefix("titan_fp8::")]
+    assert sum(torch.equal(args[0], x) for args in inputs) == 1
