@@ -8,10 +8,10 @@ way, so it is enough to replace the attributes of both modules.
 
 from collections.abc import Callable
 
+import numerics as checks
 import pytest
-import test_reference as checks
 import torch
-from test_reference import GEMMS, NAN, RECIPES
+from numerics import GEMMS, NAN, RECIPES
 
 from titan_fp8 import layouts, reference
 

@@ -1,0 +1,91 @@
+"""The quantisers of the reference equal the oracle to the bit."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from numerics import (
+    DTYPES,
+    GROUPS,
+    INF,
+    NAN,
+    RECIPES,
+    SIZES,
+    awkward,
+    check_both,
+    check_columns,
+    check_every_value,
+    check_reciprocal,
+    check_rows,
+    check_weight,
+    patchwork,
+)
+
+
+def test_oracle_rounds_to_the_nearest():
+    """The oracle's arithmetic against a search through all the values of e4m3."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(2000) * 2.0 ** rng.uniform(-12, 7, 2000)
+    x = np.concatenate([x.clip(-448, 448), (oracle.GRID[1:] + oracle.GRID[:-1]) / 2, [0, -0.0]])
+    x = x.astype(np.float32)
+    distance = np.abs(np.abs(x.astype(np.float64))[:, None] - oracle.GRID)
+    nearest = distance == distance.min(1, keepdims=True)
+    even = nearest & (np.arange(127) % 2 == 0)
+    nearest = np.where(nearest.sum(1) == 2, even.argmax(1), nearest.argmax(1))
+    assert np.array_equal(oracle.encode(x), nearest + 128 * np.signbit(x))
+    q = torch.from_numpy(oracle.DECODE.astype(np.float32))
+    q = q.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(q[:127], np.arange(127)) and q[127] & 127 == 127
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_and_columns(recipe, dtype, size):
+    x = awkward(*size, dtype)
+    check_rows(recipe, x)
+    check_columns(recipe, x)
+    check_both(recipe, x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GROUPS)
+def test_columns_of_groups(recipe, dtype, name):
+    m, ends, aligned = GROUPS[name]
+    x = awkward(m, 144, dtype)
+    x[ends[-1] :] = NAN
+    check_columns(recipe, x, ends, aligned)
+    check_both(recipe, x, ends, aligned)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 16), (576, 144), (704, 208), (16, 10944), (10944, 16), (512, 512), (512, 640),
+     (1, 144, 272), (5, 144, 32), (3, 512, 48), (2, 16, 640)],
+    ids=str,
+)  # fmt: skip
+def test_weights(recipe, dtype, shape):
+    w = awkward(int(np.prod(shape[:-1])), shape[-1], dtype).view(shape)
+    check_weight(recipe, w)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_quantizers_keep_non_finite(recipe, dtype, value):
+    x = patchwork(200, 272).to(dtype)
+    x[3, 130], x[199, 271] = value, value
+    check_rows(recipe, x)
+    check_columns(recipe, x)
+    check_columns(recipe, x, [60, 140, 200])
+    check_weight(recipe, x[:192])
+    check_weight(recipe, x[:192].view(2, 96, 272))
+
+
+@pytest.mark.parametrize("recipe", RECIPES[:2])
+def test_rounding(recipe):
+    check_every_value(recipe)
+    check_reciprocal(recipe)
