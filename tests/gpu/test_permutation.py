@@ -14,7 +14,7 @@ from titan_fp8 import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_fp8 import kernels
+from titan_fp8.kernels import permute as kernels
 
 DTYPES = [torch.bfloat16, torch.float32]
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}

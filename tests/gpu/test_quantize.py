@@ -20,7 +20,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8 import kernels
+from titan_fp8.kernels import hopper as kernels
 from titan_fp8.kernels.hopper.quantize_cast import scale_of
 from titan_fp8.kernels.hopper.quantize_rowwise import (
     PEER_TOKENS,

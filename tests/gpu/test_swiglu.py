@@ -12,7 +12,8 @@ from gpu_utils import poisoned_outputs
 from test_quantize import GROUPS, assert_same, inputs, strides, with_specials
 from torch import Tensor
 
-from titan_fp8 import kernels, reference
+from titan_fp8 import reference
+from titan_fp8.kernels import hopper as kernels
 
 BF16 = torch.bfloat16
 INF = 0x7F80
