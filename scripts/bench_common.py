@@ -1,9 +1,9 @@
-"""What the benchmarks share: timing, ceilings, whole layers, and the table or JSON they print.
+"""Timing, layers and reports for the benchmarks.
 
-Times are medians of CUDA graph replays, so that they are the GPU's and not the launching thread's.
-Every replay takes the next of several sets of random inputs, which together exceed the L2 cache.
-A rest goes before them, for a GEMM that draws all of the card's power lowers the clock for what
-follows, and then some replays more, for memory is slow to wake.
+A time is the median of CUDA graph replays, so it is the GPU's time and not that of the launching
+thread. The replays go through several sets of random inputs that together exceed the L2 cache.
+Before them the GPU rests, because a GEMM at the card's power limit lowers the clock of what comes
+next, and then some untimed replays run, because memory clocks rise slowly.
 """
 
 import argparse
@@ -11,7 +11,9 @@ import datetime
 import functools
 import importlib.util
 import json
+import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,19 +24,20 @@ from pathlib import Path
 
 import torch
 import triton
+from tables import Row, text_table
 from torch import Tensor
 
 L2_BYTES = 60 << 20
 REST_S = 0.1
-WAKE_S = 0.01
+WARMUP_S = 0.01
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 FP8_ERROR = 0.08
-"""Relative error of a product on Gaussian data: 0.037 for e4m3, 0.059 with the e5m2 gradients of
-torchao's tensorwise recipe. One block of 128 left out of 4096 is 0.18."""
+"""Bound on the relative error of a product of Gaussian data. e4m3 gives 0.037 and torchao's
+tensorwise recipe with e5m2 gradients 0.059; skipping one block of 128 out of 4096 gives 0.18."""
 
 
 def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> float:
-    """Median time in us of one call; the functions are the same one on different inputs."""
+    """Median time in us of one call; `functions` do the same on different inputs."""
     graphs = []
     for function in functions:
         stream = torch.cuda.Stream()
@@ -49,8 +52,8 @@ def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> f
         graphs.append(graph)
     torch.cuda.synchronize()
     time.sleep(REST_S)
-    awake = time.perf_counter() + WAKE_S
-    while time.perf_counter() < awake:
+    end_of_warmup = time.perf_counter() + WARMUP_S
+    while time.perf_counter() < end_of_warmup:
         graphs[0].replay()
         torch.cuda.synchronize()
     times = []
@@ -65,24 +68,24 @@ def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> f
 
 
 def sets_beyond_l2(bytes_of_one: int) -> int:
-    """How many input sets of this size make each replay read memory and not the cache."""
+    """How many input sets of this size exceed the L2 cache, so that each replay reads memory."""
     return max(2, -(-3 * L2_BYTES // bytes_of_one))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A function of x, and the weights in it whose gradients a step computes."""
+    """A function of x and its weights, whose gradients a step computes."""
 
     forward: Callable[[Tensor], Tensor]
     weights: Sequence[Tensor]
 
     def step(self, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        """y and the gradients of x and of the weights, given that of y."""
+        """Forward and backward: y and the gradients of x and the weights, from y's gradient g."""
         y = self.forward(x)
         return y.detach(), *torch.autograd.grad(y, (x, *self.weights), g)
 
     def kept_bytes(self, x: Tensor) -> int:
-        """Bytes that forward keeps for backward, each storage once, weights aside."""
+        """Bytes that forward saves for backward, without weights; shared storage counts once."""
         weights = {w.untyped_storage().data_ptr() for w in self.weights}
         kept: dict[int, int] = {}
 
@@ -99,19 +102,19 @@ class Layer:
 
 
 def randn(*shape: int, scale: float = 1.0, requires_grad: bool = False) -> Tensor:
-    """Gaussian bf16 numbers on the GPU."""
+    """A Gaussian bf16 tensor on the GPU."""
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale)
     return x.requires_grad_(requires_grad)
 
 
 def layer_inputs(m: int, n: int, k: int) -> list[tuple[Tensor, Tensor]]:
-    """Sets of x (M, K) and the gradient of y (M, N), beyond the L2 cache together."""
+    """Sets of x (M, K) and y's gradient (M, N) that together exceed the L2 cache."""
     count = sets_beyond_l2(2 * m * (n + k))
     return [(randn(m, k, requires_grad=True), randn(m, n)) for _ in range(count)]
 
 
 def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """The largest of the tensors, NaN if one of them has it."""
+    """The largest relative error among the tensors; NaN if any of them holds NaN."""
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
     return float(torch.stack([norm(a - b) / norm(b) for a, b in zip(got, want, strict=True)]).max())
 
@@ -121,11 +124,11 @@ Makers = dict[str, Callable[[], Layer]]
 
 def layer_rows(
     layers: Makers, yardsticks: Makers, inputs: list[tuple[Tensor, Tensor]], limit: float
-) -> list[dict[str, object]]:
-    """Result and time of a step of each layer beside those of the first, which is in bf16.
+) -> list[Row]:
+    """Error and time of a step of each layer, relative to the first layer, which is in bf16.
 
-    No time for a layer whose error passes the limit. Yardsticks are others' layers: one that fails
-    says why on stderr, and its row is empty.
+    A layer whose error exceeds the limit gets no time. `yardsticks` are layers of other libraries:
+    if one raises, the reason goes to stderr and its row stays empty.
     """
     rows, want, bf16_us = [], None, None
     for kind, make in (layers | yardsticks).items():
@@ -178,47 +181,54 @@ def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Date, card, versions, commit and command: what a figure needs beside it."""
-    commit = subprocess.run(
-        ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Where and how a result was measured: command, date, card, versions, commit.
+
+    BENCH_COMMAND replaces the command, for scripts that call this one, and BENCH_COMMIT the commit,
+    for copies of the tree without git.
+    """
     return {
+        "command": os.environ.get("BENCH_COMMAND") or f"python {shlex.join(sys.argv)}",
         "date": datetime.date.today().isoformat(),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-        "command": " ".join(sys.argv),
+        "commit": os.environ.get("BENCH_COMMIT") or git_commit() or "unknown",
     }
 
 
+def git_commit() -> str:
+    """The commit of this tree, with "-dirty" if it was changed; empty without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
 def parser(description: str) -> argparse.ArgumentParser:
-    """Arguments common to the benchmarks."""
+    """The command line of a benchmark, with the arguments that all benchmarks share."""
     arguments = argparse.ArgumentParser(description=description)
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    add_json_argument(arguments)
     return arguments
 
 
-def report(rows: list[dict[str, object]], json_file: Path | None = None) -> None:
-    """Prints rows of equal keys as a table; writes them with the environment if asked to."""
-    print("  ".join(f"{key}: {value}" for key, value in environment().items()))
-    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+def add_json_argument(arguments: argparse.ArgumentParser) -> None:
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+
+
+def report(
+    rows: list[Row], json_file: Path | None, title: str, about: str, **facts: object
+) -> None:
+    """Prints a table; with `json_file` also writes it for render_benchmarks.py.
+
+    Args:
+        rows: the results, all with the same columns.
+        title, about: a heading for the table and one sentence that says what it measures.
+        facts: whatever else was measured or chosen for all rows, such as the copy bandwidth.
+    """
+    result = {"title": title, "about": about, **environment(), "facts": facts, "rows": rows}
     if json_file is not None:
-        json_file.write_text(json.dumps({**environment(), "rows": rows}, indent=1))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and value < 10
-        else (f"{value:.0f}" if isinstance(value, float) else str(value))
-    )
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(f"{key}: {value}" for key, value in result.items() if key != "rows"))
+    print(text_table(rows))

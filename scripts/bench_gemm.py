@@ -1,15 +1,18 @@
-"""The FP8 GEMMs alone, operands quantised beforehand, on one Hopper GPU.
+"""The FP8 GEMMs alone, with operands that are quantised already, on one Hopper GPU.
 
     python scripts/bench_gemm.py [--json FILE] [--only dense|grouped]
 
-Each layer's fprop, dgrad and wgrad stand beside bf16 and the libraries' FP8: cuBLAS with the same
-scales for dense layers (nothing in PyTorch has them grouped), PyTorch with rowwise scales, and
-DeepGEMM where it is installed. The grouped ones follow with rowwise scales. `of roof` is the share
-of the fastest tensorwise FP8 product of this run, whose operands the L2 cache may hold; nothing
-else finds its own there. Group ends are uneven multiples of 128, in one more row arbitrary ones;
-PyTorch takes multiples of 16 where it needs them.
+fprop, dgrad and wgrad of dense layers, and the M-grouped (fprop, dgrad) and K-grouped (wgrad) GEMMs
+of expert layers, blockwise and rowwise. Groups end at uneven multiples of 128, or anywhere in the
+rows that say so.
 
-No speed is printed for an op whose result is wrong.
+Columns: "of roof %" is the share of the fastest tensorwise FP8 GEMM of this run. Its operands may
+stay in the L2 cache, those of the other GEMMs do not. "x bf16" and the columns to its right are our
+speed divided by that of bf16 and of other libraries' FP8 GEMMs: cuBLAS with the same scales (dense
+only, because PyTorch has no grouped GEMM with blockwise scales), PyTorch with rowwise scales (its
+grouped wgrad needs multiples of 16), and DeepGEMM if it is installed.
+
+A wrong result ends the benchmark.
 """
 
 import itertools
@@ -18,10 +21,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from bench_common import median_us, parser, randn, report, sets_beyond_l2
-from bench_shapes import DENSE, GROUPED, SEED, uneven_ends
+from shapes import DENSE, GROUPED, SEED, uneven_ends
+from tables import Row
 from torch import Tensor
 
-from titan_fp8 import kernels, reference
+from titan_fp8 import layouts, reference
+from titan_fp8.kernels import hopper
 
 try:
     import deep_gemm
@@ -29,11 +34,17 @@ except ImportError:
     deep_gemm = None
 
 ERROR = 2.5e-3
-"""Of a result in bf16 against the FP32 product of the dequantised operands: rounding, mostly."""
+"""Bound on the relative error against the FP32 product of the dequantised operands. Most of it is
+the rounding of the result to bf16."""
 FAST_ERROR = 7168 / 32 * 2**-13
-"""Where tensor cores alone accumulate: some 14 bits of the sum stay at each 32 of up to 7168."""
+"""The same for sums that stay in the tensor cores: each of the K / 32 additions keeps about 14 bits
+(K is at most 7168 here)."""
 ROWS = 128
 """Rows of each result that are checked."""
+ABOUT = (
+    "GEMMs alone, operands quantised beforehand: speed, share of the fastest tensorwise FP8 GEMM, "
+    "and ratio to bf16 and to other libraries."
+)
 
 Product = Callable[[], Tensor]
 Dims = tuple[int, int, int, int]
@@ -49,7 +60,7 @@ def tflops(products: list[Product], flop: int) -> tuple[float, float]:
 
 
 def attempt(make: Callable[[], Product], size: int, flop: int) -> float | None:
-    """TFLOPS of a library's product, None where it is not offered."""
+    """TFLOPS of a library's product; None if the library does not have it."""
     try:
         return tflops(sets(make, size), flop)[1]
     except (AttributeError, RuntimeError, ValueError, NotImplementedError):
@@ -61,7 +72,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def check_mm(y: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: Tensor | None) -> bool:
-    """Rows drawn at random against their FP32 products."""
+    """Whether randomly drawn rows of y are close to their FP32 products."""
     rows = torch.randint(a.shape[0], (ROWS,), device="cuda")
     groups = torch.zeros_like(rows)
     if offs is not None:
@@ -75,11 +86,11 @@ def check_mm(y: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: Tens
 
 
 def check_wgrad(dw: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: Tensor) -> bool:
-    """Rows drawn at random, of all groups, against their FP32 products."""
+    """Whether randomly drawn rows of dW, in every group, are close to their FP32 products."""
     rows = torch.randint(a.shape[0], (ROWS,), device="cuda")
     left = reference.dequantize_1x128(a[rows], sa[rows])
     errors = []
-    for e, columns in enumerate(reference.column_slices(a, offs, False)):
+    for e, columns in enumerate(layouts.column_slices(a, offs, False)):
         first, last = columns.start // 128, columns.stop // 128
         right = reference.dequantize_1x128(b[:, columns], sb[:, first:last])
         errors.append(relative(dw[e, rows], left[:, columns] @ right.T))
@@ -87,11 +98,11 @@ def check_wgrad(dw: Tensor, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, offs: 
 
 
 def roof() -> float:
-    """TFLOPS of tensorwise FP8, the faster of two sizes."""
+    """TFLOPS of a tensorwise FP8 GEMM, the faster of two sizes."""
     one = torch.ones((), device="cuda")
     best = 0.0
     for size in (4096, 8192):
-        a, b = (randn(size, size).to(reference.E4M3) for _ in range(2))
+        a, b = (randn(size, size).to(layouts.E4M3) for _ in range(2))
         product = lambda a=a, b=b: torch._scaled_mm(  # noqa: E731
             a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
@@ -99,7 +110,7 @@ def roof() -> float:
     return best
 
 
-def row(name: str, dims: tuple, ours: tuple, bf16: float, roof: float, others: dict) -> dict:
+def row(name: str, dims: Dims, ours: tuple, bf16: float, roof: float, others: Row) -> Row:
     us, rate = ours
     return {
         "op": name,
@@ -135,9 +146,9 @@ def bf16_wgrad(dims: Dims, offs: Tensor | None) -> Product:
 def torch_rowwise_mm(dims: Dims, offs: Tensor | None) -> Product:
     e, m, n, k = dims
     if offs is None:
-        operands = *kernels.quantize_row(randn(m, k)), *kernels.quantize_row(randn(n, k))
-        return lambda: kernels.rowwise_mm(*operands)
-    (a, sa), (b, sb) = kernels.quantize_row(randn(m, k)), kernels.quantize_row(randn(e, n, k))
+        operands = *hopper.quantize_row(randn(m, k)), *hopper.quantize_row(randn(n, k))
+        return lambda: hopper.rowwise_mm(*operands)
+    (a, sa), (b, sb) = hopper.quantize_row(randn(m, k)), hopper.quantize_row(randn(e, n, k))
     options = {"offs": offs, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     return lambda: torch._scaled_grouped_mm(a, b.mT, sa, sb, **options)
 
@@ -145,47 +156,47 @@ def torch_rowwise_mm(dims: Dims, offs: Tensor | None) -> Product:
 def torch_rowwise_wgrad(dims: Dims, offs: Tensor | None) -> Product:
     e, m, n, k = dims
     if offs is None:
-        operands = *kernels.quantize_col_t(randn(m, n)), *kernels.quantize_col_t(randn(m, k))
-        return lambda: kernels.rowwise_wgrad(*operands)
-    # It wants groups of columns at multiples of 16. Here all have the same scales.
+        operands = *hopper.quantize_col_t(randn(m, n)), *hopper.quantize_col_t(randn(m, k))
+        return lambda: hopper.rowwise_wgrad(*operands)
+    # It needs group ends that are multiples of 16. All groups share their scales here.
     sizes = offs.diff(prepend=offs.new_zeros(1))
     ends = ((sizes + 15) // 16 * 16).cumsum(0).int()
-    (a, sa), (b, sb) = (kernels.quantize_row(randn(size, int(ends[-1]))) for size in (n, k))
+    (a, sa), (b, sb) = (hopper.quantize_row(randn(size, int(ends[-1]))) for size in (n, k))
     options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": False}
     sa, sb = sa.repeat(e), sb.repeat(e)
     return lambda: torch._scaled_grouped_mm(a, b.t(), sa, sb, **options)
 
 
-def mm_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> dict:
-    """fprop or dgrad; dims are those of the product, contraction last."""
+def mm_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
+    """Times a blockwise fprop or dgrad; `dims` are those of the product, contraction last."""
     e, m, n, k = dims
     flop, size = 2 * m * n * k, m * k + e * n * k
     weight = (n, k) if offs is None else (e, n, k)
 
     def make() -> Product:
-        operands = *kernels.quantize_1x128(randn(m, k)), *kernels.quantize_128x128(randn(*weight))
-        return lambda: kernels.blockwise_mm(*operands, offs)
+        operands = *hopper.quantize_1x128(randn(m, k)), *hopper.quantize_128x128(randn(*weight))
+        return lambda: hopper.blockwise_mm(*operands, offs)
 
     def cublas() -> Product:
-        a, sa = kernels.quantize_1x128(randn(m, k))
-        b, sb = kernels.quantize_128x128(randn(n, k))
+        a, sa = hopper.quantize_1x128(randn(m, k))
+        b, sb = hopper.quantize_128x128(randn(n, k))
         sb = sb.as_strided((sb.stride(0), sb.shape[0]), (1, sb.stride(0)))
         scaling = F.ScalingType
         recipes = (scaling.BlockWise1x128, sb, scaling.BlockWise128x128)
         return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
 
     def deepgemm() -> Product:
-        a, b = kernels.quantize_1x128(randn(m, k)), kernels.quantize_128x128(randn(*weight))
+        a, b = hopper.quantize_1x128(randn(m, k)), hopper.quantize_128x128(randn(*weight))
         y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         if offs is None:
             return lambda: deep_gemm.fp8_gemm_nt(a, b, y)
         group = torch.searchsorted(offs, torch.arange(m, device="cuda"), right=True).int()
         return lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, y, group)
 
-    # Checked after it is timed: what runs before a product decides at which clock it starts.
+    # The check runs after the timing, because it would change the clock at which that starts.
     ours = tflops(sets(make, size), flop)
-    operands = *kernels.quantize_1x128(randn(m, k)), *kernels.quantize_128x128(randn(*weight))
-    right = check_mm(kernels.blockwise_mm(*operands, offs), *operands, offs)
+    operands = *hopper.quantize_1x128(randn(m, k)), *hopper.quantize_128x128(randn(*weight))
+    right = check_mm(hopper.blockwise_mm(*operands, offs), *operands, offs)
     assert right, f"{name} {dims}: wrong result"
     others = {
         "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
@@ -196,25 +207,25 @@ def mm_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> dict:
     return row(name, dims, ours, bf16, top, others)
 
 
-def wgrad_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> dict:
-    """wgrad: dims are the layer's (E, M, N, K); M is contracted."""
+def wgrad_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
+    """Times a blockwise wgrad; `dims` are the layer's (E, M, N, K), and M is contracted."""
     e, m, n, k = dims
     flop, size = 2 * m * n * k, m * (n + k)
     ends = offs if offs is not None else torch.tensor([m], dtype=torch.int32, device="cuda")
 
     def make() -> Product:
-        g, x = (kernels.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
-        return lambda: kernels.blockwise_wgrad(*g, *x, offs)
+        g, x = (hopper.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
+        return lambda: hopper.blockwise_wgrad(*g, *x, offs)
 
     def cublas() -> Product:
-        (a, sa), (b, sb) = (kernels.quantize_128x1_t(randn(m, width)) for width in (n, k))
+        (a, sa), (b, sb) = (hopper.quantize_128x1_t(randn(m, width)) for width in (n, k))
         scaling = F.ScalingType.BlockWise1x128
         recipes = (scaling, sb, scaling)
         return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
 
     ours = tflops(sets(make, size), flop)
-    g, x = (kernels.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
-    dw = kernels.blockwise_wgrad(*g, *x, offs).view(-1, n, k)
+    g, x = (hopper.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
+    dw = hopper.blockwise_wgrad(*g, *x, offs).view(-1, n, k)
     assert check_wgrad(dw, *g, *x, ends), f"{name} {dims}: wrong result"
     others = {
         "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
@@ -225,21 +236,21 @@ def wgrad_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> dict:
     return row(name, dims, ours, bf16, top, others)
 
 
-def rowwise_row(name: str, dims: Dims, offs: Tensor, top: float, wgrad: bool) -> dict:
-    """A grouped product with a scale a row; dims are as in `mm_row` or in `wgrad_row`."""
+def rowwise_row(name: str, dims: Dims, offs: Tensor, top: float, wgrad: bool) -> Row:
+    """Times a grouped rowwise GEMM; `dims` are as in `mm_row` or in `wgrad_row`."""
     e, m, n, k = dims
     flop, size = 2 * m * n * k, m * (n + k) if wgrad else m * k + e * n * k
     op, definition = (
-        (kernels.rowwise_wgrad, reference.rowwise_wgrad)
+        (hopper.rowwise_wgrad, reference.rowwise_wgrad)
         if wgrad
-        else (kernels.rowwise_mm, reference.rowwise_mm)
+        else (hopper.rowwise_mm, reference.rowwise_mm)
     )
 
     def operands() -> tuple:
         if wgrad:
-            g, x = (kernels.quantize_col_t(randn(m, width), offs) for width in (n, k))
+            g, x = (hopper.quantize_col_t(randn(m, width), offs) for width in (n, k))
             return *g, *x, offs
-        return *kernels.quantize_row(randn(m, k)), *kernels.quantize_row(randn(e, n, k)), offs
+        return *hopper.quantize_row(randn(m, k)), *hopper.quantize_row(randn(e, n, k)), offs
 
     def make() -> Product:
         args = operands()
@@ -264,7 +275,6 @@ def main() -> None:
     arguments.add_argument("--only", choices=["dense", "grouped"])
     args = arguments.parse_args()
     top = roof()
-    print(f"tensorwise FP8: {top:.0f} TFLOPS; seed of the group ends: {SEED}")
     rows = []
     if args.only != "grouped":
         for m, n, k in DENSE:
@@ -279,7 +289,8 @@ def main() -> None:
             rows.append(wgrad_row("K-grouped" + kind, (e, m, n, k), offs, top))
             rows.append(rowwise_row("M-grouped rowwise" + kind, (e, m, n, k), offs, top, False))
             rows.append(rowwise_row("K-grouped rowwise" + kind, (e, m, n, k), offs, top, True))
-    report(rows, args.json)
+    facts = {"fastest tensorwise FP8": f"{top:.0f} TFLOPS", "seed of the ends": SEED}
+    report(rows, args.json, "GEMMs", ABOUT, **facts)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Forward and backward of grouped layers in FP8 against bf16, quantisers included, on one GPU.
+"""Forward and backward of grouped layers in FP8 and in bf16, quantisers included, on one GPU.
 
     python scripts/bench_grouped.py [--json FILE] [--only products|experts]
 
-Two ops:
+There are two kinds of layer:
 
-    product   `fp8_grouped_mm` beside `torch._grouped_mm`, for the experts of DeepSeek-V3 671B (8 on
-              a rank) and for 1 to 64 experts that share the same tokens
-    experts   the whole layer, w2(silu(w1 x) * w3 x), as the plugin compiles it, beside torchtitan's
-              own in bf16, compiled too; of DeepSeek-V3 671B and 16B
+    product   `fp8_grouped_mm` and `torch._grouped_mm`, for the experts of DeepSeek-V3 671B (8 local
+              ones) and for 1 to 64 experts that share the same tokens
+    experts   a whole layer w2(silu(w1 x) * w3 x) as the plugin compiles it, and torchtitan's own in
+              bf16, compiled as well, for DeepSeek-V3 671B and 16B
 
-Group ends are uneven multiples of that to which torchtitan pads for the recipe ("x128", of which
-the layer is told, or "x16"), or arbitrary ("any"). torchao's rowwise product is timed too where
-torchao is installed, compiled, for it fuses by the compiler. "MiB kept" is what forward keeps for
-backward, weights aside.
+"ends" tells where groups end: at uneven multiples of the recipe's alignment, to which torchtitan
+pads ("x128" or "x16"), or anywhere ("any"). At multiples of 128 the layer is told so. If torchao is
+installed, its rowwise product is timed as well, compiled, because the compiler fuses its
+quantisers. "MiB kept" is what forward saves for backward, without weights.
 
-No speed is printed for a layer whose result is wrong.
+A layer with a wrong result gets no time.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from bench_common import (
@@ -31,25 +31,33 @@ from bench_common import (
     randn,
     report,
 )
-from bench_shapes import GROUPED, SEED, uneven_ends
+from shapes import EXPERT_COUNTS, EXPERTS, GROUPED, SEED, uneven_ends
+from tables import Row
 from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 import titan_fp8
+from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.experts import compiled_run_experts
 
-COUNTS = tuple((e, 16640, 8192, 5120) for e in (1, 4, 16, 64))
-"""(E, M, N, K): ever more experts for the same tokens."""
-EXPERTS = ((8, 32768, 2048, 7168), (16, 24576, 1408, 2048))
-"""(E, M, hidden, dim): local experts of DeepSeek-V3 671B and 16B."""
 EXPERTS_ERROR = 0.1
-"""Relative error after up to three products, one behind the other: 0.067 in emulation."""
-ALIGNED = ((128, ("blockwise",)), (16, ("rowwise", "rowwise_with_gw_hp")))
-"""Multiples at which the groups end, and the recipes for which torchtitan pads to these."""
-ANY = (1, ("blockwise", "rowwise", "rowwise_with_gw_hp"))
+"""Bound on the relative error after up to three products in a row: emulation gives 0.067."""
+ANY = 1
+"""The alignment of groups that end anywhere."""
+ABOUT = (
+    "Forward and backward of grouped products and of whole expert layers (w1, w3, SwiGLU, w2), "
+    "quantisers included."
+)
 
 Shape = tuple[int, int, int, int]
-Row = dict[str, object]
+
+
+def aligned_recipes() -> dict[int, list[str]]:
+    """The recipes by the alignment to which torchtitan pads groups for them."""
+    recipes: dict[int, list[str]] = {}
+    for name, recipe in RECIPES.items():
+        recipes.setdefault(recipe.alignment, []).append(name)
+    return recipes
 
 
 def torchao_product(weight: Tensor, offs: Tensor) -> Layer:
@@ -61,7 +69,7 @@ def torchao_product(weight: Tensor, offs: Tensor) -> Layer:
     )
 
 
-def products(shape: Shape, weight: Tensor, alignment: int, recipes: tuple[str, ...]) -> list[Row]:
+def products(shape: Shape, weight: Tensor, alignment: int, recipes: Sequence[str]) -> list[Row]:
     e, m, n, k = shape
     offs = uneven_ends(e, m, alignment).cuda()
     layers = {
@@ -83,15 +91,15 @@ def products(shape: Shape, weight: Tensor, alignment: int, recipes: tuple[str, .
 
 
 def experts(
-    shape: Shape, weights: tuple[Tensor, ...], alignment: int, recipes: tuple[str, ...]
+    shape: Shape, weights: tuple[Tensor, ...], alignment: int, recipes: Sequence[str]
 ) -> list[Row]:
     e, m, _, dim = shape
     tokens = uneven_ends(e, m, alignment).diff(prepend=torch.zeros(1, dtype=torch.int32)).cuda()
-    host = torch.compile(_run_experts_grouped_mm, fullgraph=True)
+    torchtitan_experts = torch.compile(_run_experts_grouped_mm, fullgraph=True)
 
     def bf16(x: Tensor) -> Tensor:
         torch._dynamo.mark_dynamic(x, 0)
-        return host(*weights, x, tokens)
+        return torchtitan_experts(*weights, x, tokens)
 
     layers = {"bf16": lambda: Layer(bf16, weights)}
     for recipe in recipes:
@@ -107,35 +115,38 @@ def run_experts(
 
 
 def random_weight(*shape: int) -> Tensor:
-    """A weight that keeps the variance of what it multiplies."""
+    """A weight whose product has the variance of its input."""
     return randn(*shape, scale=shape[-1] ** -0.5, requires_grad=True)
 
 
-def product_tables() -> Iterator[Row]:
-    for shape in (GROUPED[0], *COUNTS):
+def product_rows() -> Iterator[Row]:
+    for shape in (GROUPED[0], *EXPERT_COUNTS):
         torch._dynamo.reset()
         weight = random_weight(shape[0], *shape[2:])
-        for alignment, recipes in (*ALIGNED, ANY) if shape == GROUPED[0] else ALIGNED:
+        cases = aligned_recipes()
+        if shape == GROUPED[0]:
+            cases |= {ANY: [*RECIPES]}
+        for alignment, recipes in cases.items():
             for row in products(shape, weight, alignment, recipes):
                 yield labelled("product", shape, alignment, row, gemms=3)
 
 
-def experts_table() -> Iterator[Row]:
+def experts_rows() -> Iterator[Row]:
     for shape in EXPERTS:
         torch._dynamo.reset()
         e, _, hidden, dim = shape
         weights = tuple(random_weight(e, *s) for s in ((hidden, dim), (dim, hidden), (hidden, dim)))
-        for alignment, recipes in ALIGNED:
-            for row in experts(shape, weights, alignment, recipes[:1]):
+        for alignment, recipes in aligned_recipes().items():
+            for row in experts(shape, weights, alignment, recipes):
                 yield labelled("experts", shape, alignment, row, gemms=9)
 
 
 def labelled(name: str, shape: Shape, alignment: int, row: Row, gemms: int) -> Row:
-    """`row` with what was measured before it, and TFLOPS of `gemms` products of that shape."""
+    """`row` with labels in front and the TFLOPS of `gemms` products of that shape."""
     _, m, n, k = shape
     us = row["us"]
     rate = 2 * gemms * m * n * k / us / 1e6 if isinstance(us, float) else None
-    ends = "any" if alignment == 1 else f"x{alignment}"
+    ends = "any" if alignment == ANY else f"x{alignment}"
     return {"op": name, "E,M,N,K": ",".join(map(str, shape)), "ends": ends, **row, "TFLOPS": rate}
 
 
@@ -145,11 +156,10 @@ def main() -> None:
     args = arguments.parse_args()
     rows: list[Row] = []
     if args.only != "experts":
-        rows += product_tables()
+        rows += product_rows()
     if args.only != "products":
-        rows += experts_table()
-    print(f"seed of the group ends: {SEED}")
-    report(rows, args.json)
+        rows += experts_rows()
+    report(rows, args.json, "Grouped products and experts", ABOUT, **{"seed of the ends": SEED})
 
 
 if __name__ == "__main__":

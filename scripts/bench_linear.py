@@ -1,15 +1,16 @@
-"""Forward and backward of a linear layer in FP8 against bf16, quantisers included, on one GPU.
+"""Forward and backward of a linear layer in FP8 and in bf16, quantisers included, on one GPU.
 
-    python scripts/bench_linear.py [--json FILE]
+    python scripts/bench_linear.py [--json FILE] [--shape M,N,K]
 
-Beside the speedup stands the share of the roofline speedup: what a layer would gain whose FP8 GEMMs
-were the fastest library ones of this run (cuBLAS 1x128 @ 128x128, cuBLAS rowwise, DeepGEMM where it
-is installed), one behind the other as in the layer, and whose quantisers moved their bytes at the
-copy bandwidth of this run. Layers of torchao are timed too where torchao is installed: rowwise and
-tensorwise ones compiled, for they fuse by the compiler; its blockwise one, a prototype with kernels
-of its own, as it is. "MiB kept" is what forward keeps for backward, weights aside.
+"% roofline" compares the speed with that of an ideal layer: its three GEMMs run one after the other
+at the rate of the fastest library FP8 GEMM of this run (cuBLAS 1x128 by 128x128, cuBLAS rowwise, or
+DeepGEMM if it is installed), and its quantisers move their bytes at the copy bandwidth of this run.
 
-No speed is printed for a layer whose result is wrong.
+If torchao is installed, its layers are timed as well: rowwise and tensorwise compiled, because the
+compiler fuses their quantisers; the blockwise prototype, which has its own kernels, eager.
+"MiB kept" is what forward saves for backward, without weights.
+
+A layer with a wrong result gets no time.
 """
 
 import functools
@@ -29,27 +30,20 @@ from bench_common import (
     randn,
     report,
 )
+from shapes import LINEAR
 from torch import Tensor, nn
 
 import titan_fp8
-from titan_fp8 import kernels
+from titan_fp8.kernels import hopper
+from titan_fp8.recipe import BF16, RECIPES
 
-SHAPES = (
-    (8192, 14336, 4096),
-    (8192, 4096, 14336),
-    (8192, 4096, 4096),
-    (4096, 18432, 7168),
-    (4096, 7168, 18432),
-    (4096, 10944, 2048),
-    (4096, 2048, 10944),
-)
-"""(M, N, K): Llama3-8B at 8192 tokens, the dense feed-forwards of DeepSeek-V3 671B and 16B."""
-KINDS = ("bf16", "blockwise", "rowwise", "rowwise_with_gw_hp")
+KINDS = (BF16, *RECIPES)
 TORCHAO = ("torchao blockwise", "torchao rowwise", "torchao tensorwise")
+ABOUT = "Forward and backward of a linear layer, quantisers included."
 
 
 def make_layer(kind: str, weight: Tensor) -> Layer:
-    """A bias-free linear: bf16, one of our recipes or torchao's."""
+    """A linear layer without bias: in bf16, in one of our recipes or in one of torchao's."""
     n, k = weight.shape
     linear = nn.Linear(k, n, bias=False, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight)
@@ -65,7 +59,7 @@ def make_layer(kind: str, weight: Tensor) -> Layer:
         config = Float8LinearConfig.from_recipe_name(recipe)
         convert_to_float8_training(model, config=config)
         model = torch.compile(model, fullgraph=True)
-    elif kind != "bf16":
+    elif kind != BF16:
         titan_fp8.convert_linears(model, recipe=kind, filter_fqns=())
     return Layer(model, tuple(model.parameters()))
 
@@ -73,8 +67,8 @@ def make_layer(kind: str, weight: Tensor) -> Layer:
 def library_gemm(m: int, n: int, k: int) -> Callable[[], Tensor]:
     """The fastest library FP8 GEMM of this size."""
     a, b = randn(m, k), randn(n, k)
-    (aq, sa), (bq, sb) = kernels.quantize_1x128(a), kernels.quantize_128x128(b)
-    (ar, sar), (br, sbr) = kernels.quantize_row(a), kernels.quantize_row(b)
+    (aq, sa), (bq, sb) = hopper.quantize_1x128(a), hopper.quantize_128x128(b)
+    (ar, sar), (br, sbr) = hopper.quantize_row(a), hopper.quantize_row(b)
     row = functools.partial(torch._scaled_mm, scale_a=sar[:, None], scale_b=sbr[None])
     candidates = [lambda: row(ar, br.t(), out_dtype=torch.bfloat16, use_fast_accum=True)]
     if k % 128 == 0 and n % 128 == 0:
@@ -101,7 +95,10 @@ def library_gemm(m: int, n: int, k: int) -> Callable[[], Tensor]:
 
 
 def roofline_us(m: int, n: int, k: int, gbps: float) -> float:
-    """Three GEMMs at library rate, quantisers at copy bandwidth (2 bytes in, 1 + 1 out each)."""
+    """Three GEMMs at library rate, and quantisers at copy bandwidth.
+
+    x and g are read and written once (2 bytes in, 1 + 1 out), W is read by fprop and by dgrad.
+    """
     gemms = library_gemm(m, n, k), library_gemm(m, k, n), library_gemm(n, k, m)
     gemms_us = median_us([lambda: [gemm() for gemm in gemms]])
     quantised = 4 * m * k + 4 * m * n + 6 * n * k
@@ -110,9 +107,9 @@ def roofline_us(m: int, n: int, k: int, gbps: float) -> float:
 
 def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--shape", help="M,N,K in place of the list")
+    arguments.add_argument("--shape", help="time this shape only")
     args = arguments.parse_args()
-    shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else SHAPES
+    shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else LINEAR
     gbps = copy_gbps()
     rows = []
     for m, n, k in shapes:
@@ -126,8 +123,8 @@ def main() -> None:
             us = row["us"]
             share = 100 * roof_us / us if isinstance(us, float) else None
             rows.append({"M,N,K": f"{m},{n},{k}", **row, "% roofline": share})
-    print(f"copy bandwidth {gbps:.0f} GB/s")
-    report(rows, args.json)
+    copy = f"{gbps:.0f} GB/s"
+    report(rows, args.json, "Linear layers", ABOUT, **{"copy bandwidth": copy})
 
 
 if __name__ == "__main__":

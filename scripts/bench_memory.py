@@ -1,10 +1,10 @@
-"""What a Llama3-8B block keeps for backward, and its peak beyond that, eager and compiled.
+"""What a Llama3-8B block saves for backward, and its peak memory beyond that, on one GPU.
 
     python scripts/bench_memory.py [--json FILE]
 
-One block of torchtitan's at 8192 tokens in bf16, converted as the plugin converts it. "Kept" counts
-no weights. "Peak" is the most that forward or backward takes above what is kept in between, the
-gradients of weights among it.
+One block of torchtitan at 8192 tokens in bf16, converted as the plugin converts it, eager and
+compiled. "MiB kept" is what forward saves for backward, without weights. "MiB peak" is the most
+that forward or backward allocates beyond that; backward's includes the gradients of the weights.
 """
 
 import torch
@@ -14,10 +14,12 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
+from titan_fp8.recipe import BF16, RECIPES
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.rematerialize import recompute_fp8_inputs
 
-KINDS = ("bf16", "blockwise", "rowwise", "rowwise_with_gw_hp")
+KINDS = (BF16, *RECIPES)
+ABOUT = "Memory of one Llama3-8B block at 8192 tokens: saved for backward, and peaks beyond that."
 ARGS, TOKENS = llama3_args["8B"], 8192
 
 
@@ -25,7 +27,7 @@ def make_block(kind: str, compiled: bool) -> Layer:
     torch._dynamo.reset()
     with torch.device("cuda"):
         block = TransformerBlock(0, ARGS).bfloat16()
-    if kind != "bf16":
+    if kind != BF16:
         titan_fp8.convert_linears(block, recipe=kind)
         fuse_feed_forwards(block)
         recompute_fp8_inputs()
@@ -36,7 +38,7 @@ def make_block(kind: str, compiled: bool) -> Layer:
 
 
 def peaks(layer: Layer, x: Tensor, g: Tensor) -> tuple[int, int]:
-    """Bytes that forward and backward take above what is kept in between."""
+    """Peak bytes of forward and of backward, beyond what is kept between the two."""
     torch.cuda.reset_peak_memory_stats()
     y = layer.forward(x)
     kept, forward = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
@@ -52,7 +54,7 @@ def main() -> None:
     for compiled in (False, True):
         for kind in KINDS:
             layer = make_block(kind, compiled)
-            layer.step(x, g)  # compiles, and fills caches
+            layer.step(x, g)  # compiles
             forward, backward = peaks(layer, x, g)
             rows.append(
                 {
@@ -62,7 +64,7 @@ def main() -> None:
                     "MiB peak backward": backward / 2**20,
                 }
             )
-    report(rows, args.json)
+    report(rows, args.json, "Memory of a block", ABOUT)
 
 
 if __name__ == "__main__":

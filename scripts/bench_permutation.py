@@ -1,13 +1,15 @@
-"""The permutation around the experts on one GPU: torchtitan's code and the gathers in its place.
+"""The permutation around the experts, torchtitan's and this plugin's with gathers, on one GPU.
 
     python scripts/bench_permutation.py [--json FILE]
 
-Shapes are DeepSeek-V3 16B's on 4 ranks of expert parallelism: 4 x 4096 tokens a rank with 6 experts
-each, 16 of the 64 experts a rank. permute and unpermute are those of expert parallelism, with what
-makes their indices; the layer is a whole MoE layer, router and sorting too, without its experts.
-Bytes are an ideal copy's: each row read once and written once, in forward and in backward; the
-layer's are those of permute and unpermute together, without their padding. No speed is printed for
-what does not compute the same as torchtitan.
+The shapes are those of DeepSeek-V3 16B with expert parallelism 4: a rank has 4 x 4096 tokens, each
+routed to 6 experts, and 16 of the 64 experts. permute and unpermute are the functions of expert
+parallelism and include the computation of their indices. "layer" is a whole MoE layer with router
+and sorting but without experts.
+
+Bytes are those of an ideal copy: each row is read once and written once, in forward and again in
+backward. The layer's bytes are those of permute and unpermute, without padding. A result that
+differs from torchtitan's ends the benchmark.
 """
 
 import copy as copies
@@ -15,42 +17,54 @@ from collections.abc import Callable
 
 import torch
 from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
-from bench_shapes import SEED, uneven_ends
+from shapes import (
+    EXPERT_RANKS,
+    LOCAL_EXPERTS,
+    ROUTED_DIM,
+    ROUTED_TOKENS,
+    SEED,
+    TOP_K,
+    uneven_ends,
+)
+from tables import Row
 from torch import Tensor, nn
-from torchtitan.models.moe import utils as host
+from torchtitan.models.moe import utils
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8 import kernels, reference
+from titan_fp8 import layouts
+from titan_fp8.kernels.permute import gather_rows
 from titan_fp8.torchtitan_0_2 import moe, permutation
 
-TOKENS, TOP_K, K = 4 * 4096, 6, 2048
-ROWS = TOKENS * TOP_K
-EXPERTS, EP = 16, 4
+ROWS = ROUTED_TOKENS * TOP_K
 ALIGNMENT = 128
+ABOUT = (
+    f"{ROWS} rows of {ROUTED_DIM}, {LOCAL_EXPERTS} local experts, {EXPERT_RANKS} ranks: the "
+    "permutation of torchtitan and that of this plugin."
+)
 WAYS = {
-    "host": (host._permute, host._unpermute),
-    "gather": (permutation.permute, permutation.unpermute),
+    "torchtitan": (utils._permute, utils._unpermute),
+    "gathers": (permutation.permute, permutation.unpermute),
 }
 
 
 def draw(rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(rows, K, device="cuda", dtype=dtype)
+    return torch.randn(rows, ROUTED_DIM, device="cuda", dtype=dtype)
 
 
 def token_counts() -> Tensor:
-    """Tokens of each source rank for each local expert, uneven, ROWS in all."""
-    ends = uneven_ends(EP * EXPERTS, ROWS, 1).long()
+    """Tokens from each rank for each local expert: uneven numbers that sum to ROWS."""
+    ends = uneven_ends(EXPERT_RANKS * LOCAL_EXPERTS, ROWS, 1).long()
     return ends.diff(prepend=ends.new_zeros(1)).cuda()
 
 
 def steps(way: str, counts: Tensor) -> dict[str, Callable]:
-    """Both functions of a way, each forward alone and with backward, on an input and a gradient."""
+    """permute and unpermute, forward alone and with backward, of an input and a gradient."""
     permute, unpermute = WAYS[way]
-    shape, _, index, _ = permute(draw(ROWS), counts, EP, EXPERTS)
+    shape, _, index, _ = permute(draw(ROWS), counts, EXPERT_RANKS, LOCAL_EXPERTS)
 
     def permute_both(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         x.requires_grad_()
-        _, rows, _, _ = permute(x, counts, EP, EXPERTS)
+        _, rows, _, _ = permute(x, counts, EXPERT_RANKS, LOCAL_EXPERTS)
         return rows, *torch.autograd.grad(rows, x, g)
 
     def unpermute_both(out: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -59,43 +73,43 @@ def steps(way: str, counts: Tensor) -> dict[str, Callable]:
         return y, *torch.autograd.grad(y, out, g)
 
     return {
-        "permute": lambda x, g: permute(x.detach(), counts, EP, EXPERTS)[1:2],
+        "permute": lambda x, g: permute(x.detach(), counts, EXPERT_RANKS, LOCAL_EXPERTS)[1:2],
         "permute, forward + backward": permute_both,
         "unpermute": lambda out, g: (unpermute(out.detach(), shape, index),),
         "unpermute, forward + backward": unpermute_both,
     }
 
 
-def row_of(what: str, dtype: torch.dtype, gigabytes: float, us: float, copy: float) -> dict:
+def row_of(what: str, dtype: torch.dtype, gigabytes: float, us: float, copy: float) -> Row:
     gbps = gigabytes / us * 1e6
     row = {"step": what, "dtype": str(dtype).removeprefix("torch."), "us": us}
     return row | {"GB/s": gbps, "% of copy": 100 * gbps / copy}
 
 
-def measure_gather(dtype: torch.dtype, copy: float) -> dict[str, object]:
-    """The op alone: a permutation of all rows."""
+def measure_gather(dtype: torch.dtype, copy: float) -> Row:
+    """The kernel that gathers rows, alone, on a permutation of all rows."""
     index = torch.randperm(ROWS, device="cuda").int()
-    inputs = [draw(ROWS, dtype) for _ in range(sets_beyond_l2(ROWS * K * dtype.itemsize))]
-    if not torch.equal(kernels.gather_rows(inputs[0], index), inputs[0][index]):
-        raise SystemExit("gather_rows is WRONG")
-    us = median_us([lambda x=x: kernels.gather_rows(x, index) for x in inputs])
+    inputs = [draw(ROWS, dtype) for _ in range(sets_beyond_l2(ROWS * ROUTED_DIM * dtype.itemsize))]
+    if not torch.equal(gather_rows(inputs[0], index), inputs[0][index]):
+        raise SystemExit("gather_rows is wrong")
+    us = median_us([lambda x=x: gather_rows(x, index) for x in inputs])
     return row_of("gather_rows", dtype, 2 * inputs[0].nbytes / 1e9, us, copy)
 
 
-def measure_steps(copy: float) -> list[dict[str, object]]:
+def measure_steps(copy: float) -> list[Row]:
     counts = token_counts()
-    ours, theirs = steps("gather", counts), steps("host", counts)
-    padded = reference.round_up(ROWS + EXPERTS * ALIGNMENT, ALIGNMENT)
+    ours, theirs = steps("gathers", counts), steps("torchtitan", counts)
+    padded = layouts.round_up(ROWS + LOCAL_EXPERTS * ALIGNMENT, ALIGNMENT)
     rows = []
     for what in ours:
         sizes = (ROWS, padded) if what.startswith("permute") else (padded, ROWS)
         inputs = [tuple(draw(size) for size in sizes) for _ in range(2)]
         got, want = ours[what](*inputs[0]), theirs[what](*inputs[0])
         if not all(map(torch.equal, got, want)):
-            raise SystemExit(f"{what} is WRONG")
+            raise SystemExit(f"{what} is wrong")
         del got, want
         gigabytes = len(what.split("+")) * sum(t.nbytes for t in inputs[0]) / 1e9
-        for way, functions in (("host", theirs), ("gather", ours)):
+        for way, functions in (("torchtitan", theirs), ("gathers", ours)):
             us = median_us([lambda i=i, f=functions[what]: f(*i) for i in inputs])
             rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
     return rows
@@ -106,21 +120,21 @@ class NoExperts(nn.Module):
         return x
 
 
-def measure_layer(copy: float) -> list[dict[str, object]]:
+def measure_layer(copy: float) -> list[Row]:
     args = MoEArgs(
-        num_experts=EXPERTS * EP,
+        num_experts=LOCAL_EXPERTS * EXPERT_RANKS,
         num_shared_experts=0,
         top_k=TOP_K,
         score_before_experts=False,
         _debug_force_load_balance=True,
     )
     with torch.device("cuda"), torch.no_grad():
-        layer = MoE(args, dim=K, hidden_dim=16)
+        layer = MoE(args, dim=ROUTED_DIM, hidden_dim=16)
         layer.init_weights(0.02, torch.device("cuda"))
     layer.experts = NoExperts()
     layer.router.gate.bfloat16()
-    layers = {"host": layer, "gather": copies.deepcopy(layer)}
-    moe.route_by_gathers(layers["gather"])
+    layers = {"torchtitan": layer, "gathers": copies.deepcopy(layer)}
+    moe.route_by_gathers(layers["gathers"])
 
     def forward(way: str, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -131,14 +145,16 @@ def measure_layer(copy: float) -> list[dict[str, object]]:
         return out, *torch.autograd.grad(out, (x, *layers[way].parameters()), g)
 
     rows = []
-    inputs = [tuple(draw(TOKENS).view(4, -1, K) for _ in range(2)) for _ in range(3)]
+    inputs = [
+        tuple(draw(ROUTED_TOKENS).view(4, -1, ROUTED_DIM) for _ in range(2)) for _ in range(3)
+    ]
     for what, function in (("layer", forward), ("layer, forward + backward", both)):
-        for got, want in zip(function("gather", *inputs[0]), function("host", *inputs[0])):
-            # torchtitan rounds to bf16 at each of the summands of a token's gradient.
+        for got, want in zip(function("gathers", *inputs[0]), function("torchtitan", *inputs[0])):
+            # torchtitan rounds a token's gradient to bf16 after each of its summands.
             if (got - want).float().norm() > 1e-2 * want.float().norm():
-                raise SystemExit(f"{what} is WRONG")
+                raise SystemExit(f"{what} is wrong")
         del got, want
-        gigabytes = len(what.split("+")) * 4 * ROWS * K * 2 / 1e9
+        gigabytes = len(what.split("+")) * 4 * ROWS * ROUTED_DIM * 2 / 1e9
         for way in layers:
             us = median_us([lambda i=i, w=way, f=function: f(w, *i) for i in inputs])
             rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
@@ -147,12 +163,12 @@ def measure_layer(copy: float) -> list[dict[str, object]]:
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
-    host.set_token_group_alignment_size_m(ALIGNMENT)
+    utils.set_token_group_alignment_size_m(ALIGNMENT)
     copy = copy_gbps()
-    print(f"copy: {copy:.0f} GB/s; {ROWS} rows of {K}, {EXPERTS} experts a rank, {EP} ranks")
-    print(f"seed of the numbers of tokens: {SEED}")
     rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
-    report(rows + measure_steps(copy) + measure_layer(copy), arguments.json)
+    rows += measure_steps(copy) + measure_layer(copy)
+    facts = {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the numbers of tokens": SEED}
+    report(rows, arguments.json, "Permutation around the experts", ABOUT, **facts)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Whole layers on the kernels: the numbers of the emulation, one graph, no waiting for the device.
+"""Whole layers on the kernels: equal to the emulation, one graph, no wait for the device.
 
-The two ways quantise alike, to the bit, so their products differ by the tensor cores' summation and
-by one rounding of the output to bf16, of relative size 2^-9: `CLOSE` leaves room for both, and none
-for a scale that is off by a factor or a block left out. Where one product feeds the next, the last
-bit of the first turns roundings to e4m3: `CLOSE_AFTER_TWO` has room for sums off by 3e-4 of their
-mean size, which makes 8e-3 (tried in emulation); an h that is not quantised makes 2.6e-2.
+Kernels and emulation quantise alike, bit for bit. Their products differ by how the tensor cores add
+and by the rounding of the output to bf16, at most 2^-9 of a value. `CLOSE` allows for both, and not
+for a scale that is off by a factor or a block that is skipped. If one product is the input of the
+next, differences in the last bit of the first flip roundings to e4m3: `CLOSE_AFTER_TWO` allows for
+sums that are off by 3e-4 of their mean size, which give an error of 8e-3 in emulation. An h that is
+not quantised at all gives 2.6e-2.
 """
 
 import copy
@@ -13,19 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_utils import no_sync
+from shapes import LAYER_ENDS, ODD_LINEAR
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import titan_fp8
-from titan_fp8 import reference
+from titan_fp8.layouts import E4M3
+from titan_fp8.recipe import RECIPES
 from titan_fp8.swiglu import fp8_swiglu
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-RECIPES = ["blockwise", "rowwise", "rowwise_with_gw_hp"]
 CLOSE = 4e-3
 CLOSE_AFTER_TWO = 0.015
 
@@ -40,9 +42,7 @@ def gradients(y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "shape", [(512, 576, 704), (333, 1408, 2048), (1, 16, 16), (130, 128, 144)]
-)
+@pytest.mark.parametrize("shape", ODD_LINEAR)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear_is_its_emulation(recipe: str, shape: tuple[int, int, int], dtype: torch.dtype):
     m, n, k = shape
@@ -61,7 +61,7 @@ def test_linear_is_its_emulation(recipe: str, shape: tuple[int, int, int], dtype
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_grouped_is_its_emulation_and_waits_for_nothing(recipe: str, aligned: bool):
-    ends = [128, 128, 512, 640] if aligned else [5, 5, 400, 633]
+    ends = LAYER_ENDS["aligned" if aligned else "unaligned"]
     offs = torch.tensor([[end, -1] for end in ends], dtype=torch.int32, device="cuda")[:, 0]
     x = torch.randn(768, 704, device="cuda", dtype=torch.bfloat16)
     x[ends[-1] :] = torch.nan
@@ -101,7 +101,7 @@ def test_it_does_not_matter_where_tensors_lie(recipe: str, grouped: bool):
     for x in (whole[:, ::2], whole[:, :704], whole[:, 1:705], odd):
         fresh = x.clone(memory_format=torch.contiguous_format)
         for got, want in zip(run(x), run(fresh), strict=True):
-            # Exactly, but for cuBLAS's products in bf16, which may be summed in another order.
+            # cuBLAS may add bf16 products in another order.
             assert error(got, want) < (CLOSE if recipe == "rowwise_with_gw_hp" else 1e-3)
 
 
@@ -135,13 +135,10 @@ def test_what_is_saved_may_be_offloaded(recipe: str, pinned: bool):
         assert error(a, b) < (CLOSE if recipe == "rowwise_with_gw_hp" else 1e-3)
 
 
-GROUPS = {"dense": None, "aligned": [128, 128, 512, 640], "unaligned": [5, 5, 400, 633]}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", GROUPS)
+@pytest.mark.parametrize("layout", LAYER_ENDS)
 def test_swiglu_is_its_emulation_and_waits_for_nothing(layout: str, dtype: torch.dtype):
-    k, h, n, ends = 704, 1424, 576, GROUPS[layout]
+    k, h, n, ends = 704, 1424, 576, LAYER_ENDS[layout]
 
     def normal(*shape: int, std: float = 1) -> Tensor:
         return (torch.randn(*shape, device="cuda") * std).to(dtype)
@@ -228,7 +225,7 @@ def test_a_captured_step_reads_the_inputs_of_its_replay(recipe: str):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = step()
-    # Memory that the eager step has freed is overwritten.
+    # Overwrite the memory that the eager steps have freed.
     poison = [torch.full((m * k,), 0xFF, device="cuda", dtype=torch.uint8) for _ in range(32)]
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
@@ -266,7 +263,7 @@ def test_fsdp_accumulates_the_gradients_of_the_emulation(one_rank, recipe: str):
 
 
 class Block(nn.Module):
-    """An attention-free block: shared inputs, a SwiGLU, a norm before them."""
+    """A block without attention: a norm, two linears that share their input, and a SwiGLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +301,7 @@ def test_compiled_checkpointed_and_eager_agree(recipe: str):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for got, want in zip(fused, eager, strict=True):
         assert got.isfinite().all()
-        # The norm and SwiGLU round differently once fused; FP8 amplifies a flip of a rounding.
+        # Fusion changes how the norm and SwiGLU round, and FP8 amplifies a flipped rounding.
         assert error(got, want) < 0.05
 
 
@@ -320,7 +317,7 @@ def test_no_fp8_weight_is_kept_for_backward():
             lambda t, s=saved: s.append(t) or t, lambda t: t
         ):
             forward(x)
-        kept = [t for t in saved if t.dtype == reference.E4M3]
+        kept = [t for t in saved if t.dtype == E4M3]
         assert kept and not any(tuple(t.shape) in weights for t in kept)
 
 

@@ -1,12 +1,13 @@
-"""The ops on rows are the reference, gathers bit for bit, and the permutation by them torchtitan's.
+"""The permutation kernels equal the reference, and the permutation with them equals torchtitan's.
 
-Outputs are filled with NaN before each launch, so that an element nobody writes shows, and so is
-what must not be read: the rows around x and those of padding.
+Gathers are compared bit for bit. Outputs hold NaN before each launch, so that an element that is
+not written shows. So does memory that a kernel must not read: rows around x, and padding.
 """
 
 import pytest
 import torch
 from gpu_utils import no_sync, poisoned_outputs
+from shapes import ODD_ROUTING, ODD_ROW_LENGTHS
 from torch import Tensor
 
 from titan_fp8 import reference
@@ -14,32 +15,20 @@ from titan_fp8 import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_fp8.kernels import permute as kernels
+from titan_fp8.kernels.permute import combine_rows, dot_rows, gather_rows
 
 DTYPES = [torch.bfloat16, torch.float32]
 BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-COUNTS = {
-    "uneven": [[3, 0, 17, 1], [400, 0, 2, 9]],
-    "empty rank": [[0, 0, 0, 0], [5, 16, 130, 1]],
-    "one rank": [[7, 8, 9, 0]],
-    "one expert": [[40], [0], [1500]],
-    "no tokens": [[0, 0], [0, 0]],
-    "16B": [[384] * 16] * 4,
-    "long": [[2100, 1025, 0], [1, 1024, 4000], [0, 7, 1]],
-    "many ranks": [[i * j % 7 for i in range(3)] for j in range(63)],
-    "many experts": [[i % 5 * 9 for i in range(130)]],
-}
-"""Tokens of each source rank for each local expert."""
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture
-def host():
+def torchtitan_moe():
     return pytest.importorskip("torchtitan.models.moe.utils")
 
 
 @pytest.fixture
-def permutation(host):
+def permutation(torchtitan_moe):
     from titan_fp8.torchtitan_0_2 import permutation
 
     return permutation
@@ -59,7 +48,7 @@ def assert_same(got: Tensor, want: Tensor, what: str = "") -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("k", [16, 144, 576, 1408, 2048, 7168, 8, 2049, 1])
+@pytest.mark.parametrize("k", [*ODD_ROW_LENGTHS, 144, 1408, 8, 1])
 @pytest.mark.parametrize("r", [1, 517, 4096])
 def test_rows_are_copied_bit_for_bit(r, k, dtype):
     m = 300
@@ -71,7 +60,7 @@ def test_rows_are_copied_bit_for_bit(r, k, dtype):
         want = reference.gather_rows(x, index)
         for i in (index, index.int()):
             with poisoned_outputs():
-                assert_same(kernels.gather_rows(x, i), want)
+                assert_same(gather_rows(x, i), want)
 
 
 @every_dtype
@@ -79,26 +68,26 @@ def test_nothing_to_copy(dtype):
     x = random_bits(64, 256, dtype=dtype)
     index = torch.tensor([3, -1, 0], device="cuda", dtype=torch.int32)
     with poisoned_outputs():
-        assert kernels.gather_rows(x, index[:0]).shape == (0, 256)
-        assert_same(kernels.gather_rows(x[:0], index), x.new_zeros(3, 256))
-        assert kernels.gather_rows(x[:, :0], index).shape == (3, 0)
+        assert gather_rows(x, index[:0]).shape == (0, 256)
+        assert_same(gather_rows(x[:0], index), x.new_zeros(3, 256))
+        assert gather_rows(x[:, :0], index).shape == (3, 0)
 
 
 @every_dtype
 @pytest.mark.parametrize("top", [1, 2, 6, 8])
-@pytest.mark.parametrize("k", [16, 576, 2048, 7168, 2049])
+@pytest.mark.parametrize("k", ODD_ROW_LENGTHS)
 def test_rows_of_slots_are_weighted_and_once_rounded(k, top, dtype):
     x = torch.randn(300, k, device="cuda").to(dtype)
     slots = torch.randint(-2 * top, 302 * top, (517,), device="cuda")
     for weight in (None, torch.randn(300, top, device="cuda")):
         with poisoned_outputs():
-            got = kernels.gather_rows(x, slots, weight, top)
+            got = gather_rows(x, slots, weight, top)
         want = reference.gather_rows(x, slots, weight, top)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @every_dtype
-@pytest.mark.parametrize("k", [16, 576, 2048, 7168, 2049])
+@pytest.mark.parametrize("k", ODD_ROW_LENGTHS)
 @pytest.mark.parametrize("top", [1, 2, 6, 8])
 @pytest.mark.parametrize("t", [0, 1, 133])
 def test_rows_are_summed_and_multiplied(t, top, k, dtype):
@@ -113,7 +102,7 @@ def test_rows_are_summed_and_multiplied(t, top, k, dtype):
     for w in (None, weight):
         for i in (index, index.int()):
             with poisoned_outputs():
-                got = kernels.combine_rows(y, i, w)
+                got = combine_rows(y, i, w)
             terms = rows if w is None else rows * w.double()[..., None]
             want, size = terms.sum(1), terms.abs().sum(1)
             assert got.dtype == dtype
@@ -121,7 +110,7 @@ def test_rows_are_summed_and_multiplied(t, top, k, dtype):
             bound = eps / 2 * want.abs() + 2 * top * 2**-24 * size
             assert ((got.double() - want).abs() <= 1.01 * bound).all()
     with poisoned_outputs():
-        got = kernels.dot_rows(a, y, index)
+        got = dot_rows(a, y, index)
     terms = rows * a.double()[:, None]
     assert got.dtype == torch.float32
     error = (got.double() - terms.sum(-1)).abs()
@@ -136,9 +125,9 @@ def test_what_is_not_there_is_zero_whatever_it_is_multiplied_by(dtype):
     weight = torch.tensor([[nan], [nan], [1.0]], device="cuda")
     slots = torch.tensor([-1, 99, 2], device="cuda")
     with poisoned_outputs():
-        gathered = kernels.gather_rows(x, slots, weight, 1)
-        combined = kernels.combine_rows(x, index, torch.tensor([[nan, 1], [nan, 1]]).cuda())
-        dots = kernels.dot_rows(torch.full_like(x[:2], nan), x, index)
+        gathered = gather_rows(x, slots, weight, 1)
+        combined = combine_rows(x, index, torch.tensor([[nan, 1], [nan, 1]]).cuda())
+        dots = dot_rows(torch.full_like(x[:2], nan), x, index)
     assert not gathered[:2].any() and gathered[2].eq(1).all()
     assert combined.eq(1).all()
     assert not dots[:, 0].any() and dots[:, 1].isnan().all()
@@ -149,7 +138,7 @@ def test_beyond_int32():
     m, k = 131072 + 128, 16384
     x = torch.randn(m, 1, device="cuda", dtype=torch.bfloat16).expand(m, k).contiguous()
     index = torch.arange(m, device="cuda", dtype=torch.int32).flip(0)
-    got = kernels.gather_rows(x, index)
+    got = gather_rows(x, index)
     for rows in (slice(0, 128), slice(m - 128, m)):
         assert_same(got[rows], x[index[rows]])
 
@@ -175,13 +164,13 @@ def both_ways(permute, unpermute, counts: list[list[int]], dtype: torch.dtype):
 
 @every_dtype
 @pytest.mark.parametrize("alignment", [16, 128])
-@pytest.mark.parametrize("counts", COUNTS)
-def test_gathers_are_the_hosts_permutation(
-    monkeypatch, host, permutation, counts, alignment, dtype
+@pytest.mark.parametrize("counts", ODD_ROUTING)
+def test_gathers_equal_torchtitans_permutation(
+    monkeypatch, torchtitan_moe, permutation, counts, alignment, dtype
 ):
-    monkeypatch.setattr(host, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
-    arguments = COUNTS[counts], dtype
-    want = both_ways(host._permute, host._unpermute, *arguments)
+    monkeypatch.setattr(torchtitan_moe, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
+    arguments = ODD_ROUTING[counts], dtype
+    want = both_ways(torchtitan_moe._permute, torchtitan_moe._unpermute, *arguments)
     with poisoned_outputs():
         got = both_ways(permutation.permute, permutation.unpermute, *arguments)
     names = ("tokens", "sizes", "permuted", "gradient", "unpermuted", "its gradient")
@@ -192,7 +181,7 @@ def test_gathers_are_the_hosts_permutation(
 @every_dtype
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("top_k", [1, 2, 6])
-def test_a_layer_by_gathers_is_the_hosts(host, permutation, top_k, before, dtype):
+def test_a_layer_with_gathers_equals_torchtitans(torchtitan_moe, permutation, top_k, before, dtype):
     from torchtitan.models.moe.moe import MoE, MoEArgs
 
     from titan_fp8.torchtitan_0_2 import moe
@@ -222,7 +211,7 @@ def test_a_layer_by_gathers_is_the_hosts(host, permutation, top_k, before, dtype
 
 
 def test_nothing_waits_for_the_device(permutation):
-    count = torch.tensor(COUNTS["uneven"], device="cuda").flatten()
+    count = torch.tensor(ODD_ROUTING["uneven"], device="cuda").flatten()
     x = torch.randn(432, 256, device="cuda", requires_grad=True)
     for _ in range(2):
         # The first time compiles the kernels.

@@ -1,13 +1,14 @@
 """What the benchmarks print, short of the times: these need a GPU."""
 
 import importlib
+import json
 import pkgutil
 
 import bench_common
 import pytest
 import summarize_trace
 import torch
-from bench_shapes import uneven_ends
+from shapes import uneven_ends
 
 from titan_fp8 import kernels
 from titan_fp8.kernels import launch
@@ -110,3 +111,38 @@ def test_kernels_of_ours_have_a_kind():
     assert len(names) > 15
     kinds = {name: summarize_trace.kind_of({"cat": "kernel", "name": name}) for name in names}
     assert "other" not in kinds.values(), kinds
+
+
+ROWS = [
+    {"layer": "bf16", "us": 1234.5, "x bf16": 1.0},
+    {"layer": "other", "us": None, "x bf16": None},
+]
+
+
+def test_a_report_is_printed_and_written(monkeypatch, tmp_path, capsys):
+    where = {"command": "python bench.py", "card": "H200"}
+    monkeypatch.setattr(bench_common, "environment", lambda: where)
+    bench_common.report(ROWS, tmp_path / "x.json", "Layers", "All of them.", copy="4 GB/s")
+    written = json.loads((tmp_path / "x.json").read_text())
+    facts = {"title": "Layers", "about": "All of them.", "facts": {"copy": "4 GB/s"}, "rows": ROWS}
+    assert written == facts | where
+    lines = capsys.readouterr().out.splitlines()
+    assert "card: H200" in lines
+    assert lines[-3:] == ["layer     us  x bf16", " bf16  1,234    1.00", "other"]
+    with pytest.raises(ValueError, match="same columns"):
+        bench_common.report([*ROWS, {"layer": "third"}], None, "Layers", "All of them.")
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_the_environment_of_a_result(monkeypatch, repository):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr("sys.argv", ["scripts/bench_x.py", "--only", "a b"])
+    if not repository:
+        monkeypatch.setattr(bench_common, "git_commit", str)
+    found = bench_common.environment()
+    assert found["command"] == "python scripts/bench_x.py --only 'a b'" and found["card"] == "H200"
+    assert (found["commit"] == "unknown") == (not repository)
+    monkeypatch.setenv("BENCH_COMMAND", "./bench.sh")
+    monkeypatch.setenv("BENCH_COMMIT", "abc1234")
+    found = bench_common.environment()
+    assert (found["command"], found["commit"]) == ("./bench.sh", "abc1234")

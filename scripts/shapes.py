@@ -1,0 +1,123 @@
+"""The shapes that benchmarks and tests use: production layers, and shapes at the kernels' edges.
+
+M counts tokens, N output channels, K input channels and E experts. Group ends are `offs`: the row
+at which each group of tokens ends.
+"""
+
+import torch
+from torch import Tensor
+
+DENSE = (
+    (8192, 14336, 4096),
+    (8192, 4096, 14336),
+    (4096, 18432, 7168),
+    (4096, 10944, 2048),
+)
+"""(M, N, K) of feed-forwards: Llama3-8B at 8192 tokens, DeepSeek-V3 671B and 16B (dense layers)."""
+LINEAR = (
+    (8192, 14336, 4096),
+    (8192, 4096, 14336),
+    (8192, 4096, 4096),
+    (4096, 18432, 7168),
+    (4096, 7168, 18432),
+    (4096, 10944, 2048),
+    (4096, 2048, 10944),
+)
+"""(M, N, K) of linear layers: those of DENSE, both ways, and Llama3-8B's attention."""
+GROUPED = (
+    (8, 32768, 2048, 7168),
+    (8, 32768, 7168, 2048),
+    (64, 24576, 1408, 2048),
+    (64, 24576, 2048, 1408),
+)
+"""(E, M, N, K): the experts of DeepSeek-V3 671B (8 local ones) and 16B (all 64)."""
+EXPERT_COUNTS = tuple((e, 16640, 8192, 5120) for e in (1, 4, 16, 64))
+"""(E, M, N, K): the same tokens spread over more and more experts."""
+EXPERTS = ((8, 32768, 2048, 7168), (16, 24576, 1408, 2048))
+"""(E, M, hidden, dim): the local experts of DeepSeek-V3 671B and 16B."""
+
+QUANTIZE = ((32768, 7168), (8192, 14336), (32768, 2048), (8192, 8192))
+"""(M, K) of activations and gradients: 64 M elements and more."""
+QUANTIZE_WEIGHTS = ((1, 32768, 7168), (4, 8192, 7168), (16, 2048, 7168), (64, 2048, 1408))
+"""(E, N, K) of expert weights."""
+SWIGLU = ((8192, 14336), (32768, 2048))
+"""(M, hidden): Llama3-8B at 8192 tokens, the experts of DeepSeek-V3 671B."""
+
+ROUTED_TOKENS, TOP_K, ROUTED_DIM, LOCAL_EXPERTS, EXPERT_RANKS = 4 * 4096, 6, 2048, 16, 4
+"""DeepSeek-V3 16B with expert parallelism 4: a rank has 16 of the 64 experts."""
+
+ODD_GEMM = (
+    (256, 256, 256, None),
+    (1, 16, 16, None),
+    (333, 144, 1040, None),
+    (1000, 1408, 400, None),
+    (130, 2000, 2064, None),
+    (4096, 1408, 2048, None),
+    (512, 384, 272, (128, 128, 384)),
+    (1000, 1408, 400, (0, 63, 63, 300, 999)),
+    (333, 144, 1040, (5, 100, 100000)),
+    (700, 528, 640, (1, 2, 3, 135, 264, 700)),
+    (640, 272, 528, (64, 129, 321, 640)),
+    (2048, 2000, 2048, (640, 2048)),
+    (640, 272, 1408, (0, 0, 0)),
+    (3000, 320, 512, tuple(range(11, 11 * 257, 11))),
+)
+"""(M, N, K, group ends or None): short tiles, empty groups, ends beyond M, tokens of no group."""
+LAYER_ENDS = {"dense": None, "aligned": (128, 128, 512, 640), "unaligned": (5, 5, 400, 633)}
+"""Group ends of a layer with 768 tokens: an empty group, and tokens of no group."""
+ODD_LINEAR = ((512, 576, 704), (333, 1408, 2048), (1, 16, 16), (130, 128, 144))
+"""(M, N, K) of layers with short tiles along each dimension."""
+ODD_QUANTIZE = ((1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704))
+"""(M, K) with short blocks along each dimension."""
+QUANTIZE_ENDS = {
+    "one": (384,),
+    "even": (128, 256, 384, 512),
+    "empty": (0, 0, 256, 256, 512, 512),
+    "tail": (128, 256),
+    "none": (0, 0),
+    "beyond": (128, 640, 1024),
+    "unaligned": (1, 130, 130, 401),
+    "ones": tuple(range(1, 41)),
+    "many": tuple(2 * e for e in range(256)),
+}
+"""Group ends of an input with 512 tokens."""
+ODD_WEIGHTS = ((16, 16), (144, 704), (576, 2048), (3, 256, 400), (5, 400, 144), (2, 3, 144, 272))
+"""(..., N, K) with short blocks, with up to two leading dimensions."""
+ODD_SWIGLU = ((1, 16), (128, 128), (200, 272), (4097, 704), (8192, 1408), (0, 256))
+"""(M, hidden) with short blocks, and without tokens."""
+ODD_ROUTING = {
+    "uneven": [[3, 0, 17, 1], [400, 0, 2, 9]],
+    "empty rank": [[0, 0, 0, 0], [5, 16, 130, 1]],
+    "one rank": [[7, 8, 9, 0]],
+    "one expert": [[40], [0], [1500]],
+    "no tokens": [[0, 0], [0, 0]],
+    "16B": [[384] * 16] * 4,
+    "long": [[2100, 1025, 0], [1, 1024, 4000], [0, 7, 1]],
+    "many ranks": [[i * j % 7 for i in range(3)] for j in range(63)],
+    "many experts": [[i % 5 * 9 for i in range(130)]],
+}
+"""Tokens that each rank (outer list) sends to each local expert (inner list)."""
+ODD_ROW_LENGTHS = (16, 576, 2048, 7168, 2049)
+"""Elements of a permuted row; rows of 2049 are not aligned to 16 bytes."""
+
+SEED = 0
+"""Of the random group ends."""
+
+
+def uneven_ends(groups: int, m: int, alignment: int, seed: int = SEED) -> Tensor:
+    """Random group ends (E,) int32 at multiples of `alignment`; the last one is m.
+
+    No group is empty, and with two or more groups the largest has at least 3 times the tokens of
+    the smallest. m must be a multiple of `alignment`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    units = m // alignment
+    while True:
+        weight = 0.3 + torch.rand(groups, generator=generator)
+        share = weight / weight.sum() * units
+        size = share.floor().clamp(min=1)
+        short = units - int(size.sum())
+        if short >= 0:
+            size[share.argsort(descending=True)[:short]] += 1
+            if groups == 1 or size.max() >= 3 * size.min():
+                return (size.cumsum(0) * alignment).int()
