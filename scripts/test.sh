@@ -26,6 +26,7 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
     PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/kernels
 fi
 
-if [[ $# -eq 0 ]] && "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
+has_gpu='import torch; raise SystemExit(not torch.cuda.is_available())'
+if [[ $# -eq 0 ]] && "$python" -c "$has_gpu"; then
     exec ./scripts/test_gpu.sh
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need a Hopper GPU: kernels against the reference and FP64, and whole layers on them.
+# The tests that need a Hopper GPU: kernels against the reference and FP64, and whole layers.
 # Arguments go to pytest. The benchmarks are scripts/bench_*.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
