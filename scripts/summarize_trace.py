@@ -1,10 +1,11 @@
-"""Where the milliseconds of a training step go, from a trace that torchtitan's profiler left:
+"""Shows where the time of a training step goes, from a trace of torchtitan's profiler.
 
     ./scripts/train.sh CONFIG --job.dump_folder FOLDER --profiling.enable_profiling
     python scripts/summarize_trace.py FOLDER/profile_traces/iteration_10/rank0_trace.json
 
-Prints the GPU time by kind of kernel, the time in which the GPU had nothing to do, and what the
-host was at. Profiling slows the host down: idle time is an upper bound, GPU time is what it is.
+Prints the GPU time by kind of kernel and by kernel, the idle time of the GPU, and the CPU time in
+the CUDA runtime and in this project's ops. The profiler slows the CPU down, so the idle time is an
+upper bound; the GPU time is accurate.
 """
 
 import argparse
@@ -12,23 +13,29 @@ import gzip
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 KINDS = {
     "NCCL": r"nccl",
-    "inductor": r"^triton_(?!tem_)",  # named after all that it fused; templates are attention's
-    "FP8 GEMM": r"^[mk]_grouped(_row)?_kernel|e4m3",
-    "quantisers": r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast|columns)_kernel",
-    "SwiGLU": r"^_(forward|backward)_kernel",
+    "inductor": r"^triton_(?!tem_)",  # templates (tem) are FlexAttention
+    "FP8 GEMM": r"^_?(blockwise|rowwise)_|^[mk]_grouped(_row)?_kernel|e4m3",
+    "quantisers": r"^_?quantize_|"
+    r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast|columns)_kernel",
+    "SwiGLU": r"^_?swiglu_|^_(forward|backward)_kernel",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
-    "permutation": r"^_(gather|combine|dot|places)_kernel|"
+    "permutation": r"^_?permute_|^_(gather|combine|dot|places)_kernel|"
     r"fill_indices|index|scatter|gather|sort|radix",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
     "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",
     "other": r"",
 }
-"""Kinds of kernels and what their names match, the first that does."""
+"""Kinds of kernels and patterns of their names; the first match counts.
+
+The kernels of this project start with blockwise_ or rowwise_ (GEMMs), quantize_, swiglu_ or
+permute_, after the modules that they are in.
+"""
 
 
 def kind_of(event: dict) -> str:
@@ -38,7 +45,7 @@ def kind_of(event: dict) -> str:
 
 
 def busy(events: list[dict]) -> tuple[float, list[tuple[float, dict]]]:
-    """Microseconds in which any of the events ran, and the gaps, each with the event behind it."""
+    """Microseconds in which any event ran, and the gaps, each with the event that follows it."""
     total, gaps, end = 0.0, [], None
     for event in sorted(events, key=lambda e: e["ts"]):
         begin, stop = event["ts"], event["ts"] + event["dur"]
@@ -50,7 +57,7 @@ def busy(events: list[dict]) -> tuple[float, list[tuple[float, dict]]]:
 
 
 def complete_events(trace: Path) -> list[dict]:
-    """Those with a name, a begin and a duration."""
+    """The events of a trace that have a name, a start and a duration."""
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rt") as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
@@ -60,23 +67,23 @@ def complete_events(trace: Path) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--top", type=int, default=30, help="kernels and host calls to list")
+    parser.add_argument("trace", type=Path, help="a .json or .json.gz file of torch.profiler")
+    parser.add_argument("--top", type=int, default=30, help="how many kernels and calls to list")
     args = parser.parse_args()
     try:
         events = complete_events(args.trace)
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as reason:
-        parser.error(f"{args.trace} is no trace of PyTorch's profiler: {reason!r}")
+        parser.error(f"{args.trace} is not a trace of torch.profiler: {reason!r}")
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     steps = [e for e in events if e["name"].startswith("ProfilerStep")]
     if not gpu:
-        parser.error(f"{args.trace}: no GPU kernels in it")
+        parser.error(f"{args.trace}: the trace has no GPU kernels")
 
     total, gaps = busy(gpu)
     compute, _ = busy([e for e in gpu if kind_of(e) != "NCCL"])
     count = max(1, len({e["name"] for e in steps}))
-    print(f"{args.trace}: {count} step(s) in all, ms")
-    print(f"  GPU busy {total / 1e3:8.1f}, of it with more than NCCL {compute / 1e3:.1f}")
+    print(f"{args.trace}: {count} step(s), total ms")
+    print(f"  GPU busy {total / 1e3:8.1f}, without NCCL kernels {compute / 1e3:.1f}")
     idle = sum(gap for gap, _ in gaps)
     print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")
     for floor in (20, 100, 500, 2000):
@@ -86,15 +93,21 @@ def main() -> None:
     _table("GPU time by kind", gpu, kind_of, len(KINDS) + 1)
     _table("GPU time by kernel", gpu, lambda e: e["name"][:90], args.top)
     before = [dict(event, dur=gap) for gap, event in gaps if gap > 20]
-    _table("idle before (gaps over 20 us)", before, lambda e: e["name"][:90], args.top // 2)
+    _table(
+        "GPU idle (gaps over 20 us) by the kernel that follows",
+        before,
+        lambda e: e["name"][:90],
+        args.top // 2,
+    )
     runtime = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    _table("host in the CUDA runtime", runtime, lambda e: e["name"], args.top // 2)
+    _table("CPU time in the CUDA runtime", runtime, lambda e: e["name"], args.top // 2)
     ops = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("titan_fp8")]
-    _table("host in this project's ops", ops, lambda e: e["name"], args.top)
+    _table("CPU time in this project's ops", ops, lambda e: e["name"], args.top)
 
 
-def _table(title: str, events: list[dict], key, rows: int) -> None:
-    time, count = Counter(), Counter()
+def _table(title: str, events: list[dict], key: Callable[[dict], str], rows: int) -> None:
+    time: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     for event in events:
         time[key(event)] += event["dur"]
         count[key(event)] += 1
