@@ -1,12 +1,12 @@
-# Sourced by the scripts. `root` is the repository; `prepare_env` makes `python` an interpreter that
-# has all it needs:
+# Sourced by the other scripts. Sets `root`, the repository, and defines `prepare_env`, which sets
+# `python` to an interpreter with all dependencies:
 #
-# 1. TITAN_FP8_PYTHON, if set, is used as it is (a container image, a GPU node without a network).
-# 2. Else the python3 on PATH, if all that pyproject.toml names is in it, in those versions.
-# 3. Else .venv of this repository. The first call makes it, with Python 3.10, 3.11 or 3.12, and so
-#    does the first after a change to pyproject.toml or this file. Its torch is the one that was
-#    tried: 2.11 with an NVIDIA GPU, 2.13 without. pip's own settings (PIP_INDEX_URL and the like)
-#    say where packages come from; a CPU build of torch is by far the smaller download.
+# 1. TITAN_FP8_PYTHON if it is set, unchecked: for container images and GPU nodes without a network.
+# 2. Otherwise the python3 on PATH, if it has every package of pyproject.toml in a fitting version.
+# 3. Otherwise .venv of this repository. The first call creates it with Python 3.10, 3.11 or 3.12,
+#    and a change to pyproject.toml or to this file updates it. It gets a version of torch that was
+#    tested: 2.11 with an NVIDIA GPU, 2.13 without. pip's settings (PIP_INDEX_URL, ...) say where
+#    packages come from; a CPU build of torch is a far smaller download.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"

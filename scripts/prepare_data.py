@@ -1,16 +1,18 @@
-"""Corpus and tokenizer for the debug models, from Python's standard library: nothing is downloaded.
+"""Makes a corpus and a tokenizer from Python's standard library; nothing is downloaded.
 
-    <out>/corpus/train/text.jsonl        {"text": ...} a line, as torchtitan's "c4_test" reads it
+    <out>/corpus/train/text.jsonl        one {"text": ...} per line, as torchtitan's "c4_test" reads
     <out>/corpus/validation/text.jsonl   a twentieth of the source files, not in train
-    <out>/tokenizer/tokenizer.json       byte-level BPE of 512 tokens
+    <out>/tokenizer/tokenizer.json       byte-level BPE with 512 tokens
     <out>/tokenizer/tokenizer_config.json
 
-A source file is cut into pieces of about four hundred characters, and the pieces are put in the
-order of their digest. That is random as far as training goes and the same everywhere: a batch holds
-text from many files, and data-parallel ranks, each of which reads one stretch of the corpus, see
-the same kind of text. The debug models have room for 2048 tokens; with 512 each is seen more often
-and more is learnt in a hundred steps. The result depends on the Python version and on this
-file alone; <out>/stamp names both and is written last, and where it is there nothing is done.
+Source files are cut into pieces of about 400 characters, which are sorted by their digest. To
+training this order is random, but it is the same on every machine. So a batch mixes text from many
+files, and all data-parallel ranks, each of which reads one stretch of the corpus, see the same kind
+of text. The debug models have a vocabulary of 2048; with 512 tokens each token occurs more often,
+and more is learnt in a hundred steps.
+
+The result depends only on the Python version and on this file. <out>/stamp records both and is
+written last; if it matches, nothing is done.
 """
 
 import argparse
@@ -28,9 +30,9 @@ VOCAB_SIZE = 512
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 VALIDATION_EVERY = 20
 PIECE = 400  # characters
-# Not the library's own, or not installed everywhere.
+# Folders that are not part of the standard library or not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and manuals, not code
+LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
 
 
 def digest(text: str) -> bytes:
@@ -38,7 +40,7 @@ def digest(text: str) -> bytes:
 
 
 def library_files() -> list[str]:
-    """The text of the standard library's modules, in an order that does not follow its folders."""
+    """The text of the standard library's modules, ordered by the digest of their path."""
     library = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(library) for path in library.rglob("*.py")]
     names = [name for name in names if LEFT_OUT.isdisjoint(name.parts)]
@@ -47,7 +49,7 @@ def library_files() -> list[str]:
 
 
 def shuffled_pieces(texts: list[str]) -> list[str]:
-    """Cut texts after the first line end past PIECE characters, and order the pieces by digest."""
+    """Cut texts at the first line end after PIECE characters, and sort the pieces by digest."""
     pieces = []
     for text in texts:
         start = 0
@@ -59,12 +61,12 @@ def shuffled_pieces(texts: list[str]) -> list[str]:
 
 
 def recipe() -> str:
-    """What the result depends on."""
+    """The Python version and this file's digest, which determine the result."""
     return f"Python {sys.version.split()[0]}, {digest(Path(__file__).read_text()).hex()}\n"
 
 
 def write_corpus(texts: list[str], folder: Path) -> None:
-    """Write texts as JSON lines: a line is a document, a folder is a data set."""
+    """Write texts as JSON lines, one document per line; the folder is a data set."""
     folder.mkdir(parents=True)
     lines = (json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -83,7 +85,7 @@ def write_tokenizer(texts: list[str], folder: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} tokens found")
+        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} tokens learnt")
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -91,7 +93,7 @@ def write_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def prepare(out: Path) -> None:
-    """Fill the folder, unless it is filled already."""
+    """Fill the folder `out`, unless its stamp says that it is up to date."""
     stamp = out / "stamp"
     if stamp.exists() and stamp.read_text() == recipe():
         print(f"data: {out} is prepared")
@@ -115,7 +117,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may come at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may run at once
         prepare(out)
 
 

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Train a debug model in bf16 and in blockwise FP8, from one seed checkpoint and on the same data,
-# and compare the losses:
+# Train a debug model in bf16 and in blockwise FP8, from the same seed checkpoint and on the same
+# data, and compare the losses:
 #
 #   ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]
 #
-# Two ranks with FSDP2, for deepseek_v3 with expert parallelism 2 as well, on two GPUs or on the CPU
-# (on a machine with one GPU: one rank). What the first call prepares, the next reuses: environment,
-# corpus, tokenizer, seed checkpoint. Results are in outputs/quickstart/MODEL: a folder for each run
-# with its log and TensorBoard events, and the comparison as loss.png. The exit status is that of
-# the comparison; losses of fewer than 20 steps are compared but not judged. On GPUs that are no Hopper
-# FP8 is emulated, as on the CPU.
+# There are two ranks with FSDP2, on two GPUs or on the CPU, or one rank on a machine with one GPU.
+# deepseek_v3 also uses expert parallelism across the ranks. On the CPU, and on GPUs other than
+# Hopper, FP8 is emulated.
 #
-# Routing amplifies any rounding. So deepseek_v3 trains its baseline a second time, in FP32, and FP8
-# is held to the larger of the tolerance and that run's gap.
+# Results are in outputs/quickstart/MODEL: a folder for each run with its log and TensorBoard
+# events, and the comparison as loss.png. The exit status is that of the comparison. With fewer than
+# 20 steps a gap of up to 100 % passes. Later calls reuse the environment, the corpus, the tokenizer
+# and the seed checkpoint.
+#
+# Routing amplifies any rounding. So deepseek_v3 trains its baseline a second time, in FP32, and
+# accepts an FP8 run whose gap is within the tolerance or within that of the FP32 run.
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -49,7 +51,7 @@ ranks=$((gpus == 1 ? 1 : 2))
 expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
 export HF_HUB_OFFLINE=1 LOG_RANK=0
 
-# launch FOLDER [flag ...]: trains into FOLDER, shows a line a step and keeps the whole log there.
+# launch FOLDER [flag ...]: trains, prints one line per step and writes the whole log to FOLDER.
 launch() {
     local folder=$1 name
     name=$(basename "$folder")
@@ -63,7 +65,7 @@ launch() {
         { tail -n 40 "$folder/train.log" >&2 && die "this run failed: $folder/train.log"; }
 }
 
-# train NAME [flag ...]: from the seed checkpoint; without a bf16 flag, in the config's own FP8.
+# train NAME [flag ...]: trains from the seed checkpoint, in the recipe of the TOML by default.
 train() {
     local name=$1
     shift
@@ -76,7 +78,8 @@ train() {
 
 bf16=(--quantize.linear.titan_fp8.recipe bf16)
 fp8=()
-if [[ $gpus -gt 0 && $("$python" -c 'import torch; print(torch.cuda.get_device_capability()[0])') != 9 ]]; then
+capability='import torch; print(torch.cuda.get_device_capability()[0])'
+if [[ $gpus -gt 0 && $("$python" -c "$capability") != 9 ]]; then
     fp8=(--quantize.linear.titan_fp8.emulate)
     [[ $model == llama3 ]] || fp8+=(--quantize.grouped_mm.titan_fp8.emulate)
 fi
@@ -95,7 +98,7 @@ if [[ $model == deepseek_v3 ]]; then
     compare+=(--noise "$runs/fp32")
 fi
 if [[ $steps -lt 20 ]]; then
-    echo "== $steps steps are too few to judge the loss by: the bar is 100 %"
+    echo "== $steps steps are too few to judge the loss: the bar is 100 %"
     compare+=(--tolerance 100)
 fi
 echo "== comparison"

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Train from a TOML with torchrun, on GPUs or, without one, on the CPU (gloo, emulated FP8):
+# Launch torchtitan with torchrun, on GPUs or, without any, on the CPU with gloo and emulated FP8:
 #
 #   ./scripts/train.sh CONFIG [--section.key value ...]
 #
-# All after CONFIG goes to torchtitan; relative paths in it and in CONFIG start at the repository's
-# root. As with torchtitan's run_train.sh, the environment says where to run:
+# Arguments after CONFIG go to torchtitan. Relative paths in them and in CONFIG are relative to the
+# root of the repository. The environment has the variables of torchtitan's run_train.sh:
 #
-#   NGPU         ranks on this machine (default: its GPUs; without one, 2)
+#   NGPU         ranks on this machine (default: the number of its GPUs, or 2 without any)
 #   LOG_RANK     local ranks that print, comma-separated (default: 0)
-#   NNODES       machines (default: 1); more meet at MASTER_ADDR:MASTER_PORT (default port: 29500)
-#   NODE_RANK    this machine's number; without it machines are numbered as they come
-#   RDZV_ID      the name of the job then (default: titan_fp8)
+#   NNODES       machines (default: 1)
+#   MASTER_ADDR  the machine where several meet; its port is MASTER_PORT (default: 29500)
+#   NODE_RANK    this machine's number (default: assigned in the order of arrival)
+#   RDZV_ID      the job's name if NODE_RANK is not set (default: titan_fp8)
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -43,7 +44,7 @@ nodes=${NNODES:-1}
 if [[ $nodes == 1 ]]; then
     meeting=(--rdzv_backend c10d --rdzv_endpoint localhost:0)
 else
-    [[ -n "${MASTER_ADDR:-}" ]] || die "NNODES=$nodes needs MASTER_ADDR, where the machines meet"
+    [[ -n "${MASTER_ADDR:-}" ]] || die "NNODES=$nodes needs MASTER_ADDR, the machine where all meet"
     port=${MASTER_PORT:-29500}
     if [[ -n "${NODE_RANK:-}" ]]; then
         meeting=(--node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$port")
@@ -53,7 +54,7 @@ else
     fi
 fi
 
-# The debug configs read the offline corpus and its tokenizer.
+# The debug configs use the offline corpus and its tokenizer.
 if grep -q '"\./data/corpus' "$config"; then
     "$python" scripts/prepare_data.py data
 fi

@@ -1,4 +1,4 @@
-"""What the scripts refuse and prepare, and that what the README names exists."""
+"""The scripts: arguments that they refuse, the data they prepare, and the README's commands."""
 
 import json
 import os
@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
-    """A script's result; it uses this interpreter, and would not get as far as training."""
+    """Runs a script with this interpreter; none of these calls gets as far as training."""
     env = {**os.environ, "TITAN_FP8_PYTHON": sys.executable, **variables}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
