@@ -1,9 +1,9 @@
-"""Plans and options that only GPUs run, compiled and from the command line, beside the plain model.
+"""Parallel plans on GPUs, compiled and launched from the command line: the losses of one GPU.
 
-`scripts/bench_train.sh` runs FSDP2 with and without expert parallelism; here is what it does not:
-tensor, pipeline and context parallelism on two GPUs, and FlexAttention inside of op-level
-checkpoints. What computes the same has the same losses: from one seed checkpoint on the same
-batches they part by roundings alone.
+`scripts/bench_train.sh` runs FSDP2 with and without expert parallelism. These tests run what it
+does not: tensor, pipeline and context parallelism on two GPUs, and FlexAttention inside op-level
+checkpoints. All runs of a model start from the same seed checkpoint and see the same batches, so
+their losses differ by rounding only.
 """
 
 import re
@@ -24,7 +24,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 STEPS = 20
 CLOSE = 0.005
-"""Of a loss, at any step."""
+"""Largest relative difference of two losses at the same step."""
 TIMEOUT = 300
 RECIPES = ("blockwise", "rowwise")
 PLANS = {
@@ -36,7 +36,7 @@ CHECKPOINTS += ["--activation_checkpoint.selective_ac_option", "op"]
 
 
 def train(model: str, recipe: str, folder: Path, flags: list[object], ranks: int = 1) -> str:
-    """The log of a debug model's training in bf16 parameters, without FSDP2."""
+    """Trains a debug model with bf16 parameters and without FSDP2; returns the log."""
     command = [ROOT / "scripts" / "train.sh", ROOT / "configs" / f"{model}_debug.toml"]
     command += ["--quantize.linear.titan_fp8.recipe", recipe, "--job.dump_folder", folder]
     command += ["--parallelism.data_parallel_shard_degree", 1, "--training.dtype", "bfloat16"]
@@ -47,7 +47,7 @@ def train(model: str, recipe: str, folder: Path, flags: list[object], ranks: int
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory):
-    """Trains a model with flags, from the seed checkpoint that all of its runs begin with."""
+    """A function that trains a model from its seed checkpoint and returns the losses by step."""
     seeds, results = {}, {}
 
     def of(model: str, recipe: str, flags: list[object], ranks: int = 1) -> dict[int, float]:
@@ -70,7 +70,7 @@ def losses(tmp_path_factory):
 
 
 def compare(one: dict[int, float], other: dict[int, float]) -> None:
-    """AssertionError unless the first run learns and the other has its losses."""
+    """Asserts that the first run learns and that the other has the same losses."""
     assert one.keys() == other.keys() == set(range(1, STEPS + 1))
     gaps = [other[step] / one[step] - 1 for step in one]
     print(f"at most {max(gaps, key=abs):+.3%}")
@@ -78,7 +78,7 @@ def compare(one: dict[int, float], other: dict[int, float]) -> None:
     assert max(map(abs, gaps)) < CLOSE, gaps
 
 
-# Recipes take turns: no plan without either, nor a model without both.
+# The recipes alternate, so that every plan and every model runs with both.
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
     ("model", "plan", "recipe"),
@@ -88,10 +88,10 @@ def compare(one: dict[int, float], other: dict[int, float]) -> None:
         for j, plan in enumerate(PLANS)
     ],
 )
-def test_a_plan_learns_what_one_gpu_learns(model, plan, recipe, losses):
+def test_a_plan_has_the_losses_of_one_gpu(model, plan, recipe, losses):
     compare(losses(model, recipe, []), losses(model, recipe, PLANS[plan], ranks=2))
 
 
 @pytest.mark.parametrize(("model", "recipe"), [("llama3", "rowwise"), ("deepseek_v3", "blockwise")])
-def test_flex_attention_in_checkpoints_learns_what_it_does_without(model, recipe, losses):
+def test_flex_attention_has_the_same_losses_with_checkpoints(model, recipe, losses):
     compare(losses(model, recipe, FLEX), losses(model, recipe, FLEX + CHECKPOINTS))
