@@ -59,8 +59,8 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     return x.dtype
 
 
-def check_devices(x: Tensor, **others: Tensor | None) -> None:
-    """All tensors must be on x's device: a kernel would read any address that it is given."""
+def check_devices(x: Tensor, **others: Any) -> None:
+    """Tensors and quantised weights must be on x's device: a kernel reads any address it is given."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")

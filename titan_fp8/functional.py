@@ -187,6 +187,14 @@ def quantize_operands(
     return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
 
 
+def _operand(w: Tensor | None, q: Tensor | None, s: Tensor | None) -> Tensor | Operand:
+    """The weight as `fprop` and `dgrad` take it: in high precision, or q and its scale."""
+    if w is not None:
+        return w
+    assert q is not None and s is not None
+    return q, s
+
+
 class _FP8Product(torch.autograd.Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
@@ -210,7 +218,7 @@ class _FP8Product(torch.autograd.Function):
         sw_t: Tensor | None,
         *x_columns: Tensor,
     ) -> Tensor:
-        y_MN = fprop((xq, sx), (wq, sw) if w is None else w, offs, spec)
+        y_MN = fprop((xq, sx), _operand(w, wq, sw), offs, spec)
         ctx.save_for_backward(w, wq_t, sw_t, offs, *x_columns)
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -225,7 +233,7 @@ class _FP8Product(torch.autograd.Function):
         g_rows, g_columns = quantize_operands(g_MN, offs, needs_dx, needs_dw, spec)
         dx_MK = dw = db = None
         if needs_dx:
-            dx_MK = dgrad(g_rows, (wq_t, sw_t) if w is None else w, offs, spec, ctx.x_dtype)
+            dx_MK = dgrad(g_rows, _operand(w, wq_t, sw_t), offs, spec, ctx.x_dtype)
         if needs_dw:
             dw = wgrad(g_columns, x_columns, offs, spec, w.dtype)
         if needs_db:

@@ -113,10 +113,10 @@ def padded_columns(s: Tensor) -> Tensor:
 
 def zero_unfilled(q_KM: Tensor, m: int, offs: Tensor | None, group: Tensor | None) -> Tensor:
     """Zeros in the columns of a transposed copy where no token stands, beside a NaN scale too."""
-    if offs is None:
-        unfilled = torch.arange(q_KM.shape[1], device=q_KM.device) >= m
+    if offs is None or group is None:
+        unfilled = torch.arange(q_KM.shape[1], device=q_KM.device).ge(m)
     else:
-        unfilled = group == offs.shape[0]
+        unfilled = group.eq(offs.shape[0])
     # Through the bytes: few ops take FP8.
     return q_KM.view(torch.uint8).masked_fill(unfilled, 0).view(E4M3)
 

@@ -17,6 +17,7 @@ them:
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,8 @@ class FP8Linear(nn.Linear):
         return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate)
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
-        w, mesh = self.weight, self.weight.device_mesh
+        w = cast(DTensor, self.weight)
+        mesh = w.device_mesh
         if not isinstance(x, DTensor):
             raise TypeError(f"{self.fqn}: weight is a DTensor ({w.placements}), the input is not")
         per_dim = [_sharded_gemm(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
@@ -73,7 +75,8 @@ class FP8Linear(nn.Linear):
 
     def _local_bias(self, y_out: Sequence[Placement]) -> Tensor:
         """The bias that this rank adds: among ranks whose outputs are summed, the first alone."""
-        bias, mesh = self.bias, self.bias.device_mesh
+        bias = cast(DTensor, self.bias)
+        mesh = bias.device_mesh
         # If y is Partial, every rank has the whole gradient of y. If the tokens are sharded, each
         # rank has its tokens' gradient, and the bias's is Partial.
         grad = [
@@ -151,7 +154,7 @@ def convert_linears(
             report.left.append((name, shape, reason))
             continue
         module.__class__ = FP8Linear
-        module.recipe, module.emulate, module.fqn = recipe, emulate, name
+        vars(module).update(recipe=recipe, emulate=emulate, fqn=name)
         report.converted.append((name, shape, recipe))
     return report
 

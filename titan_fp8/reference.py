@@ -13,6 +13,8 @@ cores differ from that in the order of summation only.
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,7 +163,7 @@ def quantize_col_t(
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zeros.
     """
     laid, group = lay_out(x.float(), offs, aligned, ROW_ALIGNMENT)
-    if offs is None:
+    if offs is None or group is None:
         s = scale_of(torch.nn.functional.pad(laid, (0, 0, 0, 1)).abs().amax(0))
         q = cast(laid, s)
     else:
@@ -215,10 +217,10 @@ def dequantize_row(q: Tensor, s: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def full_fp32(device: torch.device):
+def full_fp32(device: torch.device) -> Iterator[None]:
     """FP32 products stay FP32: no autocast, no TF32."""
-    # The one setting for all backends can be neither read nor put back once they differ.
-    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    # Backend by backend: torch.backends.fp32_precision cannot be read or restored if they differ.
+    backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"

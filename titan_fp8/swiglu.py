@@ -147,7 +147,8 @@ def fp8_swiglu(
         a_MH, b_MH = products(x_MK, (w1, w3), None, offs, spec)
         (y_MN,) = products(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
     else:
-        for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
+        trained = [w is not None and w.requires_grad for w in in_high_precision.values()]
+        for_wgrad = torch.is_grad_enabled() and (trained[0] or trained[2])
         y_MN = _FP8SwiGLU.apply(x_MK, w1, w2, w3, offs, spec, for_wgrad)
     return y_MN.view(*x.shape[:-1], w2.shape[-2])
 

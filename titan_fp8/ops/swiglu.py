@@ -68,8 +68,8 @@ def blockwise_swiglu(
 
     q, s, q_t, s_t = impl.quantize_1x128_128x1_t(x, offs, aligned, scale_fmt=scale_fmt)
     a, b = multiply(q, s, w1), multiply(q, s, w3)
-    y = multiply(*impl.swiglu_1x128(a, b, scale_fmt=scale_fmt), w2)
-    return y, a, b, q_t, s_t
+    h_q, h_s = impl.swiglu_1x128(a, b, scale_fmt=scale_fmt)
+    return multiply(h_q, h_s, w2), a, b, q_t, s_t
 
 
 @composite(checked=("g",))
