@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from titan_fp8 import fp8_grouped_mm, fp8_linear
-
-ops = torch.ops.titan_fp8
+from titan_fp8.recipe import get_recipe
 
 RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -101,10 +100,10 @@ def stride_128x128(row_blocks: int, column_blocks: int, lead: int) -> tuple[int,
 
 
 def check_rows(recipe: str, x: torch.Tensor) -> None:
-    q, s = (ops.quantize_1x128 if recipe == "blockwise" else ops.quantize_row)(x)
+    q, s = get_recipe(recipe).rows(x)
     expected = oracle.rows(oracle.array(x), recipe)
     assert_codes("rows", q, expected.codes)
-    if recipe == "blockwise":
+    if recipe in oracle.BLOCKWISE:
         assert_scales("rows", s, expected.block_scales, stride_1x128(len(x)))
     else:
         assert_scales("rows", s, expected.block_scales[:, 0], None)
@@ -114,8 +113,8 @@ def check_columns(
     recipe: str, x: torch.Tensor, ends: list[int] | None = None, aligned: bool = False
 ) -> None:
     offs = None if ends is None else offsets(ends)
-    blockwise = recipe == "blockwise"
-    q, s = (ops.quantize_128x1_t if blockwise else ops.quantize_col_t)(x, offs, aligned)
+    blockwise = recipe in oracle.BLOCKWISE
+    q, s = get_recipe(recipe).columns(x, offs, aligned)
     codes, scales = oracle.transposed(oracle.array(x), recipe, ends, aligned)
     assert_codes("columns", q, codes)
     assert_scales("columns", s, scales, stride_1x128(x.shape[1]) if blockwise else None)
@@ -126,11 +125,9 @@ def check_both(
 ) -> None:
     """The quantiser of rows and columns in one is those of either."""
     offs = None if ends is None else offsets(ends)
-    if recipe == "blockwise":
-        both, rows, columns = ops.quantize_1x128_128x1_t, ops.quantize_1x128, ops.quantize_128x1_t
-    else:
-        both, rows, columns = ops.quantize_row_col_t, ops.quantize_row, ops.quantize_col_t
-    for got, want in zip(both(x, offs, aligned), (*rows(x), *columns(x, offs, aligned))):
+    ops = get_recipe(recipe)
+    separate = *ops.rows(x), *ops.columns(x, offs, aligned)
+    for got, want in zip(ops.rows_and_columns(x, offs, aligned), separate):
         assert got.stride() == want.stride() and got.dtype == want.dtype
         torch.testing.assert_close(
             got.float(), want.float(), rtol=0, atol=0, equal_nan=True, msg="rows and columns"
@@ -139,9 +136,9 @@ def check_both(
 
 def check_weight(recipe: str, w: torch.Tensor) -> None:
     """W in fprop's and, transposed, in dgrad's layout; (N, K) or (E, N, K)."""
-    blockwise = recipe == "blockwise"
-    q, s = (ops.quantize_128x128 if blockwise else ops.quantize_row)(w)
-    q_t, s_t = (ops.quantize_128x128_t if blockwise else ops.quantize_weight_col_t)(w)
+    blockwise = recipe in oracle.BLOCKWISE
+    q, s = get_recipe(recipe).weight(w)
+    q_t, s_t = get_recipe(recipe).weight_t(w)
     groups = oracle.array(w).reshape(-1, *w.shape[-2:])
     fprop = [oracle.weight(w_e, recipe, "fprop") for w_e in groups]
     dgrad = [oracle.weight(w_e, recipe, "dgrad") for w_e in groups]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 BLOCK = 128
+BLOCKWISE = ("blockwise",)
 ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
 
 _exponent, _mantissa = np.divmod(np.arange(127), 8)
@@ -93,14 +94,14 @@ def every(step: int, stop: int, start: int = 0) -> list[int]:
 
 def rows(x: np.ndarray, recipe: str) -> Quantized:
     """A left operand of fprop or dgrad: 1x128, or one scale a row."""
-    width = BLOCK if recipe == "blockwise" else x.shape[1]
+    width = BLOCK if recipe in BLOCKWISE else x.shape[1]
     return quantize(x, every(1, x.shape[0]), every(width, x.shape[1]))
 
 
 def weight(w: np.ndarray, recipe: str, gemm: str) -> Quantized:
     """A right operand of fprop (scales along K) or dgrad (along N), w (N, K)."""
     n, k = w.shape
-    if recipe == "blockwise":
+    if recipe in BLOCKWISE:
         return quantize(w, every(BLOCK, n), every(BLOCK, k))
     if gemm == "fprop":
         return quantize(w, every(1, n), [0])
@@ -109,7 +110,7 @@ def weight(w: np.ndarray, recipe: str, gemm: str) -> Quantized:
 
 def columns(x: np.ndarray, recipe: str) -> Quantized:
     """The tokens of one group as an operand of wgrad: 128x1, or one scale a column."""
-    height = BLOCK if recipe == "blockwise" else max(1, x.shape[0])
+    height = BLOCK if recipe in BLOCKWISE else max(1, x.shape[0])
     return quantize(x, every(height, x.shape[0]), every(1, x.shape[1]))
 
 
@@ -136,7 +137,7 @@ def transposed(
         width = (m + (align - 1) * count) // align * align
     codes = np.zeros((k, width), np.uint8)
     of_zeros = scale(np.float32(0))
-    blockwise = recipe == "blockwise"
+    blockwise = recipe in BLOCKWISE
     s = np.full((k, width // BLOCK) if blockwise else (count, k), of_zeros, np.float32)
     column = 0
     for e, group in enumerate(groups(offs, m)):
