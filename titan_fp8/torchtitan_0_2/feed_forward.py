@@ -1,10 +1,10 @@
 """torchtitan's dense feed-forwards, fused: w1, w2 and w3 run as one `fp8_swiglu`.
 
-The linears stay where they are, with their parameters and names; the feed-forward reads their
-weights and does not call them. So whatever hangs on the call of one of them turns fusion off, in
-each forward anew: tensor parallelism (weights that are DTensors, hooks that distribute the input),
-hooks of any kind, a wrapper for checkpointing, FSDP or the compiler around a linear alone. Then
-torchtitan's own forward runs, with FP8Linears as ever.
+The linears stay submodules, with their parameters and names. The fused forward reads their weights
+and does not call them, so anything that acts on the call of a linear would be skipped: hooks,
+tensor parallelism (DTensor weights, hooks that distribute the input), or a wrapper around a single
+linear for checkpointing, FSDP or the compiler. Each forward checks for these, and if it finds one,
+runs torchtitan's own forward, which calls the FP8Linears.
 """
 
 import torch.nn.modules.module as nn_module
@@ -16,15 +16,16 @@ from torchtitan.models.moe import moe
 from torchtitan.models.qwen3.model import model as qwen3
 
 from titan_fp8.linear import FP8Linear
+from titan_fp8.recipe import get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 
 
 class FP8FeedForward(nn.Module):
-    """What `fuse_feed_forwards` puts before a class of torchtitan, whose forward is the next."""
+    """A mixin before one of torchtitan's FeedForward classes, whose forward is the fallback."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., K): w2(silu(w1 x) * w3 x)."""
-        if any(_is_seen(linear) for linear in (self.w1, self.w2, self.w3)):
+        if any(_must_be_called(linear) for linear in (self.w1, self.w2, self.w3)):
             return super().forward(x)
         return fp8_swiglu(
             x,
@@ -56,14 +57,14 @@ _FUSED = {
 }
 
 
-def _is_seen(linear: nn.Module) -> bool:
-    """Whether anything but the feed-forward takes part in calling `linear`, or cuts its weight."""
+def _must_be_called(linear: nn.Module) -> bool:
+    """Whether calling `linear` does more than FP8Linear.forward, or its weight is sharded."""
     return (
         type(linear) is not FP8Linear
         or isinstance(linear.weight, DTensor)
         or linear._compiled_call_impl is not None
         or "forward" in vars(linear)
-        # What nn.Module looks at to find out whether a call is more than its forward.
+        # The hooks that nn.Module.__call__ checks before it calls forward directly.
         or bool(
             linear._forward_pre_hooks
             or linear._forward_hooks
@@ -78,24 +79,23 @@ def _is_seen(linear: nn.Module) -> bool:
 
 
 def fuse_feed_forwards(model: nn.Module) -> int:
-    """Fuses torchtitan's feed-forwards whose linears are blockwise FP8Linears; returns how many.
+    """Fuses torchtitan's feed-forwards, in place by their class, and returns how many.
 
-    In place, by another class, as the linears were converted before. Other recipes have no fused
-    SwiGLU to gain from.
+    All three linears must be FP8Linears of a recipe that has the ops for it.
     """
     feed_forwards = [
         module
         for module in model.modules()
-        if type(module) in _FUSED and _is_blockwise(module.w1, module.w2, module.w3)
+        if type(module) in _FUSED and _can_fuse(module.w1, module.w2, module.w3)
     ]
     for module in feed_forwards:
         module.__class__ = _FUSED[type(module)]
     return len(feed_forwards)
 
 
-def _is_blockwise(*linears: nn.Module) -> bool:
-    """Whether these are blockwise FP8Linears without biases, all emulated or none."""
+def _can_fuse(*linears: nn.Module) -> bool:
+    """Whether these are FP8Linears without bias, with equal settings and a recipe with SwiGLU."""
     if not all(type(linear) is FP8Linear and linear.bias is None for linear in linears):
         return False
-    ways = {(linear.recipe, linear.emulate) for linear in linears}
-    return len(ways) == 1 and ways < {("blockwise", True), ("blockwise", False)}
+    settings = {(linear.recipe, linear.emulate) for linear in linears}
+    return len(settings) == 1 and get_recipe(linears[0].recipe).swiglu is not None
