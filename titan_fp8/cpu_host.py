@@ -2,107 +2,98 @@
 
     python -m titan_fp8.cpu_host <torchtitan's own arguments>
 
-torchtitan 0.2.2 takes a machine with no accelerator for a CUDA one and dies in its first call of
-torch.cuda, although FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare`
-closes the gaps and `main` hands over to `torchtitan.train`; importing this module does nothing.
-Each patch answers one fact:
+torchtitan 0.2.2 takes a machine without an accelerator for a CUDA machine and fails in its first
+call of torch.cuda, although FSDP2, tensor, expert and pipeline parallelism all run on gloo.
+`prepare` applies the patches of `ON_CPU` in torchtitan_0_2/patches.py, which says what each is for;
+`main` then runs `torchtitan.train`. Importing this module changes nothing.
 
-- `torch._utils._get_available_device_type` answers "cpu". torchtitan.tools.utils asks it once,
-  while it is imported, so `prepare` has to come before the first import of torchtitan.
-- `torch.cpu` gets what the trainer asks of a device module and this one lacks: a name, the memory
-  of the machine, memory statistics (none: nothing counts CPU memory, and the log shows -0.00), and
-  the current device as a number, which torchtitan passes to a barrier.
-- FSDP reduces with a sum and divides afterwards. torchtitan sets a gradient divide factor of its
-  own, for which FSDP would use the reduction PREMUL_SUM, and gloo has none.
-- `torch.histc` counts integers: the router counts the tokens of each expert with it, and the CPU
-  kernel takes floats only.
-- The token permutation uses torchtitan's CPU version of its Triton kernel, which has the same
-  arguments.
-- A sharded start without a checkpoint is warned of. DTensor has no random numbers for CPU meshes,
-  so each rank draws the same: the halves of a parameter are equal, experts come in pairs, routers
-  tie. A seed checkpoint, written by one process, is a good start.
-
-`main` also asks for the foreach optimizer where the command line names none: torchtitan's default,
-fused, takes no DTensor on the CPU. Context parallelism is the one plan that stays out of reach,
-because the CPU attention op has no sharding strategy.
+`main` also selects the foreach optimizer unless the command line names one: torchtitan's default,
+fused, does not take DTensors on the CPU. Context parallelism does not run on the CPU, whose
+attention op has no sharding strategy.
 """
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
+from titan_fp8.torchtitan_0_2 import patches
+
 
 def prepare() -> None:
-    """Make torchtitan run on the CPU in this process; a second call does nothing.
+    """Makes torchtitan run on the CPU in this process; a second call does nothing.
 
     Raises:
         RuntimeError: torchtitan has been imported before, for another device.
     """
-    host = sys.modules.get("torchtitan.tools.utils")
-    if host is not None:
-        if host.device_type != "cpu":
+    utils = sys.modules.get("torchtitan.tools.utils")
+    if utils is not None:
+        if utils.device_type != "cpu":
             raise RuntimeError(
                 "titan_fp8.cpu_host.prepare() came too late: torchtitan is already imported"
-                f" and has chosen {host.device_type!r} as its device"
+                f" and has chosen {utils.device_type!r} as its device"
             )
         return
-    torch._utils._get_available_device_type = lambda: "cpu"
-    _complete_device_module()
-    _reduce_by_sum()
-    _count_integers()
-    _permute_on_cpu()
-    _warn_of_unseeded_start()
+    # Before the first import of torchtitan, and so before the other patches, which import it.
+    patches.CPU_DEVICE_TYPE.apply(lambda _: lambda: "cpu")
+    patches.CPU_DEVICE_MODULE.apply(*map(_constant, _device_module()))
+    patches.CPU_GRADIENT_SUM.apply(_reducing_by_sum)
+    patches.CPU_HISTC.apply(_counting_integers)
+    patches.CPU_PERMUTE_INDICES.apply(_cpu_indices)
+    patches.CPU_SEED_WARNING.apply(_warning_of_unseeded_start)
 
 
-def _complete_device_module() -> None:
+def _constant(value: Callable) -> Callable:
+    return lambda original: value
+
+
+def _device_module() -> tuple[Callable, ...]:
+    """The functions of torch.cpu, in the order of `CPU_DEVICE_MODULE`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(name="CPU", total_memory=memory)
-    torch.cpu.get_device_name = lambda device=None: properties.name
-    torch.cpu.get_device_properties = lambda device=None: properties
-    torch.cpu.memory_stats = lambda device=None: {}
-    torch.cpu.reset_peak_memory_stats = lambda device=None: None
-    torch.cpu.empty_cache = lambda: None
-    torch.cpu.current_device = lambda: 0
+    return (
+        lambda device=None: properties.name,
+        lambda device=None: properties,
+        lambda device=None: {},
+        lambda device=None: None,
+        lambda: None,
+        lambda: 0,
+    )
 
 
-def _reduce_by_sum() -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    set_divide_factor = FSDPModule.set_gradient_divide_factor
-
-    def set_divide_factor_and_sum(self: FSDPModule, factor: float) -> None:
+def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
+    @functools.wraps(set_divide_factor)
+    def set_divide_factor_and_sum(self, factor: float) -> None:
         set_divide_factor(self, factor)
         self.set_force_sum_reduction_for_comms(True)
 
-    FSDPModule.set_gradient_divide_factor = set_divide_factor_and_sum
+    return set_divide_factor_and_sum
 
 
-def _count_integers() -> None:
-    histc = torch.histc
-
+def _counting_integers(histc: Callable) -> Callable:
+    @functools.wraps(histc)
     def histc_of_integers(input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if input.is_floating_point():
             return histc(input, *args, **kwargs)
         return histc(input.float(), *args, **kwargs).to(input.dtype)
 
-    torch.histc = histc_of_integers
+    return histc_of_integers
 
 
-def _permute_on_cpu() -> None:
+def _cpu_indices(fill_indices_wrapper: Callable) -> Callable:
     from torchtitan.models.moe import kernels
 
-    kernels.fill_indices_wrapper = kernels.fill_indices_cpu
+    return kernels.fill_indices_cpu
 
 
-def _warn_of_unseeded_start() -> None:
-    from torchtitan.components.checkpoint import CheckpointManager
+def _warning_of_unseeded_start(load: Callable) -> Callable:
     from torchtitan.tools.logging import logger
 
-    load = CheckpointManager.load
-
-    def load_or_warn(self: CheckpointManager, step: int = -1) -> bool:
+    @functools.wraps(load)
+    def load_or_warn(self, step: int = -1) -> bool:
         loaded = load(self, step)
         if not loaded and torch.distributed.get_world_size() > 1:
             logger.warning(
@@ -113,11 +104,11 @@ def _warn_of_unseeded_start() -> None:
             )
         return loaded
 
-    CheckpointManager.load = load_or_warn
+    return load_or_warn
 
 
 def main() -> None:
-    """What `python -m torchtitan.train` does, with the same arguments, on the CPU."""
+    """Runs `python -m torchtitan.train` with the same arguments, on the CPU."""
     if torch.cuda.is_available():
         sys.exit("titan_fp8.cpu_host: this machine has a GPU, launch -m torchtitan.train")
     prepare()

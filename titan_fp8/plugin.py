@@ -4,9 +4,12 @@ Importing this module registers the two model converters with torchtitan 0.2 and
 `JobConfig` whose `[quantize]` section torchtitan merges into its own.
 """
 
-from titan_fp8.torchtitan_0_2 import converters  # noqa: F401  (registers the converters)
-from titan_fp8.torchtitan_0_2.config import JobConfig, check_with_host
+from titan_fp8.torchtitan_0_2 import (
+    converters,  # noqa: F401  (registers the converters)
+    patches,
+)
+from titan_fp8.torchtitan_0_2.config import JobConfig, checked_cli
 
 __all__ = ["JobConfig"]
 
-check_with_host()
+patches.CONFIG_CHECK.apply(checked_cli)

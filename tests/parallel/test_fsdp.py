@@ -1,4 +1,6 @@
-"""What is ours around FSDP2: its reduction over one rank, and loading into its modules."""
+"""FP8 modules under FSDP2: its reduction over one rank, and loading into its modules."""
+
+import functools
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan_fp8 import convert_linears
-from titan_fp8.torchtitan_0_2 import fsdp
-from titan_fp8.torchtitan_0_2.fsdp import reduce_over_one_rank_by_copies
+from titan_fp8.torchtitan_0_2.fsdp import copies_for_one_rank
+from titan_fp8.torchtitan_0_2.patches import SINGLE_RANK_COPY
 
-pytestmark = pytest.mark.usefixtures("fresh_host")
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 
 class Experts(nn.Module):
@@ -37,47 +39,57 @@ def gradients() -> list[Tensor]:
     return [p.grad.to_local() for p in model.parameters()]
 
 
-def test_gradients_of_one_rank_are_copied_as_fsdp2_does(monkeypatch):
+def copy_in(*args) -> None:
+    _fsdp_collectives.foreach_reduce_scatter_copy_in(*args)
+
+
+@pytest.fixture
+def fsdp2_calls(monkeypatch):
+    """The arguments of the calls that reach FSDP2's own function."""
     calls = []
-    host = _fsdp_collectives.foreach_reduce_scatter_copy_in
-    monkeypatch.setattr(
-        _fsdp_collectives,
-        "foreach_reduce_scatter_copy_in",
-        lambda *args: calls.append(1) or host(*args),
-    )
+    original = _fsdp_collectives.foreach_reduce_scatter_copy_in
+
+    @functools.wraps(original)
+    def counted(*args) -> None:
+        calls.append(args)
+        original(*args)
+
+    monkeypatch.setattr(_fsdp_collectives, original.__name__, counted)
+    return calls
+
+
+def test_gradients_of_one_rank_are_copied_as_fsdp2_does(fsdp2_calls):
     with one_process():
         expected = gradients()
-        assert len(calls) == 2
+        assert len(fsdp2_calls) == 2
         for _ in range(2):
-            reduce_over_one_rank_by_copies()
+            assert SINGLE_RANK_COPY.apply(copies_for_one_rank)
         copied = gradients()
-    assert len(calls) == 2
+    assert len(fsdp2_calls) == 2
     assert all(map(torch.equal, copied, expected))
     assert {g.dtype for g in copied} == {torch.float32}
 
 
-def test_gradients_may_lie_in_memory_in_any_way():
+def test_gradients_may_have_any_strides():
     copies = []
-    for prepare in (lambda: None, reduce_over_one_rank_by_copies):
+    for prepare in (lambda: None, lambda: SINGLE_RANK_COPY.apply(copies_for_one_rank)):
         prepare()
         torch.manual_seed(0)
         grads = [torch.randn(4, 3).t(), torch.randn(1, 5).expand(2, 5)]
         out = torch.empty(sum(g.numel() for g in grads))
-        _fsdp_collectives.foreach_reduce_scatter_copy_in(grads, out, 1)
+        copy_in(grads, out, 1)
         copies.append(out)
     assert torch.equal(*copies)
 
 
-def test_gradients_of_several_ranks_are_left_to_fsdp2(monkeypatch):
-    seen = []
-    monkeypatch.setattr(fsdp, "_host_copy_in", lambda *args: seen.append(args))
-    reduce_over_one_rank_by_copies()
+def test_gradients_of_several_ranks_are_left_to_fsdp2(fsdp2_calls):
+    SINGLE_RANK_COPY.apply(copies_for_one_rank)
     args = [torch.ones(4)], torch.empty(4), 2
-    _fsdp_collectives.foreach_reduce_scatter_copy_in(*args)
-    assert seen == [args]
+    copy_in(*args)
+    assert fsdp2_calls == [args]
 
 
-def test_what_is_loaded_into_fsdps_modules_may_be_sharded_finely():
+def test_a_checkpoint_loads_into_fsdp2_shards_of_any_size():
     with one_process("fake", ranks=8):
         model = nn.Sequential(nn.Linear(64, 32))
         convert_linears(model)
@@ -95,7 +107,7 @@ def test_what_is_loaded_into_fsdps_modules_may_be_sharded_finely():
         ((), False),
     ],
 )
-def test_fsdp2_is_changed_for_expert_parallel_fp8_alone(tmp_path, flags, replaced):
+def test_fsdp2_is_patched_for_fp8_experts_under_expert_parallelism_only(tmp_path, flags, replaced):
+    original = _fsdp_collectives.foreach_reduce_scatter_copy_in
     converted(job(tmp_path, "deepseek_v3", *flags))
-    now = _fsdp_collectives.foreach_reduce_scatter_copy_in
-    assert now is (fsdp.copy_in if replaced else fsdp._host_copy_in)
+    assert (_fsdp_collectives.foreach_reduce_scatter_copy_in is not original) == replaced

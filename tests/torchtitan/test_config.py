@@ -1,7 +1,7 @@
-"""The TOML contract: what a user may write, what arrives, and how each mistake is answered.
+"""The contract of the TOML: what a user may write, what is read, and the error for each mistake.
 
-A mistake raises while the file is read, which is before a trainer exists: no step can follow it.
-That the command line ends so too is tested once, on a run in its own process.
+A mistake raises while the file is read, before a trainer exists. One test checks in a process of
+its own that this also ends a run from the command line.
 """
 
 import re
@@ -12,7 +12,7 @@ import pytest
 import torch
 from titan import BOTH, GROUPED_MM, LINEAR, parse, run_module, toml
 from torchtitan.config import ConfigManager
-from torchtitan.config import JobConfig as HostConfig
+from torchtitan.config import JobConfig as TorchtitanConfig
 
 from titan_fp8.recipe import RECIPE_NAMES as RECIPES
 
@@ -53,7 +53,7 @@ ALL_SET = (
 )
 
 
-def test_one_line_loads_the_plugin_with_the_defaults_of_the_contract(tmp_path):
+def test_one_line_loads_the_plugin_with_its_documented_defaults(tmp_path):
     config = parse(tmp_path, HEAD)
     assert sections(config) == (
         ("blockwise", ["output", "router.gate"], False),
@@ -126,7 +126,7 @@ def test_a_mistake_in_the_toml_names_key_value_and_what_is_allowed(
 
 @pytest.mark.parametrize("section", BOTH)
 @pytest.mark.parametrize("value", ['"default"', "false", "2"])
-def test_the_mark_of_a_section_that_is_not_in_the_file_is_no_key(tmp_path, section, value):
+def test_origin_is_not_a_key(tmp_path, section, value):
     with pytest.raises(ValueError, match=re.escape(f"[{section}] origin = ")):
         parse(tmp_path, HEAD + f"[{section}]\norigin = {value}\n")
 
@@ -137,7 +137,7 @@ def test_an_unknown_key_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("section", BOTH)
-def test_a_section_that_is_no_table_is_named(tmp_path, section):
+def test_a_section_that_is_not_a_table_is_named(tmp_path, section):
     parent, _, name = section.rpartition(".")
     with pytest.raises(ValueError, match=name):
         parse(tmp_path, HEAD + f'[{parent}]\n{name} = "rowwise"\n')
@@ -202,13 +202,14 @@ def test_a_section_whose_converter_is_not_listed_is_refused(tmp_path, section, b
         (GROUPED_MM, ("fqns", "experts")),
     ],
 )
-def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, monkeypatch, section, flag):
-    """One that repeats the default, too."""
+@pytest.mark.parametrize("spelling", ["_ and space", "- and ="])
+def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, section, flag, spelling):
+    """Even one that repeats the default."""
     head = toml("deepseek_v3", (OTHER[section],))
-    flag = f"--{section}.{flag[0]}", flag[1]
-    monkeypatch.setattr(sys, "argv", ["torchtitan.train", *flag])
+    key, value = f"--{section}.{flag[0]}", flag[1]
+    flags = (f"{key.replace('_', '-')}={value}",) if "=" in spelling else (key, value)
     with pytest.raises(ValueError) as caught:
-        parse(tmp_path, head, *flag)
+        parse(tmp_path, head, *flags)
     assert f"[{section}]" in str(caught.value) and "model.converters" in str(caught.value)
 
 
@@ -218,7 +219,7 @@ def test_a_converter_listed_by_flag_has_its_section(tmp_path):
     assert sections(config) == ALL_SET
 
 
-def test_the_hosts_own_sections_are_still_read(tmp_path):
+def test_torchtitans_own_sections_are_still_read(tmp_path):
     config = parse(tmp_path, HEAD + '[quantize.linear.float8]\nfilter_fqns = ["wo"]\n')
     assert config.quantize.linear.float8.filter_fqns == ["wo"]
     assert config.quantize.grouped_mm.mx.recipe_name == "mxfp8"
@@ -263,11 +264,11 @@ JobConfig = ConfigManager._merge_configs(titan_fp8.plugin.JobConfig, Own)
 def test_a_job_without_the_plugin_still_parses_once_it_is_imported(tmp_path):
     parse(tmp_path, HEAD)
     config = parse(tmp_path, '[model]\nname = "llama3"\n')
-    assert isinstance(config, HostConfig) and not hasattr(config.quantize.linear, "titan_fp8")
-    assert isinstance(ConfigManager().parse_args([]), HostConfig)
+    assert isinstance(config, TorchtitanConfig) and not hasattr(config.quantize.linear, "titan_fp8")
+    assert isinstance(ConfigManager().parse_args([]), TorchtitanConfig)
 
 
-def test_the_hosts_config_manager_shows_the_sections(tmp_path):
+def test_torchtitans_config_manager_shows_the_sections(tmp_path):
     (tmp_path / "job.toml").write_text(HEAD + SECTIONS)
     run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
     assert run.returncode == 0, run.stdout
@@ -276,7 +277,7 @@ def test_the_hosts_config_manager_shows_the_sections(tmp_path):
     assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',fqns=['layers.1.moe.experts']" in shown
 
 
-def test_the_hosts_config_manager_refuses_what_training_refuses(tmp_path):
+def test_torchtitans_config_manager_refuses_what_training_refuses(tmp_path):
     (tmp_path / "job.toml").write_text(toml("llama3", ()) + f"[{LINEAR}]\n")
     run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
     assert run.returncode != 0 and f"[{LINEAR}]" in run.stdout

@@ -12,7 +12,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_fp8 import FP8Linear
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
-pytestmark = pytest.mark.usefixtures("fresh_host")
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 # configs/<name>.toml: GPUs it is written for, FP8 linears, FP8 grouped experts. A Llama block has 7

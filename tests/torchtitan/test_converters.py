@@ -1,6 +1,6 @@
-"""The two converters on torchtitan's models: what they convert, what they leave, what they say.
+"""The two converters on torchtitan's models: what they convert, what they leave, what they log.
 
-Models are built on the meta device as torchtitan's trainer builds them.
+Models are built on the meta device, as torchtitan's trainer builds them.
 """
 
 import logging
@@ -35,12 +35,12 @@ MOE = [
     ("llama4", "debugmodel"),
 ]
 
-# For its text encoders and its checkpoint files, of which nothing is used here.
+# Flux imports them for its text encoders and checkpoint files, which are not used here.
 FLUX_IMPORTS = ("transformers", "safetensors", "safetensors.torch")
 
 
 @pytest.fixture(autouse=True)
-def log(caplog, fresh_host):
+def log(caplog, fresh_torchtitan):
     caplog.set_level(logging.INFO)
 
 
@@ -210,24 +210,25 @@ NO_EP = ()
 
 
 @pytest.mark.parametrize("plan", [EP, DEEPEP, NO_EP], ids=["EP", "DeepEP", "no EP"])
-@pytest.mark.parametrize("asked", [None, "gather", "host"])
+@pytest.mark.parametrize("setting", [None, "gather", "host"])
 @pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
 def test_the_permutation_is_replaced_where_there_is_one(
-    tmp_path, monkeypatch, caplog, recipe, asked, plan
+    tmp_path, monkeypatch, caplog, recipe, setting, plan
 ):
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", MagicMock())
-    asks = () if asked is None else (f"--{GROUPED_MM}.permutation", asked)
+    flags = () if setting is None else (f"--{GROUPED_MM}.permutation", setting)
     before = expert_parallel._permute, expert_parallel._unpermute
-    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *asks, *plan)
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *flags, *plan)
     for _ in range(2):
         layers = of_type(converted(config), MoE)
-    replaced = (asked == "gather" or (asked is None and recipe != "bf16")) and plan is not DEEPEP
+    by_gathers = setting == "gather" or (setting is None and recipe != "bf16")
+    replaced = by_gathers and plan is not DEEPEP
     assert all((type(layer) is GatherMoE) == replaced for layer in layers.values()) and layers
     ours = permutation.permute, permutation.unpermute
     there = expert_parallel._permute, expert_parallel._unpermute
     assert there == (ours if replaced and plan is EP else before)
     assert (f"{len(layers)} MoE layers permute their tokens by gathers" in caplog.text) == replaced
     warned = any('permutation = "gather"' in r.message for r in caplog.records)
-    assert warned == (asked == "gather" and not replaced)
+    assert warned == (setting == "gather" and not replaced)
     if recipe == "bf16":
         assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8

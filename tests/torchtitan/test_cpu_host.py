@@ -1,4 +1,4 @@
-"""Each gap that cpu_host closes, by what torchtitan then does. Whole runs are in other tests."""
+"""What each patch of cpu_host enables. Other tests run whole trainings on the CPU."""
 
 import logging
 import subprocess
@@ -30,8 +30,8 @@ assert set(dir(torch.cpu)) == known and torch.histc is histc
 
 
 def test_prepare_refuses_to_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = SimpleNamespace(device_type="cuda")
-    monkeypatch.setitem(sys.modules, "torchtitan.tools.utils", host)
+    utils = SimpleNamespace(device_type="cuda")
+    monkeypatch.setitem(sys.modules, "torchtitan.tools.utils", utils)
     with pytest.raises(RuntimeError, match="already imported and has chosen 'cuda'"):
         cpu_host.prepare()
 

@@ -189,7 +189,7 @@ def test_checkpointed_is_the_same_to_the_bit(compiled):
     ],
 )
 def test_the_converter_fuses_every_feed_forward_and_says_so(
-    tmp_path, caplog, fresh_host, model, flavor, fused
+    tmp_path, caplog, fresh_torchtitan, model, flavor, fused
 ):
     caplog.set_level(logging.INFO)
     converters = (LINEAR,) if (model, flavor) in (("llama3", "tiny"), ("qwen3", "tiny")) else BOTH

@@ -1,6 +1,6 @@
-"""What a conversion asks of the machine and tells torchtitan: GPUs, emulation, ops, alignment.
+"""How a conversion depends on GPU, torch and job: emulation, checkpointing, schedules, alignment.
 
-GPUs are pretended, so that every answer is tested on every machine.
+GPUs are simulated, so that every case is tested on every machine.
 """
 
 import logging
@@ -35,7 +35,6 @@ from torchtitan.distributed import activation_checkpoint
 from torchtitan.tools import utils
 
 import titan_fp8
-from titan_fp8.torchtitan_0_2 import permutation
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 OPS = torch.ops.titan_fp8
@@ -43,7 +42,7 @@ GEMMS = (OPS.blockwise_fprop.default, OPS.rowwise_fprop.default)
 
 
 @pytest.fixture(autouse=True)
-def log(caplog, fresh_host):
+def log(caplog, fresh_torchtitan):
     caplog.set_level(logging.INFO)
 
 
@@ -66,11 +65,11 @@ def test_op_level_checkpointing_takes_dense_fp8_gemms_for_mm(tmp_path, gemm):
     for offs in (None, torch.tensor([3], dtype=torch.int32)):
         forward.policy_fn(None, gemm, a, s, b, offs, False, torch.bfloat16)
     assert asked == [(torch.ops.aten.mm.default, (32, 48)), (gemm, (3, 1))]
-    assert forward.policy_fn(None, permutation.places_of_tokens, a, 3) is CheckpointPolicy.MUST_SAVE
+    assert forward.policy_fn(None, OPS.places_of_tokens.default, a, 3) is CheckpointPolicy.MUST_SAVE
     assert len(asked) == 2
-    # Left to torchtitan, as the slots that it goes with are.
-    forward.policy_fn(None, permutation.invert, a, b)
-    assert asked[2:] == [(permutation.invert, (48, 32))]
+    # The inverse of the router's slots is recomputed with the routing.
+    forward.policy_fn(None, OPS.invert_index.default, a, b)
+    assert asked[2:] == [(OPS.invert_index.default, (48, 32))]
 
 
 def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
@@ -90,7 +89,7 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
             with context:
                 torch.mm(x, w.t())
                 OPS.blockwise_fprop(*OPS.quantize_1x128(x), w)
-                permutation.invert(torch.arange(3), 3)
+                OPS.invert_index(torch.arange(3), 3)
         return set(asked)
 
     def adapted(compile_a_part: Callable) -> set:
@@ -102,11 +101,11 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
 
     aten = torch.ops.aten
     others = {aten.t.default, aten.mm.default, aten.arange.default}
-    ours = {OPS.quantize_1x128.default, permutation.invert}
+    ours = {OPS.quantize_1x128.default, OPS.invert_index.default}
     assert adapted(lambda block: block.append(torch.compile(block.pop(0)))) == others
     assert adapted(lambda block: block[0].compile()) == others
     assert adapted(lambda block: None) == others | ours  # products ask as mm
-    # Anybody else's are as they were.
+    # Other checkpoints are not affected.
     assert asked_for(contexts()) == others | ours | {OPS.blockwise_fprop.default}
 
 
@@ -164,7 +163,7 @@ def test_emulation_is_announced_once_a_run(tmp_path, caplog):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """Makes torch say that this machine has a GPU of some compute capability."""
+    """Makes torch report a GPU of some compute capability."""
 
     def pretend(capability: tuple[int, int]) -> None:
         device = 10 * capability[0] + capability[1]  # asked for once a device and process
@@ -239,11 +238,11 @@ class Aligned(TorchDispatchMode):
         ("blockwise", "deepep", False),
     ],
 )
-def test_only_the_hosts_permutation_is_trusted_to_align(
+def test_groups_count_as_aligned_only_under_torchtitans_dispatch(
     tmp_path, monkeypatch, recipe, backend, aligned
 ):
-    """And only to multiples of 128, not to rowwise's 16."""
-    # What DeepEP needs beyond its package is a GPU; its MoE class is torchtitan's all the same.
+    """And only for multiples of 128, not for rowwise's 16."""
+    # DeepEP itself needs its package and a GPU; its MoE class is torchtitan's.
     stub = SimpleNamespace(sync_combine=lambda: None)
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", stub)
     flags = ("--parallelism.expert_parallel_comm_backend", backend)

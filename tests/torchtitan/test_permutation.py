@@ -1,6 +1,6 @@
-"""The permutation around the experts by gathers is torchtitan's, in both passes.
+"""The permutation by gathers equals torchtitan's, in both passes.
 
-Bit for bit, but for sums of more than two summands, which may be taken in another order.
+Bit for bit, except for sums of more than two summands, which may be taken in another order.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from titan import BOTH, GROUPED_MM, LINEAR, loss_and_gradients, parse, toml, trainer, training
 from torch import Tensor, nn
 from torchtitan.distributed import expert_parallel
-from torchtitan.models.moe import utils as host
+from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import reference
@@ -81,9 +81,9 @@ def test_what_is_not_there_is_zero_whatever_it_is_multiplied_by():
 
 
 def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype: torch.dtype):
-    """What leaves either function, forward and backward, with NaN where padding may not matter.
+    """The results of both functions, forward and backward, with NaN in the rows of padding.
 
-    Also the alignment's index, -1 for padding.
+    The first of them is the token of each place, -1 for padding.
     """
     torch.manual_seed(0)
     count = torch.tensor(counts)
@@ -103,10 +103,10 @@ def both_ways(permute, unpermute, counts: list[list[int]], alignment: int, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("alignment", [8, 16, 128])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_gathers_are_the_hosts_permutation(monkeypatch, counts, alignment, dtype):
-    monkeypatch.setattr(host, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
+def test_gathers_equal_torchtitans_permutation(monkeypatch, counts, alignment, dtype):
+    monkeypatch.setattr(torchtitan, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
     arguments = COUNTS[counts], alignment, dtype
-    want = both_ways(host._permute, host._unpermute, *arguments)
+    want = both_ways(torchtitan._permute, torchtitan._unpermute, *arguments)
     got = both_ways(permutation.permute, permutation.unpermute, *arguments)
     names = ("tokens", "sizes", "permuted", "gradient", "unpermuted", "its gradient")
     for name, a, b in zip(names, got, want, strict=True):
@@ -118,11 +118,11 @@ def test_gathers_are_the_hosts_permutation(monkeypatch, counts, alignment, dtype
 
 def test_opcheck():
     counts = torch.tensor([5, 9, 6, 0])
-    places = torch.ops.titan_fp8_plugin.places_of_tokens.default
+    places = torch.ops.titan_fp8.places_of_tokens.default
     torch.library.opcheck(places, (counts, 2, 2, 20, 64, 16))
     index = torch.tensor([4, 0, 2])
-    torch.library.opcheck(torch.ops.titan_fp8_plugin.invert.default, (index, 6))
-    assert permutation.invert(index, 6).tolist() == [1, -1, 2, -1, 0, -1]
+    torch.library.opcheck(torch.ops.titan_fp8.invert_index.default, (index, 6))
+    assert torch.ops.titan_fp8.invert_index(index, 6).tolist() == [1, -1, 2, -1, 0, -1]
 
 
 def test_nothing_but_indices_is_kept_for_backward():
@@ -135,7 +135,7 @@ def test_nothing_but_indices_is_kept_for_backward():
 
 
 class Experts(nn.Module):
-    """Stands for experts: differentiable, each row for itself, and sensitive to their order."""
+    """Stands for experts: row by row, differentiable, and different for each expert."""
 
     def forward(self, x, num_tokens_per_expert):
         expert = torch.arange(len(num_tokens_per_expert)).repeat_interleave(num_tokens_per_expert)
@@ -143,7 +143,7 @@ class Experts(nn.Module):
 
 
 class HalfOfTheTokens(nn.Module):
-    """As torchtitan's sequence parallelism: the second of two ranks reorders half of the tokens."""
+    """torchtitan's sequence parallelism on the second of two ranks: it reorders half the tokens."""
 
     def __init__(self, reorderer):
         super().__init__()
@@ -178,7 +178,7 @@ def results(layer: MoE, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("top_k", [1, 2, 6])
-def test_a_layer_by_gathers_is_the_hosts(top_k, before, shared, half, dtype):
+def test_a_layer_by_gathers_equals_torchtitans(top_k, before, shared, half, dtype):
     args = {"top_k": top_k, "score_before_experts": before, "num_shared_experts": shared}
     layers = [moe_layer(dtype, **args) for _ in range(2)]
     assert moe.route_by_gathers(nn.ModuleList(layers[1:])) == 1
@@ -195,7 +195,7 @@ def test_a_layer_by_gathers_is_the_hosts(top_k, before, shared, half, dtype):
             assert torch.equal(got[name], want[name]), name
         else:
             error = (got[name] - want[name]).norm() / want[name].norm()
-            # torchtitan rounds x's gradient at each summand.
+            # torchtitan rounds x's gradient after each summand.
             assert error < (1e-2 if dtype == torch.bfloat16 else 1e-6), (name, error)
 
 
@@ -212,7 +212,7 @@ def test_a_layer_keeps_its_rows_once_and_not_in_fp32():
 
 
 def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: str) -> None:
-    """On one of two ranks: a step with torchtitan's permutation is a step with gathers."""
+    """On one of two ranks: torchtitan's permutation and gathers give the same step."""
     folder = folder / str(rank)
     folder.mkdir()
     flags = (*training(text, folder), "--debug.deterministic", f"--{LINEAR}.recipe", recipe, *flags)
@@ -227,9 +227,9 @@ def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: st
         replaced = expert_parallel._permute is permutation.permute
         assert replaced == (way == "gather")
         assert kinds == {moe.GatherMoE if replaced else MoE}
-    by_host, by_gathers = results
-    assert by_host.keys() == by_gathers.keys()
-    different = [name for name in by_host if not torch.equal(by_host[name], by_gathers[name])]
+    torchtitans, by_gathers = results
+    assert torchtitans.keys() == by_gathers.keys()
+    different = [n for n in torchtitans if not torch.equal(torchtitans[n], by_gathers[n])]
     assert not different
 
 

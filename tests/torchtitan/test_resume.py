@@ -19,7 +19,7 @@ STEPS, INTERVAL, KILLED_AT = 10, 4, 6
 CHECKPOINT = ("--checkpoint.enable", "--checkpoint.interval", INTERVAL)
 PARALLEL = ("--parallelism.expert_parallel_degree", 2)
 
-pytestmark = pytest.mark.usefixtures("fresh_host")
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 
 def train(rank: int, folder: Path, flags: list[object], starts_at: int, killed_at: int) -> None:

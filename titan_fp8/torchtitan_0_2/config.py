@@ -1,37 +1,38 @@
 """The `[quantize.linear.titan_fp8]` and `[quantize.grouped_mm.titan_fp8]` sections of the TOML.
 
 torchtitan merges the `JobConfig` of the module that `[job] custom_config_module` names, field by
-field, into its own. Its values arrive unchecked from a TOML (only flags are checked against their
-types), so each section checks itself when it is built. What takes the whole file to see is checked
-once all of it is merged, where torchtitan validates its own configuration.
+field, into its own. It checks the types of flags, but not of values from a TOML, so each section
+checks its values when it is built. Checks that need the whole configuration run once it is merged
+(`checked_cli`).
 """
 
-# No `from __future__ import annotations` here: torchtitan's merge reads the annotations as types.
+# No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
 
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import tyro
-from torchtitan.config import ConfigManager
+from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8.checks import check_bool, check_patterns, check_recipe
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
+from titan_fp8.recipe import RECIPE_NAMES
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
-RecipeName = Literal["blockwise", "rowwise", "rowwise_with_gw_hp", "bf16"]
+RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
 PermutationName = Literal["gather", "host"]
 
 
 class Origin(str, Enum):
-    """Where a section comes from; of a type that no TOML can write, and JSON can."""
+    """Where a section comes from. A TOML cannot write this type, and JSON can serialise it."""
 
     FILE = "file"
     DEFAULT = "default"
@@ -46,17 +47,17 @@ class TitanFP8Linear:
 
     recipe: RecipeName = "blockwise"
     """How operands are scaled. "blockwise": 1x128 activations and gradients, 128x128 weights, as
-    DeepSeek-V3. "rowwise": one scale per row. "rowwise_with_gw_hp": rowwise, weight gradients in
-    bf16. "bf16": nothing is converted, the baseline."""
+    in DeepSeek-V3. "rowwise": one scale per row. "rowwise_with_gw_hp": rowwise, with weight
+    gradients in bf16. "bf16": nothing is converted, for the baseline."""
 
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
     """Modules whose qualified name contains one of these are left in high precision."""
 
     emulate: bool = False
-    """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
+    """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
-    """Not a setting."""
+    """Not a setting: set by the plugin."""
 
     def __post_init__(self) -> None:
         check_recipe(f"[{LINEAR}] recipe", self.recipe)
@@ -70,22 +71,22 @@ class TitanFP8GroupedMM:
     """FP8 for the grouped GEMMs of MoE experts."""
 
     recipe: RecipeName | None = None
-    """As in the linear section; left out, what the linear section says."""
+    """As in the linear section, whose value is the default."""
 
     fqns: list[str] = field(default_factory=lambda: ["experts"])
     """Grouped experts whose qualified name contains one of these are converted."""
 
     emulate: bool = False
-    """Computes the same numerics in FP32 arithmetic, on any device; slow. CPUs always do."""
+    """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     permutation: PermutationName | None = None
-    """How tokens are sorted by expert, and back. "gather": by gathers, in forward and backward.
-    "host": by torchtitan's own functions, which give the same values but for the order of sums and
-    roundings of weighted outputs to the dtype of the activations.
-    Left out, "gather", but for recipe "bf16" "host"."""
+    """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
+    "host": by torchtitan's own functions. The values are the same except for the order of sums and
+    for roundings of weighted outputs to the dtype of the activations. The default is "gather", and
+    "host" for recipe "bf16"."""
 
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
-    """Not a setting."""
+    """Not a setting: set by the plugin."""
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
@@ -144,10 +145,38 @@ class JobConfig:
     quantize: Quantize = field(default_factory=Quantize)
 
 
-def check_merged(config: JobConfig) -> None:
-    """ValueError where a section of ours is set and its converter is not listed.
+def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `tyro.cli`, which torchtitan calls for the merged configuration, to check the result.
 
-    Warns where the job would fail for want of an accelerator, before torchtitan's own error.
+    Configurations without our sections pass: a job that does not load the plugin may be parsed in a
+    process that has loaded it.
+    """
+
+    @functools.wraps(cli)
+    def parse(f: Any, *, args: Sequence[str] | None = None, **options: Any) -> Any:
+        config = cli(f, args=args, **options)
+        if isinstance(config, TorchtitanConfig):
+            for name in ("linear", "grouped_mm"):
+                table = getattr(config.quantize, name)
+                if not is_dataclass(table):
+                    raise ValueError(
+                        f"[quantize.{name}] is {table!r}: allowed is a table of converters"
+                    )
+            if hasattr(config.quantize.linear, "titan_fp8"):
+                check_merged(config, args or ())
+        return config
+
+    return parse
+
+
+def check_merged(config: JobConfig, args: Sequence[str]) -> None:
+    """Checks what takes the whole configuration, parsed from a TOML and the command line `args`.
+
+    Warns if the job will fail for want of a GPU, before torchtitan's own error.
+
+    Raises:
+        ValueError: a section of ours is set, by the file or by a flag, and its converter is not
+            listed.
     """
     sections = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
@@ -157,9 +186,9 @@ def check_merged(config: JobConfig) -> None:
         section, default = parent.titan_fp8, kind(origin=Origin.DEFAULT)
         if not isinstance(section, kind):
             raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
-        # A flag that repeats a default leaves no other trace.
-        flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in sys.argv)
-        is_set = section.origin is Origin.FILE or flag or section != default
+        # The only trace of a flag that repeats a default.
+        has_flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in args)
+        is_set = section.origin is Origin.FILE or has_flag or section != default
         if is_set and name not in config.model.converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {config.model.converters} does not list "
@@ -170,27 +199,3 @@ def check_merged(config: JobConfig) -> None:
             "titan_fp8: no GPU found. torchtitan.train fails without one; "
             "scripts/train.sh CONFIG runs the same file on the CPU, with FP8 emulated"
         )
-
-
-def check_with_host() -> None:
-    """Makes torchtitan's ConfigManager call `check_merged` after its own validation."""
-    # `python -m torchtitan.config.manager` reads the file with a class of its own.
-    main = getattr(sys.modules["__main__"], "ConfigManager", ConfigManager)
-    for manager in {ConfigManager, main}:
-        manager._validate_config = _validating(manager._validate_config)
-
-
-def _validating(host_validate: Callable[[ConfigManager], None]) -> Callable[[ConfigManager], None]:
-    def validate(self: ConfigManager) -> None:
-        host_validate(self)
-        for name in ("linear", "grouped_mm"):
-            table = getattr(self.config.quantize, name)
-            if not is_dataclass(table):
-                raise ValueError(
-                    f"[quantize.{name}] is {table!r}: allowed is a table of converters"
-                )
-        # A job that does not load the plugin, in a process that has, lacks the sections.
-        if hasattr(self.config.quantize.linear, "titan_fp8"):
-            check_merged(self.config)
-
-    return validate

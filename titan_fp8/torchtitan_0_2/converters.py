@@ -1,4 +1,4 @@
-"""The two model converters, as torchtitan finds them in `[model] converters`."""
+"""The two model converters that `[model] converters` of a TOML lists."""
 
 import contextlib
 import functools
@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -19,17 +17,20 @@ from titan_fp8.checks import ConversionReport
 from titan_fp8.linear import convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2.checkpointing import adapt_checkpointing
+from titan_fp8.torchtitan_0_2 import (
+    activation_checkpointing,
+    fsdp,
+    patches,
+    permutation,
+    recompute_pass,
+)
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.fsdp import reduce_over_one_rank_by_copies
 from titan_fp8.torchtitan_0_2.moe import route_by_gathers
-from titan_fp8.torchtitan_0_2.permutation import permute_by_gathers
-from titan_fp8.torchtitan_0_2.rematerialize import recompute_fp8_inputs
 
-SPLIT_BACKWARD = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
-"""Pipeline schedules that run the backward of inputs and that of weights apart, in lower case."""
+SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+"""Pipeline schedules, in lower case, that run the gradients of inputs and weights apart."""
 
 
 class _Converter(QuantizationConverter):
@@ -42,7 +43,7 @@ class _Converter(QuantizationConverter):
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
-        """Readies torchtitan for FP8 layers, which `recipe = "bf16"` does not need."""
+        """Checks that the job can run FP8 layers and patches what they need; not for bf16."""
         if recipe == BF16:
             return
         if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
@@ -50,26 +51,31 @@ class _Converter(QuantizationConverter):
         else:
             kernels_for(torch.device("cuda", torch.cuda.current_device()))
         self.check_schedule()
-        adapt_checkpointing()
+        patch_checkpointing()
         if self.compiles:
-            ac = self.job_config.activation_checkpoint
-            all_blocks = ac.mode == "full" or (
-                ac.mode == "selective" and ac.selective_ac_option in ("op", "0", "1")
+            make_pass = functools.partial(
+                recompute_pass.after, checkpointed=self.checkpoints_all_blocks()
             )
-            recompute_fp8_inputs(checkpointed=all_blocks)
+            patches.RECOMPUTE_PASS.apply(make_pass)
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
 
+    def checkpoints_all_blocks(self) -> bool:
+        ac = self.job_config.activation_checkpoint
+        return ac.mode == "full" or (
+            ac.mode == "selective" and ac.selective_ac_option in ("op", "0", "1")
+        )
+
     def check_schedule(self) -> None:
-        """ValueError for a pipeline schedule that this torch cannot run around FP8 layers."""
+        """ValueError for a pipeline schedule that this torch cannot run with FP8 layers."""
         schedule = self.job_config.parallelism.pipeline_parallel_schedule
-        splits = schedule.lower() in SPLIT_BACKWARD
+        splits = schedule.lower() in SPLIT_BACKWARD_SCHEDULES
         if self.parallel_dims.pp_enabled and splits and torch.__version__ < (2, 13):
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule = {schedule!r}: on torch "
-                f"{torch.__version__} backward in two parts fails at autograd functions in Python, "
-                "as FP8 layers are; allowed are schedules that run it at once, such as "
-                "'Interleaved1F1B', or torch 2.13"
+                f"{torch.__version__} the backward of a torch.autograd.Function cannot be split, "
+                "and FP8 layers are such functions; use a schedule that does not split backward, "
+                "such as 'Interleaved1F1B', or torch 2.13"
             )
 
     def log(self, what: str, recipe: str, report: ConversionReport) -> None:
@@ -77,7 +83,7 @@ class _Converter(QuantizationConverter):
         logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: scales are computed where they are used."""
+        """Does nothing: scales are computed where they are used."""
 
 
 class LinearConverter(_Converter):
@@ -116,32 +122,42 @@ class GroupedMMConverter(_Converter):
                 compile_backend=self.job_config.compile.backend if self.compiles else None,
             )
         if recipe != BF16:
-            # Beyond the Literal of its signature, which torchtitan does not enforce.
-            set_token_group_alignment_size_m(get_recipe(recipe).alignment)
+            alignment = get_recipe(recipe).alignment
+            patches.TOKEN_GROUP_ALIGNMENT.apply(lambda _: alignment)
             if self.parallel_dims.ep_enabled:
-                reduce_over_one_rank_by_copies()
+                patches.SINGLE_RANK_COPY.apply(fsdp.copies_for_one_rank)
         self.log("grouped experts", recipe, report)
-        if (section.permutation or ("host" if recipe == BF16 else "gather")) == "gather":
-            self.permute_by_gathers(model, asked=section.permutation is not None)
+        default = "host" if recipe == BF16 else "gather"
+        if (section.permutation or default) == "gather":
+            self.permute_by_gathers(model, requested=section.permutation is not None)
 
-    def permute_by_gathers(self, model: nn.Module, asked: bool) -> None:
-        """Replaces torchtitan's permutation; warns where it was `asked` for and there is none."""
-        adapt_checkpointing()
+    def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
+        """Converts the MoE layers; warns if the user `requested` it and the model has none."""
+        patch_checkpointing()
         layers = route_by_gathers(model)
         if layers and self.parallel_dims.ep_enabled:
-            permute_by_gathers()
+            patches.PERMUTATION.apply(
+                lambda _: permutation.permute, lambda _: permutation.unpermute
+            )
         if layers:
             logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
-        elif asked:
+        elif requested:
             logger.warning(
                 f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
-                "of this model has torchtitan's permutation"
+                "of this model uses torchtitan's permutation"
             )
+
+
+def patch_checkpointing() -> None:
+    """Makes op-level activation checkpointing know our ops."""
+    patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
+    skip = activation_checkpointing.skip_in_compiled_parts
+    patches.SAC_BYPASS.apply(skip, skip)
 
 
 @contextlib.contextmanager
 def naming(section: str) -> Iterator[None]:
-    """Puts the TOML section in front of the ValueErrors of a conversion."""
+    """Prefixes the ValueErrors of a conversion with the TOML section."""
     try:
         yield
     except ValueError as error:
@@ -150,19 +166,18 @@ def naming(section: str) -> Iterator[None]:
 
 @functools.cache
 def announce_emulation() -> None:
-    """Says once a run that FP8 is emulated, and keeps such a run from reporting a speed."""
+    """Logs once per run that FP8 is emulated."""
     logger.warning(
-        "titan_fp8: FP8 is emulated in FP32 arithmetic: the numbers are those of the recipe, "
-        "the speed is not, so tps, tflops and mfu read 0"
+        "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe; tps, "
+        "tflops and mfu are those of the emulation"
     )
-    MetricsProcessor.ntokens_since_last_log = property(lambda self: 0, lambda self, count: None)
 
 
 @functools.cache
 def warn_async_tp() -> None:
     logger.warning(
-        "titan_fp8: async tensor parallelism looks for aten.mm next to collectives and does not "
-        "see FP8 GEMMs: converted linears run without that overlap"
+        "titan_fp8: async tensor parallelism matches aten.mm next to collectives, and FP8 GEMMs "
+        "are other ops: converted linears run without that overlap"
     )
 
 

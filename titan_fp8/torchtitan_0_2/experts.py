@@ -1,12 +1,12 @@
-"""FP8GroupedExperts, torchtitan's GroupedExperts whose grouped GEMMs run in FP8.
+"""FP8GroupedExperts, torchtitan's GroupedExperts with grouped GEMMs in FP8.
 
-As with linears, conversion changes the class and leaves the parameters alone: w1, w2 and w3 stay
+As for linears, conversion changes the class and keeps the parameters: w1, w2 and w3 stay
 high-precision tensors that FSDP2, expert parallelism and tensor parallelism shard as before.
 
-Under expert parallelism torchtitan's dispatch has sorted the tokens by local expert and padded
-every group to a multiple of its alignment, which the converter sets to the recipe's; where that is
-one of 128, as blockwise's is, `aligned` passes it on. Elsewhere (rowwise, no expert parallelism,
-DeepEP's dispatch) the quantisers lay the groups out.
+Under expert parallelism torchtitan's dispatch sorts tokens by local expert and pads each expert's
+group to a multiple of TOKEN_GROUP_ALIGN_SIZE_M, which the converter sets to the recipe's alignment.
+If that is a multiple of 128, as for blockwise, `aligned = True` tells the quantisers so. Otherwise
+(rowwise, no expert parallelism, DeepEP's dispatch) they lay out the groups themselves.
 """
 
 import functools
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8.checks import (
@@ -27,9 +26,10 @@ from titan_fp8.checks import (
 )
 from titan_fp8.recipe import BF16
 from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
 
 ALIGNED = 128
-"""Of what all group ends are multiples where `aligned` is true."""
+"""With `aligned = True` all group ends are multiples of this."""
 
 
 def run_experts(
@@ -42,7 +42,10 @@ def run_experts(
     emulate: bool,
     aligned: bool,
 ) -> Tensor:
-    """w2(silu(w1 x) * w3 x) for each expert's tokens; x (M, dim), w1 and w3 (E, hidden, dim)."""
+    """w2(silu(w1 x) * w3 x) for each expert's tokens.
+
+    x (M, dim), sorted by expert; w1 and w3 (E, hidden, dim), w2 (E, dim, hidden); (M, dim) out.
+    """
     offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
     y = fp8_swiglu(x, w1, w2, w3, offs, recipe=recipe, emulate=emulate, aligned=aligned)
     return y.type_as(x)
@@ -50,7 +53,7 @@ def run_experts(
 
 @functools.cache
 def compiled_run_experts(backend: str):
-    """`run_experts` through torch.compile, for a token count that changes with the routing."""
+    """`run_experts`, compiled once for any number of tokens, which changes with the routing."""
     compiled = torch.compile(run_experts, backend=backend, fullgraph=True)
 
     def run(w1, w2, w3, x, *args):
@@ -61,29 +64,30 @@ def compiled_run_experts(backend: str):
 
 
 class FP8GroupedExperts(GroupedExperts):
-    """A GroupedExperts that runs as `fp8_swiglu`; made from one by `convert_experts`."""
+    """A GroupedExperts that computes `fp8_swiglu`; `convert_experts` makes it from one."""
 
     recipe: str
     emulate: bool
     fqn: str
-    host_aligns: bool
+    dispatch_aligns: bool
+    """Whether the dispatch of expert parallelism pads groups to TOKEN_GROUP_ALIGN_SIZE_M."""
     compile_backend: str | None
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x (M, dim), sorted by expert, and the tokens of each local expert; (M, dim)."""
+        """x (M, dim), sorted by expert; num_tokens_per_expert (E,) local experts; (M, dim) out."""
         weights = (self.w1, self.w2, self.w3)
         aligned = False
         if isinstance(self.w1, DTensor):
-            aligned = self.host_aligns and "ep" in self.w1.device_mesh.mesh_dim_names
+            aligned = self.dispatch_aligns and "ep" in self.w1.device_mesh.mesh_dim_names
             weights = tuple(w.to_local() for w in weights)
-        aligned = aligned and moe_utils.TOKEN_GROUP_ALIGN_SIZE_M % ALIGNED == 0
+        aligned = aligned and token_group_alignment() % ALIGNED == 0
         run = run_experts
         if self.compile_backend is not None:
             run = compiled_run_experts(self.compile_backend)
         return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module's; refuses a weight that torchtitan has sharded too finely for FP8."""
+        """As nn.Module's; ValueError if a shard's dims are not multiples of 16."""
         check_shards(f"{self.fqn}.{name}", param, self._parameters.get(name))
         super().register_parameter(name, param)
 
@@ -112,7 +116,7 @@ def convert_experts(
         The report on every grouped experts module of the model.
 
     Raises:
-        ValueError: a bad recipe or emulate; an empty fqns or string in it; a pattern which converts
+        ValueError: a bad recipe or emulate; an empty fqns or string in it; a pattern that converts
             nothing.
     """
     check_recipe("recipe", recipe)
@@ -138,9 +142,9 @@ def convert_experts(
         module.__class__ = FP8GroupedExperts
         module.recipe, module.emulate, module.fqn = recipe, emulate, name
         module.compile_backend = compile_backend
-        # By name: importing the class needs the deep_ep package.
+        # Compared by name, since importing the class takes the deep_ep package.
         parent = model.get_submodule(name.rpartition(".")[0])
-        module.host_aligns = type(parent).__name__ != "DeepEPMoE"
+        module.dispatch_aligns = type(parent).__name__ != "DeepEPMoE"
         report.converted.append((name, shape, recipe))
     candidates = report.converted or report.left
     for pattern in fqns:
@@ -153,7 +157,7 @@ def convert_experts(
 
 
 def _is_grouped_experts(module: nn.Module) -> bool:
-    """Whether `module` itself holds stacked expert weights (E, N, K), of whatever class."""
+    """Whether `module`, of any class, has stacked expert weights (E, N, K) of its own."""
     return any(p.dim() == 3 for p in module.parameters(recurse=False))
 
 
@@ -162,7 +166,7 @@ def _why_left(experts: nn.Module) -> str | None:
     if isinstance(experts, FP8GroupedExperts):
         return f"already converted, {experts.recipe}"
     if type(experts) is not GroupedExperts:
-        return f"{type(experts).__name__} computes other than GroupedExperts does (biases, say)"
+        return f"{type(experts).__name__} differs from GroupedExperts (in biases, for example)"
     for name, param in experts.named_parameters():
         ragged = [size for size in param.shape[1:] if size % 16 or not size]
         if ragged:

@@ -1,25 +1,42 @@
-"""FSDP2's reduction of gradients over one rank, as a copy of each.
+"""What FSDP2 does with an FP8 module, and the one thing that we change in it.
 
-Where all ranks are expert-parallel, each is alone in the group over which FSDP2 reduces the
-gradients of its experts. FSDP2 puts them behind each other in FP32 as it does for any group, by an
-operation for which the CPU writes a table of all blocks to copy and sends it to the GPU: 100 ms
-of a DeepSeekV3-16B step's CPU time on two GPUs. One rank has nothing to interleave.
+To FSDP2 an FP8 module is an ordinary one. Its parameters are high-precision tensors under their own
+names, and `fully_shard` treats them as it treats nn.Linear's:
+
+- forward: FSDP2 all-gathers the parameters in `mixed_precision_param`, bf16 by default. The module
+  quantises the gathered weight inside fprop; no FP8 copy of it outlives the product. FSDP2 then
+  frees the gathered weight, if `fsdp_reshard_after_forward` says so.
+- backward: FSDP2 gathers again, and dgrad quantises the weight that it finds then.
+- gradients: wgrad returns the dtype of the gathered weight, and FSDP2 reduce-scatters it in
+  `mixed_precision_reduce`, FP32 by default.
+
+Shards of FSDP2 may be of any size, since only whole weights are quantised. Shards of tensor
+parallelism are multiplied as they are and are checked when they are registered (`check_shards`).
+
+`copies_for_one_rank` replaces a copy of FSDP2's that is slow for groups of one rank. With expert
+parallelism over all ranks, each rank is alone in the group over which the gradients of its experts
+are reduced. FSDP2 lays the gradients out one behind the other in the reduction's dtype, as for any
+group, by `chunk_cat`: it builds a table of all chunks on the CPU and copies it to the GPU, which
+took 100 ms of CPU time a step for DeepSeekV3-16B on two GPUs. For one rank, plain copies do.
 """
 
+import functools
+from collections.abc import Callable
+
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-_host_copy_in = _fsdp_collectives.foreach_reduce_scatter_copy_in
 
 
-def copy_in(unsharded_grads: list[Tensor], out: Tensor, world_size: int) -> None:
-    """Copies gradients behind each other into `out`, as FSDP2 does, and by it for several ranks."""
-    if world_size > 1:
-        return _host_copy_in(unsharded_grads, out, world_size)
-    for to, grad in zip(out.split([g.numel() for g in unsharded_grads]), unsharded_grads):
-        to.view_as(grad).copy_(grad)
+def copies_for_one_rank(copy_in: Callable) -> Callable:
+    """Wraps FSDP2's `foreach_reduce_scatter_copy_in`: one copy a gradient in groups of one rank."""
 
+    @functools.wraps(copy_in)
+    def copy_in_or_copy(
+        unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int
+    ) -> None:
+        if world_size > 1:
+            return copy_in(unsharded_grads, reduce_scatter_input, world_size)
+        slots = reduce_scatter_input.split([grad.numel() for grad in unsharded_grads])
+        for slot, grad in zip(slots, unsharded_grads):
+            slot.view_as(grad).copy_(grad)
 
-def reduce_over_one_rank_by_copies() -> None:
-    """Replaces what FSDP2 does with the gradients of a group of one rank; idempotent."""
-    _fsdp_collectives.foreach_reduce_scatter_copy_in = copy_in
+    return copy_in_or_copy

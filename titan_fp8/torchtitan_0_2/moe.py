@@ -1,15 +1,15 @@
-"""torchtitan's MoE layer, whose tokens go to their experts and come back by gathers.
+"""torchtitan's MoE layer, with gathers between token order and expert order.
 
-Each token has k slots, one for each of its experts. torchtitan copies tokens into the slots, sorted
-by expert, and sums the slots of each token again, weighted by the router's scores before or after
-the experts. It gets there by `index_put`, which sorts its indices where it has to sum, by a batched
-product of 1 x k times k x dim matrices, and by copies of all slots in FP32, one of which it saves.
+Each token has k slots, one for each of its experts. torchtitan copies the tokens into slots sorted
+by expert, and afterwards sums the slots of each token; the router's scores weight the slots before
+or after the experts. It uses `index_put`, which has to sort its indices to accumulate, a batched
+product of (1, k) by (k, dim) matrices, and FP32 copies of all slots, one of which it saves.
 
-Here forward and backward are three ops that read the row of each slot once: gather them, sum them
-by token, multiply them by a row of their token. Sums are in FP32 and rounded once, so that values
-differ from torchtitan's by the order of k summands. torchtitan itself rounds less well in two
-places: the gradient of a token at each summand, and under autocast the sum of outputs, which is in
-bf16.
+Here forward and backward consist of three ops, each of which reads the row of every slot once:
+`gather_rows`, `combine_rows` (the weighted sum of each token's slots) and `dot_rows` (the gradient
+of the scores). They sum in FP32 and round once, so values differ from torchtitan's by the order of
+k summands. torchtitan rounds more often in two places: a token's gradient at each summand and,
+under autocast, the sum of outputs, which it takes in bf16.
 """
 
 from typing import Any
@@ -20,16 +20,16 @@ from torchtitan.models.moe.moe import MoE
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.functional import differentiable_once
-from titan_fp8.torchtitan_0_2.permutation import arrived
+from titan_fp8.torchtitan_0_2.permutation import wait_for_collective
 
 _ops = torch.ops.titan_fp8
 
 
 class _Expand(torch.autograd.Function):
-    """x (T, dim) as the rows of `slots` (R,), times their scores, if given.
+    """Copies x (T, dim) into rows (R, dim), one for each of `slots` (R,), times its score if given.
 
-    Slot k · t + i is choice i of token t; `rows` (T, k) is the inverse of `slots`, -1 where a slot
-    has no row; scores (T, k) FP32.
+    Slot k · t + i is choice i of token t. `rows` (T, k) is the inverse of `slots`, -1 for a slot
+    without a row. scores (T, k) FP32.
     """
 
     @staticmethod
@@ -48,11 +48,11 @@ class _Expand(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The sum of each token's rows of y (R, dim), times their scores, if given: (T, dim)."""
+    """Sums each token's rows of y (R, dim), times their scores if given, to (T, dim)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
-        y = arrived(y)
+        y = wait_for_collective(y)
         ctx.save_for_backward(slots, rows, *(() if scores is None else (y, scores)))
         return _ops.combine_rows(y, rows, scores)
 
@@ -66,21 +66,21 @@ class _Combine(torch.autograd.Function):
 
 
 class GatherMoE(MoE):
-    """torchtitan's MoE by gathers; made from one by `route_by_gathers`."""
+    """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, seq, dim), the same shape out; the routing is torchtitan's."""
+        """x (batch, seq, dim) to the same shape. Router and reorderer are torchtitan's."""
         tokens = x.flatten(0, -2)
         scores, chosen, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        # Under sequence parallelism these are the slots of the rank's tokens alone.
+        # Under sequence parallelism these are only the slots of this rank's tokens.
         _, slots, counts = self.reorderer(scores, chosen)
         rows = _ops.invert_index(slots, scores.numel()).view_as(scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
 
         routed = self.experts(_Expand.apply(tokens, slots, rows, before), counts)
-        # Between the two, for it to overlap with the way back from other ranks.
+        # Computed here to overlap with the all-to-all that returns the routed tokens.
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
         out = _Combine.apply(routed, slots, rows, after).to(x.dtype)
         return (out if shared is None else shared + out).view_as(x)
@@ -89,7 +89,7 @@ class GatherMoE(MoE):
 def route_by_gathers(model: nn.Module) -> int:
     """Turns the MoE layers of `model` into GatherMoE, in place, and returns how many.
 
-    Subclasses, DeepEP's for one, compute in ways of their own and are left alone.
+    Subclasses of MoE, such as DeepEP's, have their own forward and are left as they are.
     """
     layers = [module for module in model.modules() if type(module) is MoE]
     for layer in layers:

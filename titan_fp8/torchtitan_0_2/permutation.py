@@ -1,18 +1,19 @@
-"""The permutation around the experts as gathers, in both directions and in both passes.
+"""The permutation around the experts under expert parallelism, by gathers in both passes.
 
-Expert parallelism brings a rank its tokens sorted by the rank they come from. torchtitan's
-`_permute` sorts them by expert and pads each expert's to a multiple of the alignment, and
-`_unpermute` takes them back. It writes rows where an index says, by `index_put`, in `_unpermute`
-and in the backward of `_permute`, and copies the tensor to add a row that stands for the padding.
+The all-to-all delivers a rank's tokens sorted by source rank. torchtitan's `_permute` sorts them by
+expert and pads each expert's group to a multiple of the alignment; `_unpermute` inverts it. Both
+scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
+row that stands for padding.
 
-But every token has one place, so each direction is also a gather: by the token of each place, -1
-for padding, or by the place of each token. Forward takes the one, backward the other, and padding
-is zero in either.
+Since each token has exactly one place, either direction can be a gather: by the token of each
+place, -1 for padding, or by the place of each token. Forward uses one index and backward the other,
+and padding is zero in both.
 
-The indices, and with them the routing, are those of torchtitan's own function. It makes them of a
-score of operations on short vectors, each of which would pass by the policy of activation
-checkpointing, forward and recomputed: more work for the host than the experts are. They are two ops
-instead, and those of `places_of_tokens`, on a GPU one kernel, are kept, not made again.
+The indices equal those of torchtitan's `generate_permute_indices`. It computes them by some twenty
+operations on short vectors, each of which would pass through the dispatch mode of activation
+checkpointing, in forward and again when recomputed, and cost more CPU time than the experts. The op
+`places_of_tokens` computes them at once, by one kernel on a GPU, and activation checkpointing saves
+its results.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
@@ -29,16 +29,25 @@ from titan_fp8.functional import differentiable_once
 _ops = torch.ops.titan_fp8
 
 
-def arrived(x: Tensor) -> Tensor:
-    """x itself, once its collective is through.
+def wait_for_collective(x: Tensor) -> Tensor:
+    """The plain tensor of an AsyncCollectiveTensor; any other x as it is.
 
-    Ops wait by themselves, but the dispatch of the tensor's class costs the CPU more than the op.
+    An op would wait by itself, but dispatching the tensor subclass takes more CPU time than the op.
     """
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
+def token_group_alignment() -> int:
+    """The multiple to which torchtitan's dispatch pads the tokens of each expert.
+
+    8 where torchtitan has no such global, which is its value for bf16 (`TOKEN_GROUP_ALIGNMENT` in
+    patches.py).
+    """
+    return getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+
+
 class Permutation(NamedTuple):
-    """Which token stands where, and where each token stands."""
+    """A permutation with padding, and its inverse."""
 
     tokens: Tensor
     """(R,) int32: the token at each place, -1 for padding."""
@@ -47,12 +56,12 @@ class Permutation(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x by `index`, those of the gradient by its inverse; -1 gives zeros."""
+    """x[index] in forward, g[inverse] in backward; an index of -1 gives a row of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _ops.gather_rows(arrived(x), index)
+        return _ops.gather_rows(wait_for_collective(x), index)
 
     @staticmethod
     @differentiable_once
@@ -64,24 +73,22 @@ class _Gather(torch.autograd.Function):
 def permute(
     x: Tensor, num_tokens_per_expert: Tensor, ep_degree: int, num_local_experts: int
 ) -> tuple[torch.Size, Tensor, Permutation, Tensor]:
-    """torchtitan's `_permute`: x (S, dim), sorted by source rank, as (R, dim), sorted by expert.
+    """torchtitan's `_permute`: x (S, dim), sorted by source rank, to (R, dim), sorted by expert.
 
-    Returns x's shape, the rows, the permutation, for `unpermute`, and the aligned group sizes.
+    Returns:
+        The shape of x, the permuted rows, the permutation for `unpermute`, and the group sizes
+        (num_local_experts,), padded to the alignment.
     """
-    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    longest = moe_utils._round_up(x.shape[0] + num_local_experts * alignment, alignment)
+    alignment = token_group_alignment()
+    # The most rows that padding can lead to, so that their number needs no device sync.
+    rows = -(-(x.shape[0] + num_local_experts * alignment) // alignment) * alignment
     *permutation, sizes = _ops.places_of_tokens(
-        num_tokens_per_expert, num_local_experts, ep_degree, x.shape[0], longest, alignment
+        num_tokens_per_expert, num_local_experts, ep_degree, x.shape[0], rows, alignment
     )
     permutation = Permutation(*permutation)
     return x.shape, _Gather.apply(x, *permutation), permutation, sizes
 
 
 def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:
-    """torchtitan's `_unpermute`: rows (R, dim), by expert, back as `input_shape` (S, dim)."""
+    """torchtitan's `_unpermute`: rows (R, dim), sorted by expert, to `input_shape` (S, dim)."""
     return _Gather.apply(out, permutation.places, permutation.tokens)
-
-
-def permute_by_gathers() -> None:
-    """Replaces torchtitan's permutation under expert parallelism; idempotent."""
-    expert_parallel._permute, expert_parallel._unpermute = permute, unpermute

@@ -1,5 +1,6 @@
-"""What compiled layers keep for backward once the pass of `rematerialize.py` is installed."""
+"""What compiled layers keep for backward with the pass of `recompute_pass.py`."""
 
+import functools
 import operator
 
 import pytest
@@ -14,7 +15,8 @@ from torchtitan.models.moe.moe import FeedForward
 import titan_fp8
 from titan_fp8.reference import E4M3
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.rematerialize import RecomputeFP8Inputs, recompute_fp8_inputs
+from titan_fp8.torchtitan_0_2.patches import RECOMPUTE_PASS, restore
+from titan_fp8.torchtitan_0_2.recompute_pass import RecomputeFP8Inputs, after
 
 
 class SwiGLU(nn.Module):
@@ -31,20 +33,21 @@ class SwiGLU(nn.Module):
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """No graph from another test or from the disk, and no pass to begin with."""
+    """No graphs from other tests or from the disk, and no pass at first."""
     torch._dynamo.reset()
-    with inductor_config.patch(joint_custom_pre_pass=None, force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         yield
+    restore([RECOMPUTE_PASS])
     torch._dynamo.reset()
 
 
 @pytest.fixture
 def installed(fresh_compiler):
-    recompute_fp8_inputs()
+    RECOMPUTE_PASS.apply(after)
 
 
 def kept_in_fp8(module: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-    """Shapes of the FP8 tensors kept, and the gradients, of a compiled module."""
+    """The shapes of the FP8 tensors that a compiled module saves, and its gradients."""
     titan_fp8.convert_linears(module, filter_fqns=())
     shapes: list[tuple[int, ...]] = []
 
@@ -73,7 +76,7 @@ def test_inputs_behind_pointwise_products_are_quantised_again(installed):
 def test_without_the_pass_or_inside_of_checkpoints_they_are_kept(checkpointed):
     if checkpointed:
         for last in (False, True):
-            recompute_fp8_inputs(last)
+            RECOMPUTE_PASS.apply(functools.partial(after, checkpointed=last))
     shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
     assert sorted(shapes) == [(64, 128), (96, 128)]
 
@@ -83,8 +86,8 @@ def test_a_graphs_own_input_is_kept_in_fp8(installed):
     assert shapes == [(64, 128)]
 
 
-def test_what_checkpointing_left_unmarked_is_marked():
-    """In forward and inside a checkpoint: what torch 2.11 leaves out of an autograd.Function."""
+def test_ops_that_checkpointing_left_unmarked_are_marked():
+    """torch 2.11 leaves the ops of an autograd.Function unmarked; those in forward are meant."""
     graph = torch.fx.Graph()
     region = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 3}
 
@@ -114,7 +117,7 @@ def test_what_checkpointing_left_unmarked_is_marked():
 
 
 def bytes_kept(module: nn.Module, compiled: bool) -> int:
-    """For backward, but for the parameters, of 256 tokens."""
+    """The bytes saved for backward of 256 tokens, without the parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -137,8 +140,10 @@ def test_a_fused_feed_forward_keeps_no_more_than_an_ordinary_one(installed, comp
         assert fuse(module) == 1
         sizes.append(bytes_kept(module, compiled))
     fused, ordinary = sizes
-    # Eager, silu(a) and the FP8 copy of h, with a scale for each 128 of its tokens, are spared.
-    assert fused == ordinary if compiled else ordinary - fused == 256 * 96 * 3 + 96 * 2 * 4
+    # Eager, a fused one saves neither silu(a) nor the FP8 copies of h and, for w3, of x once more.
+    # The copies have one scale for each 128 tokens.
+    spared = 256 * 96 * 2 + (256 + 2 * 4) * 96 + (256 + 2 * 4) * 64
+    assert fused == ordinary if compiled else ordinary - fused == spared
 
 
 def test_other_passes_still_run(installed):
@@ -152,8 +157,8 @@ def test_other_passes_still_run(installed):
             return "other"
 
     with inductor_config.patch(joint_custom_pre_pass=Other()):
-        recompute_fp8_inputs()
-        recompute_fp8_inputs()
+        RECOMPUTE_PASS.apply(after)
+        RECOMPUTE_PASS.apply(after)
         mine = inductor_config.joint_custom_pre_pass
         assert isinstance(mine, RecomputeFP8Inputs) and len(mine.before) == 1
         shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))

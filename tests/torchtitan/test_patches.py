@@ -1,0 +1,234 @@
+"""Every patch of `patches.py`: its targets are here, and without them it does what it says.
+
+A missing or changed target ends the run if the patch is required. Otherwise it leaves a warning,
+and training goes on with the same results. What each patch brings is tested with its replacement.
+"""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+from titan import (
+    AC,
+    BOTH,
+    CHECKPOINTING,
+    LINEAR,
+    converted,
+    job,
+    loss_and_gradients,
+    of_type,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
+from torchtitan.models.moe.moe import GroupedExperts
+
+import titan_fp8
+from titan_fp8.torchtitan_0_2 import patches
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
+from titan_fp8.torchtitan_0_2.patches import Patch, Target
+
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+EP = ("--parallelism.expert_parallel_degree", 2)
+TARGETS = [
+    (patch, target) for patch in patches.PATCHES for target in (*patch.targets, *patch.relies_on)
+]
+IDS = [f"{patch.name}: {target.path}" for patch, target in TARGETS]
+
+
+def keep(original):
+    return original
+
+
+def apply(patch: Patch) -> bool:
+    """Applies it with replacements that change nothing."""
+    return patch.apply(*[keep] * len(patch.targets))
+
+
+def remove(monkeypatch, target: Target) -> None:
+    monkeypatch.delattr(*target.locate())
+
+
+def change(monkeypatch, target: Target) -> None:
+    """Gives the target another signature, or removes it if it has none."""
+    if target.parameters is None:
+        remove(monkeypatch, target)
+    else:
+        monkeypatch.setattr(*target.locate(), lambda other: None)
+
+
+def expect_refusal(caplog, patch: Patch, target: Target, what: str) -> None:
+    caplog.clear()
+    if patch.required:
+        with pytest.raises(RuntimeError) as caught:
+            apply(patch)
+        message = str(caught.value)
+        assert patch.versions in message
+    else:
+        assert not apply(patch) and not apply(patch)
+        (record,) = caplog.records  # once
+        assert record.levelno == logging.WARNING
+        message = record.getMessage()
+    assert all(text in message for text in (patch.name, f"{target.path} {what}", patch.without))
+
+
+@pytest.mark.parametrize("patch, target", TARGETS, ids=IDS)
+def test_a_target_is_here_and_takes_what_the_replacement_relies_on(patch, target):
+    assert target.problem() is None
+
+
+@pytest.mark.parametrize("patch, target", TARGETS, ids=IDS)
+def test_a_target_that_is_missing(monkeypatch, caplog, patch, target):
+    remove(monkeypatch, target)
+    if target.may_be_absent:
+        assert target.problem() is None
+    else:
+        expect_refusal(caplog, patch, target, "is missing")
+
+
+@pytest.mark.parametrize(
+    "patch, target",
+    [(patch, target) for patch, target in TARGETS if target.parameters is not None],
+    ids=lambda value: getattr(value, "name", getattr(value, "path", None)),
+)
+def test_a_target_with_another_signature(monkeypatch, caplog, patch, target):
+    change(monkeypatch, target)
+    expect_refusal(caplog, patch, target, "takes (other), expected (")
+
+
+@pytest.mark.parametrize("path", ["titan_fp8.none:f", "torch:none.f", "torch.nn:Linear.none"])
+def test_a_module_or_class_that_is_missing(path):
+    assert Target(path).problem() == f"{path} is missing"
+
+
+class Owner:
+    """Has something to replace."""
+
+    value = "original"
+
+
+def patch_of(attribute: str, may_be_absent: bool = False) -> Patch:
+    target = Target(f"{__name__}:Owner.{attribute}", may_be_absent=may_be_absent)
+    return Patch("test", (target,), why="", without="", versions="", gain="", until="")
+
+
+def test_the_last_replacement_counts_and_starts_from_the_original():
+    patch = patch_of("value")
+    assert patch.apply(lambda value: f"{value}, once") and Owner.value == "original, once"
+    assert patch.apply(lambda value: f"{value}, twice") and Owner.value == "original, twice"
+    Owner.value = "another's"
+    assert patch.apply(lambda value: f"{value}, patched") and Owner.value == "another's, patched"
+    for _ in range(2):
+        patches.restore([patch])
+        assert Owner.value == "another's"
+    patch.apply(lambda value: f"{value}, patched")
+    Owner.value = "original"
+    patches.restore([patch])
+    assert Owner.value == "original"
+
+
+def test_what_was_absent_is_absent_again():
+    patch = patch_of("new", may_be_absent=True)
+    for _ in range(2):
+        assert patch.apply(lambda original: 1) and Owner.new == 1
+    patches.restore([patch])
+    assert not hasattr(Owner, "new")
+
+
+def test_names_and_targets_are_unique_and_every_field_is_written():
+    assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES)
+    paths = [target.path for patch in patches.PATCHES for target in patch.targets]
+    assert len(set(paths)) == len(paths)
+    for patch in patches.PATCHES:
+        assert all((patch.why, patch.without, patch.versions, patch.gain, patch.until)), patch.name
+
+
+def test_the_log_names_each_patch_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = job(tmp_path, "deepseek_v3", *EP, "--compile.enable")
+    for _ in range(2):
+        converted(config)
+    for patch in patches.ON_CONVERSION:
+        assert caplog.text.count(f"patch {patch.name!r} replaces {patch.targets[0].path}") == 1
+
+
+def test_the_plugin_does_not_load_without_its_check(tmp_path):
+    code = "import torchtitan.config.manager as m; del m.tyro.cli; import titan_fp8.plugin"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode and "RuntimeError: titan_fp8: patch 'config check'" in run.stderr
+
+
+@pytest.mark.parametrize("patch", patches.ON_CONVERSION, ids=lambda patch: patch.name)
+def test_a_conversion_goes_on_without_a_patch(monkeypatch, tmp_path, caplog, patch):
+    config = job(tmp_path, "deepseek_v3", *EP, "--compile.enable", *CHECKPOINTING["op"])
+    change(monkeypatch, patch.targets[-1])
+    model = converted(config)
+    assert of_type(model, titan_fp8.FP8Linear) and of_type(model, FP8GroupedExperts)
+    assert caplog.text.count(f"patch {patch.name!r} does not apply") == 1
+    assert caplog.text.count("does not apply") == 1
+
+
+def without(monkeypatch, patch: Patch | None) -> None:
+    if patch is not None:
+        monkeypatch.setattr(
+            Patch, "apply", lambda self, *makes: self is not patch and real(self, *makes)
+        )
+
+
+real = Patch.apply
+EAGER = (patches.SAC_POLICY, patches.SAC_BYPASS)
+EXPERTS = (patches.TOKEN_GROUP_ALIGNMENT, patches.PERMUTATION, patches.SINGLE_RANK_COPY)
+
+
+def gradients(folder: Path, text: Path, model: str, *flags: object) -> dict[str, torch.Tensor]:
+    patches.restore(patches.ON_CONVERSION)
+    flags = (*training(text, folder), "--debug.deterministic", *flags)
+    converters = (LINEAR,) if model == "llama3" else BOTH
+    with trainer(parse(folder, toml(model, converters), *flags)) as t:
+        return loss_and_gradients(t)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("patch", EAGER, ids=lambda patch: patch.name)
+def test_checkpointed_training_is_the_same_without(monkeypatch, tmp_path, text, patch):
+    with one_process():
+        expected = gradients(tmp_path, text, "llama3", *CHECKPOINTING["op"])
+        without(monkeypatch, patch)
+        assert same(gradients(tmp_path, text, "llama3", *CHECKPOINTING["op"]), expected)
+
+
+def train_without_each(rank: int, folder: Path, text: Path) -> None:
+    """On one of two ranks."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    expected = gradients(folder, text, "deepseek_v3", *EP, f"{AC}.mode", "none")
+    for patch in EXPERTS:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            without(monkeypatch, patch)
+            got = gradients(folder, text, "deepseek_v3", *EP, f"{AC}.mode", "none")
+        assert same(got, expected), patch.name
+
+
+def test_expert_parallel_training_is_the_same_without(tmp_path, text):
+    gloo.spawn(train_without_each, 2, tmp_path, text)
+
+
+def test_experts_run_where_torchtitan_has_no_alignment(monkeypatch):
+    remove(monkeypatch, patches.TOKEN_GROUP_ALIGNMENT.targets[0])
+    model = torch.nn.Sequential(GroupedExperts(64, 96, 4, use_grouped_mm=True))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    titan_fp8.convert_experts(model, fqns=("0",))
+    assert model[0](torch.randn(9, 64), torch.tensor([3, 0, 5, 1])).shape == (9, 64)
