@@ -26,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.hopper.quantize_cast import (
+    SCALE_FMTS,
     cast_columns,
     cast_rows,
     channel_bits,
@@ -71,7 +72,7 @@ SQUARE = {
 @gluon.jit
 def quantize_rows(
     words, PLACES: gl.constexpr, q, s, row, rows, block, KW, S,
-    PACK: gl.constexpr, SHARED: gl.constexpr,
+    PACK: gl.constexpr, SCALE_FMT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Scales and casts rows of a tile of 128 channels, number `block` of them.
 
@@ -81,7 +82,7 @@ def quantize_rows(
     WORDS: gl.constexpr = words.type.layout
     tokens: gl.constexpr = gl.SliceLayout(1, WORDS)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0]) if SHARED else tokens
-    scale, r = scale_of(gl.convert_layout(largest_bits(words, PACK), one))
+    scale, r = scale_of(gl.convert_layout(largest_bits(words, PACK), one), SCALE_FMT)
     i = gl.convert_layout(tokens_of(PLACES, WORDS), one)
     gl.store(s + (block.to(gl.int64) * S + row) + i, scale, mask=i < rows)
     r = gl.convert_layout(r, tokens)
@@ -92,7 +93,7 @@ def quantize_rows(
 @gluon.jit
 def quantize_columns(
     part, q_t, s_t, column, owned, tokens, columns, word, K, KW, MT,
-    PACK: gl.constexpr, STRANGERS: gl.constexpr, FLIPPED: gl.constexpr,
+    PACK: gl.constexpr, SCALE_FMT: gl.constexpr, STRANGERS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     """Scales, casts and transposes the first `tokens` tokens of 128, by their places, and some
     words, into the first `columns` columns.
@@ -108,26 +109,29 @@ def quantize_columns(
     j = gl.arange(0, FLIPPED.shape[0], gl.SliceLayout(1, FLIPPED))
     scales = s_t + (column // 128).to(gl.int64) * K + word * PACK
     for i in gl.static_range(PACK):
-        scale, r = scale_of(channel_bits(amax, i, PACK))
+        scale, r = scale_of(channel_bits(amax, i, PACK), SCALE_FMT)
         gl.store(scales + (j * PACK + i), scale, mask=(j < KW - word) & (columns > 0))
         values = cast_columns(words, r[:, None], keep, i, PACK)
         store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT)
 
 
 @kernel(do_not_specialize=["M", "S", "blocks"])
-def _rows_kernel(x, q, s, M, KW, S, blocks, PACK: gl.constexpr, WORDS: gl.constexpr):
+def _rows_kernel(
+    x, q, s, M, KW, S, blocks,
+    PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     words = load_words(x, row, M - row, block * WORDS.shape[1], KW, WORDS)
-    quantize_rows(words, None, q, s, row, M - row, block, KW, S, PACK, True)
+    quantize_rows(words, None, q, s, row, M - row, block, KW, S, PACK, SCALE_FMT, True)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "tiles", "blocks"])
 def _tokens_kernel(
     x, q, s, q_t, s_t, offs, M, K, KW, MT, S, E, tiles, blocks,
-    PACK: gl.constexpr, WITH_ROWS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
-    TILE: gl.constexpr, FETCH: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
+    PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WITH_ROWS: gl.constexpr,
+    GROUPS: gl.constexpr, ALIGNED: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     if WITH_ROWS:
         tile = gl.program_id(0) // blocks
@@ -146,22 +150,24 @@ def _tokens_kernel(
     for w in gl.static_range(0, WIDTH, PART_WORDS):
         quantize_columns(
             words.slice(w, PART_WORDS, 1).load(COLUMNS), q_t, s_t, column, group < E, tokens,
-            columns, word + w, K, KW, MT, PACK, WITH_ROWS and GROUPS > 0, FLIPPED,
+            columns, word + w, K, KW, MT, PACK, SCALE_FMT, WITH_ROWS and GROUPS > 0, FLIPPED,
         )  # fmt: skip
     if WITH_ROWS:
         for place in gl.static_range(0, 128, HEIGHT):
             part = words.slice(place, HEIGHT).load(ROWS)
-            quantize_rows(part, place, q, s, row, rows, block, KW, S, PACK, False)
+            quantize_rows(part, place, q, s, row, rows, block, KW, S, PACK, SCALE_FMT, False)
 
 
 @kernel(do_not_specialize=["S"])
-def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
+def _square_kernel(
+    w, q, s, N, KW, S, PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr
+):
     block = gl.program_id(0)
     row = gl.program_id(1) * 128
     expert = gl.program_id(2).to(gl.int64)
     word = block * WORDS.shape[1]
     words = load_words(w + expert * N * KW, row, N - row, word, KW, WORDS)
-    scale, r = scale_of(gl.max(largest_bits(words, PACK), 0))
+    scale, r = scale_of(gl.max(largest_bits(words, PACK), 0), SCALE_FMT)
     gl.store(s + (expert * gl.num_programs(1) + gl.program_id(1)) * S + block, scale)
     values = cast_rows(words, gl.full([1, 1], 0.0, gl.float32, WORDS) + r, PACK)
     store_rows(q + expert * N * KW, values, None, row, N - row, word, KW)
@@ -170,8 +176,8 @@ def _square_kernel(w, q, s, N, KW, S, PACK: gl.constexpr, WORDS: gl.constexpr):
 @kernel(do_not_specialize=["S"])
 def _square_t_kernel(
     w, q_t, s_t, N, K, KW, S,
-    PACK: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr, ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
+    PACK: gl.constexpr, SCALE_FMT: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
     row = gl.program_id(0) * 128
     block = gl.program_id(1)
@@ -185,7 +191,7 @@ def _square_t_kernel(
     most = magnitudes(words.slice(0, HEIGHT).load(ROWS), PACK)
     for place in gl.static_range(HEIGHT, 128, HEIGHT):
         most = larger(most, magnitudes(words.slice(place, HEIGHT).load(ROWS), PACK), PACK)
-    scale, r = scale_of(gl.max(largest_bits(most, PACK), 0))
+    scale, r = scale_of(gl.max(largest_bits(most, PACK), 0), SCALE_FMT)
     gl.store(s_t + (expert * gl.num_programs(1) + block) * S + gl.program_id(0), scale)
     r = gl.full([1, 1], 0.0, gl.float32, FLIPPED) + r
     keep = gl.full([1, 1], -1, gl.int8, FLIPPED)
@@ -220,7 +226,7 @@ def _blocks_behind_each_other(x: Tensor, rows: int, blocks: int) -> Tensor:
     return torch.empty_strided((rows, blocks), strides, dtype=torch.float32, device=x.device)
 
 
-def quantize_1x128(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """Quantises x (M, K) in blocks of 1x128: q (M, K), s (M, ⌈K/128⌉). The last may be short."""
     m, k = x.shape
     q, s = torch.empty_like(x, dtype=E4M3), scales_1x128(x, m, k)
@@ -229,13 +235,14 @@ def quantize_1x128(x: Tensor) -> tuple[Tensor, Tensor]:
     tile, warps = ROWS[pack]
     if m:
         _rows_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
-            words, out, s, m, k // pack, s.stride(1), blocks, pack, tile, num_warps=warps
-        )
+            words, out, s, m, k // pack, s.stride(1), blocks,
+            pack, SCALE_FMTS[scale_fmt], tile, num_warps=warps,
+        )  # fmt: skip
     return q, s
 
 
 def _quantize_tokens(
-    x: Tensor, rows: bool, offs: Tensor | None, aligned: bool
+    x: Tensor, rows: bool, offs: Tensor | None, aligned: bool, scale_fmt: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The transposed copy and its scales, before them those of the rows, empty unless asked for."""
     m, k = x.shape
@@ -252,27 +259,27 @@ def _quantize_tokens(
         _tokens_kernel[(tiles * blocks,)](
             words, out, s, Typed(q_t, torch.int8), s_t, offs,
             m, k, k // pack, width, s.stride(1), groups, tiles, blocks,
-            pack, rows, group_lanes(groups), aligned,
+            pack, SCALE_FMTS[scale_fmt], rows, group_lanes(groups), aligned,
             maxnreg=ROWS_MAXNREG if rows and pack == 2 else MAXNREG, **TILED[pack],
         )  # fmt: skip
     return q, s, q_t, s_t
 
 
 def quantize_128x1_t(
-    x: Tensor, offs: Tensor | None = None, aligned: bool = False
+    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
     """Quantises x (M, K) in blocks of 128x1, written transposed: q (K, Mt), s (K, Mt/128)."""
-    return _quantize_tokens(x, False, offs, aligned)[2:]
+    return _quantize_tokens(x, False, offs, aligned, scale_fmt)[2:]
 
 
 def quantize_1x128_128x1_t(
-    x: Tensor, offs: Tensor | None = None, aligned: bool = False
+    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both of the above out of one read: q (M, K), s (M, ⌈K/128⌉), q (K, Mt), s (K, Mt/128)."""
-    return _quantize_tokens(x, True, offs, aligned)
+    return _quantize_tokens(x, True, offs, aligned, scale_fmt)
 
 
-def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_128x128(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """Quantises w (..., N, K) in tiles of 128x128: q (..., N, K), s (..., ⌈N/128⌉, ⌈K/128⌉)."""
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
@@ -281,12 +288,13 @@ def quantize_128x128(w: Tensor) -> tuple[Tensor, Tensor]:
     words, out, pack = words_of(w, q)
     tile, warps = SQUARE[pack]
     _square_kernel[(blocks, rows, math.prod(lead))](
-        words, out, s, n, k // pack, s.shape[-1], pack, tile, num_warps=warps
-    )
+        words, out, s, n, k // pack, s.shape[-1],
+        pack, SCALE_FMTS[scale_fmt], tile, num_warps=warps,
+    )  # fmt: skip
     return q, s[..., :blocks]
 
 
-def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_128x128_t(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """The same tiles, written transposed: q (..., K, N), s (..., ⌈K/128⌉, ⌈N/128⌉)."""
     *lead, n, k = w.shape
     rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
@@ -294,7 +302,7 @@ def quantize_128x128_t(w: Tensor) -> tuple[Tensor, Tensor]:
     s_t = _padded_scales(w, *lead, blocks, rows)
     words, _, pack = words_of(w, q_t)
     _square_t_kernel[(rows, blocks, math.prod(lead))](
-        words, Typed(q_t, torch.int8), s_t, n, k, k // pack, s_t.shape[-1], pack,
-        maxnreg=MAXNREG, **TILED[pack],
+        words, Typed(q_t, torch.int8), s_t, n, k, k // pack, s_t.shape[-1],
+        pack, SCALE_FMTS[scale_fmt], maxnreg=MAXNREG, **TILED[pack],
     )  # fmt: skip
     return q_t, s_t[..., :rows]

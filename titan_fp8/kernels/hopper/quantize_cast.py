@@ -27,6 +27,14 @@ AMAX_MIN = gl.constexpr(0x2B8CBCCC)
 INF = gl.constexpr(0x7F800000)
 """The bits of Inf."""
 
+SCALE_FMTS = {"fp32": 0}
+"""Name of a scale format -> the constexpr SCALE_FMT of the kernels.
+
+A number, because `launcher.c` tells strings apart by their address, and the same name may arrive as
+another string object at each call.
+"""
+FP32 = gl.constexpr(SCALE_FMTS["fp32"])
+
 
 def _cast(unpack: str, scales: str, last: str = "") -> gl.constexpr:
     """PTX from words to four bytes: what `unpack` leaves in x0..x3, times `scales`, converted."""
@@ -111,8 +119,9 @@ def largest_bits(words, PACK: gl.constexpr):
 
 
 @gluon.jit
-def scale_of(amax):
+def scale_of(amax, SCALE_FMT: gl.constexpr = FP32):
     """The scale s of a block and 1 / s, from the bits of its absolute maximum."""
+    gl.static_assert(SCALE_FMT == FP32, "scale_fmt: allowed is fp32")
     amax = gl.maximum(amax, AMAX_MIN)
     finite = amax < INF
     amax = amax.to(gl.float32, bitcast=True)

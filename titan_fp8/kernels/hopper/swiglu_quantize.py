@@ -30,7 +30,7 @@ from titan_fp8.kernels.hopper.quantize_blockwise import (
     scales_1x128,
     scales_128x1_t,
 )
-from titan_fp8.kernels.hopper.quantize_cast import as_words
+from titan_fp8.kernels.hopper.quantize_cast import SCALE_FMTS, as_words
 from titan_fp8.kernels.hopper.quantize_tile import (
     columns_layouts,
     fetch,
@@ -107,7 +107,7 @@ def _swiglu_backward(dh, a, b):
 
 
 @kernel(do_not_specialize=["M", "S", "blocks"])
-def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
+def _forward_kernel(a, b, q, s, M, KW, S, blocks, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr):
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     word = block * WORDS.shape[1]
@@ -115,14 +115,14 @@ def _forward_kernel(a, b, q, s, M, KW, S, blocks, WORDS: gl.constexpr):
         load_words(a, row, M - row, word, KW, WORDS),
         load_words(b, row, M - row, word, KW, WORDS),
     )
-    quantize_rows(words, None, q, s, row, M - row, block, KW, S, 2, True)
+    quantize_rows(words, None, q, s, row, M - row, block, KW, S, 2, SCALE_FMT, True)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "blocks"])
 def _backward_kernel(
     dh, a, b, da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t, h_q_t, h_s_t, offs,
     M, K, KW, MT, S, E, blocks,
-    GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
+    SCALE_FMT: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
     STAGED: gl.constexpr, FETCH: gl.constexpr, PART: gl.constexpr,
     COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
@@ -150,19 +150,19 @@ def _backward_kernel(
         dh_to_h.slice(t, T).store(h)
         a_to_da.slice(t, T).store(da)
         b_to_db.slice(t, T).store(db)
-        quantize_rows(da, t, da_q, da_s, row, rows, block, KW, S, 2, False)
-        quantize_rows(db, t, db_q, db_s, row, rows, block, KW, S, 2, False)
+        quantize_rows(da, t, da_q, da_s, row, rows, block, KW, S, 2, SCALE_FMT, False)
+        quantize_rows(db, t, db_q, db_s, row, rows, block, KW, S, 2, SCALE_FMT, False)
     quantize_columns(
         dh_to_h.load(COLUMNS), h_q_t, h_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, GROUPS > 0, FLIPPED,
+        K, KW, MT, 2, SCALE_FMT, GROUPS > 0, FLIPPED,
     )  # fmt: skip
     quantize_columns(
         a_to_da.load(COLUMNS), da_q_t, da_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, GROUPS > 0, FLIPPED,
+        K, KW, MT, 2, SCALE_FMT, GROUPS > 0, FLIPPED,
     )  # fmt: skip
     quantize_columns(
         b_to_db.load(COLUMNS), db_q_t, db_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, GROUPS > 0, FLIPPED,
+        K, KW, MT, 2, SCALE_FMT, GROUPS > 0, FLIPPED,
     )  # fmt: skip
 
 
@@ -178,13 +178,13 @@ def _words(x: Tensor) -> Typed:
     return as_words(x.contiguous())
 
 
-def swiglu_1x128(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """`quantize_1x128` of h = silu(a) · b for a, b (M, H): q (M, H), s (M, ⌈H/128⌉).
 
     One kernel in bf16; any other dtype computes h first.
     """
     if not _in_bf16(a=a, b=b):
-        return quantize.quantize_1x128(reference.swiglu(a, b))
+        return quantize.quantize_1x128(reference.swiglu(a, b), scale_fmt=scale_fmt)
     m, k = a.shape
     q, s = a.new_empty(m, k, dtype=E4M3), scales_1x128(a, m, k)
     blocks = s.shape[1]
@@ -192,13 +192,19 @@ def swiglu_1x128(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if m:
         _forward_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
             _words(a), _words(b), Typed(q, torch.int16), s, m, k // 2, s.stride(1), blocks,
-            tile, num_warps=warps,
+            SCALE_FMTS[scale_fmt], tile, num_warps=warps,
         )  # fmt: skip
     return q, s
 
 
 def swiglu_backward_1x128_128x1_t(
-    dh: Tensor, a: Tensor, b: Tensor, offs: Tensor | None = None, aligned: bool = False
+    dh: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    *,
+    scale_fmt: str = "fp32",
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
@@ -210,9 +216,9 @@ def swiglu_backward_1x128_128x1_t(
     if not _in_bf16(dh=dh, a=a, b=b):
         da, db = reference.swiglu_backward(dh, a, b)
         return (
-            *quantize.quantize_1x128_128x1_t(da, offs, aligned),
-            *quantize.quantize_1x128_128x1_t(db, offs, aligned),
-            *quantize.quantize_128x1_t(reference.swiglu(a, b), offs, aligned),
+            *quantize.quantize_1x128_128x1_t(da, offs, aligned, scale_fmt=scale_fmt),
+            *quantize.quantize_1x128_128x1_t(db, offs, aligned, scale_fmt=scale_fmt),
+            *quantize.quantize_128x1_t(reference.swiglu(a, b), offs, aligned, scale_fmt=scale_fmt),
         )
     m, k = a.shape
     width = transposed_width(m, offs, aligned, BLOCK)
@@ -229,7 +235,7 @@ def swiglu_backward_1x128_128x1_t(
         _backward_kernel[(tiles * blocks,)](
             _words(dh), _words(a), _words(b), *rows[0], *columns[0], *rows[1], *columns[1],
             *columns[2], offs, m, k, k // 2, width, ss[0].stride(1), groups, blocks,
-            group_lanes(groups), aligned,
+            SCALE_FMTS[scale_fmt], group_lanes(groups), aligned,
             STAGED, FETCH, PART, **columns_layouts(8, 64), num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
     da, db = zip(qs, ss, qs_t[:2], ss_t[:2], strict=True)
