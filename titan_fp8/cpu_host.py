@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def _device_module() -> tuple[Callable, ...]:
 
 def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
     @functools.wraps(set_divide_factor)
-    def set_divide_factor_and_sum(self, factor: float) -> None:
+    def set_divide_factor_and_sum(self: Any, factor: float) -> None:
         set_divide_factor(self, factor)
         self.set_force_sum_reduction_for_comms(True)
 
@@ -75,7 +76,7 @@ def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
 
 def _counting_integers(histc: Callable) -> Callable:
     @functools.wraps(histc)
-    def histc_of_integers(input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def histc_of_integers(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.is_floating_point():
             return histc(input, *args, **kwargs)
         return histc(input.float(), *args, **kwargs).to(input.dtype)
@@ -93,7 +94,7 @@ def _warning_of_unseeded_start(load: Callable) -> Callable:
     from torchtitan.tools.logging import logger
 
     @functools.wraps(load)
-    def load_or_warn(self, step: int = -1) -> bool:
+    def load_or_warn(self: Any, step: int = -1) -> bool:
         loaded = load(self, step)
         if not loaded and torch.distributed.get_world_size() > 1:
             logger.warning(

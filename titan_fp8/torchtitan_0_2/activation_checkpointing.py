@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_fp8.ops import NAMES
@@ -69,14 +68,13 @@ def _with_fp8_contexts(context_fn: Callable, block: nn.Module) -> Callable:
             for module in block.modules()
         )
 
-    def make_contexts() -> tuple:
-        contexts = context_fn()
+    def make_contexts() -> tuple[Any, ...]:
+        contexts: tuple[Any, ...] = context_fn()
         for context in contexts:
             # torch 2.13's second mode has no policy.
             if getattr(context, "policy_fn", None) is not None:
                 context.policy_fn = _fp8_policy(context.policy_fn, is_compiled_in_parts())
-            if isinstance(context, TorchDispatchMode):
-                context.skips_fp8_ops = is_compiled_in_parts()
+            context.skips_fp8_ops = is_compiled_in_parts()
         return contexts
 
     return make_contexts

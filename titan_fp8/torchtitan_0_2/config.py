@@ -169,8 +169,8 @@ def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
     return parse
 
 
-def check_merged(config: JobConfig, args: Sequence[str]) -> None:
-    """Checks what takes the whole configuration, parsed from a TOML and the command line `args`.
+def check_merged(config: Any, args: Sequence[str]) -> None:
+    """Checks what takes the whole configuration, merged and parsed from a TOML and from `args`.
 
     Warns if the job will fail for want of a GPU, before torchtitan's own error.
 
@@ -178,7 +178,7 @@ def check_merged(config: JobConfig, args: Sequence[str]) -> None:
         ValueError: a section of ours is set, by the file or by a flag, and its converter is not
             listed.
     """
-    sections = {
+    sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
     }

@@ -70,7 +70,7 @@ class _Converter(QuantizationConverter):
         """ValueError for a pipeline schedule that this torch cannot run with FP8 layers."""
         schedule = self.job_config.parallelism.pipeline_parallel_schedule
         splits = schedule.lower() in SPLIT_BACKWARD_SCHEDULES
-        if self.parallel_dims.pp_enabled and splits and torch.__version__ < (2, 13):
+        if self.parallel_dims.pp_enabled and splits and torch.__version__ < "2.13":
             raise ValueError(
                 f"parallelism.pipeline_parallel_schedule = {schedule!r}: on torch "
                 f"{torch.__version__} the backward of a torch.autograd.Function cannot be split, "

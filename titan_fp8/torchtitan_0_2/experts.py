@@ -10,7 +10,8 @@ If that is a multiple of 128, as for blockwise, `aligned = True` tells the quant
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,11 +53,11 @@ def run_experts(
 
 
 @functools.cache
-def compiled_run_experts(backend: str):
+def compiled_run_experts(backend: str) -> Callable[..., Tensor]:
     """`run_experts`, compiled once for any number of tokens, which changes with the routing."""
     compiled = torch.compile(run_experts, backend=backend, fullgraph=True)
 
-    def run(w1, w2, w3, x, *args):
+    def run(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, *args: Any) -> Tensor:
         torch._dynamo.mark_dynamic(x, 0)
         return compiled(w1, w2, w3, x, *args)
 
@@ -78,7 +79,8 @@ class FP8GroupedExperts(GroupedExperts):
         weights = (self.w1, self.w2, self.w3)
         aligned = False
         if isinstance(self.w1, DTensor):
-            aligned = self.dispatch_aligns and "ep" in self.w1.device_mesh.mesh_dim_names
+            mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
+            aligned = self.dispatch_aligns and "ep" in mesh_dims
             weights = tuple(w.to_local() for w in weights)
         aligned = aligned and token_group_alignment() % ALIGNED == 0
         run = run_experts

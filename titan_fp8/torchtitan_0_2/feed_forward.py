@@ -7,6 +7,8 @@ linear for checkpointing, FSDP or the compiler. Each forward checks for these, a
 runs torchtitan's own forward, which calls the FP8Linears.
 """
 
+from typing import Any
+
 import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +24,10 @@ from titan_fp8.swiglu import fp8_swiglu
 
 class FP8FeedForward(nn.Module):
     """A mixin before one of torchtitan's FeedForward classes, whose forward is the fallback."""
+
+    w1: FP8Linear
+    w2: FP8Linear
+    w3: FP8Linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., K): w2(silu(w1 x) * w3 x)."""
@@ -83,18 +89,15 @@ def fuse_feed_forwards(model: nn.Module) -> int:
 
     All three linears must be FP8Linears of a recipe that has the ops for it.
     """
-    feed_forwards = [
-        module
-        for module in model.modules()
-        if type(module) in _FUSED and _can_fuse(module.w1, module.w2, module.w3)
-    ]
+    feed_forwards = [m for m in model.modules() if type(m) in _FUSED and _can_fuse(m)]
     for module in feed_forwards:
         module.__class__ = _FUSED[type(module)]
     return len(feed_forwards)
 
 
-def _can_fuse(*linears: nn.Module) -> bool:
-    """Whether these are FP8Linears without bias, with equal settings and a recipe with SwiGLU."""
+def _can_fuse(feed_forward: Any) -> bool:
+    """Whether the linears are FP8Linears without bias, of equal settings and a fused recipe."""
+    linears = (feed_forward.w1, feed_forward.w2, feed_forward.w3)
     if not all(type(linear) is FP8Linear and linear.bias is None for linear in linears):
         return False
     settings = {(linear.recipe, linear.emulate) for linear in linears}

@@ -39,7 +39,7 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, g: Tensor):
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weighted = ctx.saved_tensors
         if not weighted:
             return _ops.combine_rows(g, rows), None, None, None
@@ -58,7 +58,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, g: Tensor):
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         slots, rows, *weighted = ctx.saved_tensors
         y, scores = weighted or (None, None)
         dy = _ops.gather_rows(g, slots, scores, rows.shape[1])

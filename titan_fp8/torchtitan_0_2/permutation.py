@@ -65,7 +65,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, g: Tensor):
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return _ops.gather_rows(g, inverse), None, None
 

@@ -74,9 +74,8 @@ class RecomputeFP8Inputs(CustomGraphPass):
 def after(existing: Any, checkpointed: bool = False) -> RecomputeFP8Inputs:
     """The pass to install in place of `existing`, which it runs first: a pass, a list or None."""
     if isinstance(existing, RecomputeFP8Inputs):
-        before = existing.before
-    else:
-        before = existing if isinstance(existing, (list, tuple)) else [existing] if existing else ()
+        return RecomputeFP8Inputs(existing.before, checkpointed)
+    before = existing if isinstance(existing, (list, tuple)) else [existing] if existing else []
     return RecomputeFP8Inputs(tuple(before), checkpointed)
 
 
@@ -89,7 +88,7 @@ def mark_cheap_inputs(graph: fx.Graph) -> None:
                 part.meta["ac_graph_id"] = 0
 
 
-def _is_cheap_in_backward(x: fx.Node) -> bool:
+def _is_cheap_in_backward(x: Any) -> bool:
     """Whether x is attention's output or a pointwise product: RMSNorm's result, or SwiGLU's."""
     while x.target in _VIEWS_AND_CASTS:
         x = x.args[0]
