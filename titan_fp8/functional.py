@@ -5,7 +5,8 @@
 
 Both run one autograd function; a dense product has one group. Forward quantises x along its rows
 for fprop and along its columns for wgrad, from one read, and saves the FP8 columns for backward
-instead of x. torch.compile merges the quantisations of an input that several products share.
+instead of x. If several products read one input, it is quantised once: torch.compile merges the
+equal calls, and eager code passes a `SharedInput`.
 
 A weight in high precision is quantised by the op that multiplies by it: in forward, and again in
 backward, from the parameter as it is then. No FP8 copy of a weight outlives its GEMM, so nothing
@@ -187,6 +188,27 @@ def quantize_operands(
     return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
 
 
+class SharedInput:
+    """Quantises x once for products that read it one after the other.
+
+    x must not change until the last of them has run. Under torch.compile there is nothing to share:
+    the compiler merges equal quantisations.
+    """
+
+    def __init__(self, x: Tensor):
+        self.x = x
+        self._operands: dict[tuple[bool, Spec], tuple[Operand, Operand]] = {}
+
+    def operands(self, x_MK: Tensor, for_wgrad: bool, spec: Spec) -> tuple[Operand, Operand]:
+        """`quantize_operands` of x_MK, which is x as a matrix."""
+        if torch.compiler.is_compiling():
+            return quantize_operands(x_MK, None, True, for_wgrad, spec)
+        key = for_wgrad, spec
+        if key not in self._operands:
+            self._operands[key] = quantize_operands(x_MK, None, True, for_wgrad, spec)
+        return self._operands[key]
+
+
 def _operand(w: Tensor | None, q: Tensor | None, s: Tensor | None) -> Tensor | Operand:
     """The weight as `fprop` and `dgrad` take it: in high precision, or q and its scale."""
     if w is not None:
@@ -242,13 +264,21 @@ class _FP8Product(torch.autograd.Function):
 
 
 def products(
-    x: Tensor, weights: tuple[Weight, ...], bias: Tensor | None, offs: Tensor | None, spec: Spec
+    x: Tensor,
+    weights: tuple[Weight, ...],
+    bias: Tensor | None,
+    offs: Tensor | None,
+    spec: Spec,
+    shared: SharedInput | None = None,
 ) -> list[Tensor]:
     """y (M, N) of x (..., K) and each of the weights; x is quantised once for all of them."""
     x_MK = x.reshape(-1, x.shape[-1])
     trained = [isinstance(w, Tensor) and w.requires_grad for w in weights]
     for_wgrad = torch.is_grad_enabled() and any(trained)
-    x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
+    if shared is None:
+        x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
+    else:
+        x_rows, x_columns = shared.operands(x_MK, for_wgrad, spec)
     outputs = []
     for w, needs_dw in zip(weights, trained, strict=True):
         if isinstance(w, QuantizedWeight):
@@ -276,6 +306,7 @@ def fp8_linear(
     *,
     recipe: str = "blockwise",
     emulate: bool = False,
+    shared: SharedInput | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` with its three GEMMs in FP8; differentiable.
 
@@ -287,6 +318,7 @@ def fp8_linear(
         recipe: a name of `titan_fp8.recipe.RECIPES`, such as "blockwise" (DeepSeek-V3,
             arXiv 2412.19437) or "rowwise".
         emulate: compute the same numerics in FP32 arithmetic, on any device. CPU tensors always do.
+        shared: `SharedInput(x)`, given to every product that reads x.
 
     Returns:
         y (..., N), in the dtype of F.linear. Gradients have the dtypes of their tensors.
@@ -308,7 +340,7 @@ def fp8_linear(
     w = check_weight("weight", weight, recipe)
     check_devices(x, weight=weight, bias=bias)
     spec = Spec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
-    (y_MN,) = products(x, (weight,), bias, None, spec)
+    (y_MN,) = products(x, (weight,), bias, None, spec, shared)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 

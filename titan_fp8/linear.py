@@ -16,7 +16,9 @@ them:
     Replicate     Shard(d < -1)  Shard(d)    Shard(d)         Partial
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import cast
 
 import torch
@@ -30,12 +32,28 @@ from titan_fp8.checks import (
     check_recipe,
     check_shards,
 )
-from titan_fp8.functional import fp8_linear
+from titan_fp8.functional import SharedInput, fp8_linear
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 """Logits and routing are sensitive to rounding; DeepSeek-V3 keeps both in high precision, too."""
+
+
+_shared: ContextVar[SharedInput | None] = ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def shared_input(x: Tensor) -> Iterator[None]:
+    """Inside, the FP8Linears that are called with x, the same object, quantise it once.
+
+    For the module that owns them, as attention owns wq, wk and wv. x must not change inside.
+    """
+    token = _shared.set(SharedInput(x))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 class FP8Linear(nn.Linear):
@@ -52,7 +70,10 @@ class FP8Linear(nn.Linear):
         return self._local_product(x, self.weight, self.bias)
 
     def _local_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate)
+        shared = None if torch.compiler.is_compiling() else _shared.get()
+        if shared is not None and shared.x is not x:
+            shared = None
+        return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate, shared=shared)
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
         w = cast(DTensor, self.weight)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._functorch.partitioners
 import torch.distributed as dist
 from titan import (
     AC,
@@ -35,6 +36,7 @@ from torchtitan.distributed import activation_checkpoint
 from torchtitan.tools import utils
 
 import titan_fp8
+from titan_fp8.torchtitan_0_2 import recomputation
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 OPS = torch.ops.titan_fp8
@@ -65,14 +67,10 @@ def test_op_level_checkpointing_takes_dense_fp8_gemms_for_mm(tmp_path, gemm):
     for offs in (None, torch.tensor([3], dtype=torch.int32)):
         forward.policy_fn(None, gemm, a, s, b, offs, False, torch.bfloat16)
     assert asked == [(torch.ops.aten.mm.default, (32, 48)), (gemm, (3, 1))]
-    assert forward.policy_fn(None, OPS.places_of_tokens.default, a, 3) is CheckpointPolicy.MUST_SAVE
-    assert len(asked) == 2
-    # The inverse of the router's slots is recomputed with the routing.
-    forward.policy_fn(None, OPS.invert_index.default, a, b)
-    assert asked[2:] == [(OPS.invert_index.default, (48, 32))]
 
 
-def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
+def test_gemms_that_compiled_code_runs_are_not_taken_for_mm(tmp_path):
+    """Their outputs must not be saved: Inductor reuses their memory."""
     asked = []
 
     def policy(ctx, func, *args, **kwargs):
@@ -99,31 +97,36 @@ def test_ops_that_compiled_code_runs_go_past_op_level_checkpointing(tmp_path):
         compile_a_part(block)  # when it is wrapped, as torchtitan does
         return asked_for(module.checkpoint_fn.keywords["context_fn"]())
 
-    aten = torch.ops.aten
+    aten, gemm = torch.ops.aten, OPS.blockwise_fprop.default
     others = {aten.t.default, aten.mm.default, aten.arange.default}
-    ours = {OPS.quantize_1x128.default, OPS.invert_index.default}
-    assert adapted(lambda block: block.append(torch.compile(block.pop(0)))) == others
-    assert adapted(lambda block: block[0].compile()) == others
-    assert adapted(lambda block: None) == others | ours  # products ask as mm
+    others |= {OPS.quantize_1x128.default, OPS.invert_index.default}
+    assert adapted(lambda block: block.append(torch.compile(block.pop(0)))) == others | {gemm}
+    assert adapted(lambda block: block[0].compile()) == others | {gemm}
+    assert adapted(lambda block: None) == others  # the GEMM asks as mm
     # Other checkpoints are not affected.
-    assert asked_for(contexts()) == others | ours | {OPS.blockwise_fprop.default}
+    assert asked_for(contexts()) == others | {gemm}
 
 
 @pytest.mark.parametrize(
-    "flags, checkpointed",
+    "flags, recomputes, marks",
     [
-        ((f"{AC}.mode", "none"), False),
-        ((f"{AC}.mode", "memory_budget"), False),
-        (CHECKPOINTING["layer 2"], False),
-        (CHECKPOINTING["layer 1"], True),
-        ((f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "0"), True),
-        (CHECKPOINTING["op"], True),
-        (CHECKPOINTING["full"], True),
+        ((f"{AC}.mode", "none"), True, False),
+        ((f"{AC}.mode", "memory_budget"), True, False),
+        (CHECKPOINTING["layer 2"], True, True),
+        (CHECKPOINTING["layer 1"], False, True),
+        ((f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "0"), False, True),
+        (CHECKPOINTING["op"], False, True),
+        (CHECKPOINTING["full"], False, True),
     ],
 )
-def test_the_compiler_knows_whether_all_blocks_are_checkpointed(tmp_path, flags, checkpointed):
+def test_the_partitioner_is_patched_by_the_kind_of_checkpointing(
+    tmp_path, flags, recomputes, marks
+):
     converted(job(tmp_path, "deepseek_v3", "--compile.enable", *flags))
-    assert torch._inductor.config.joint_custom_pre_pass.checkpointed == checkpointed
+    kinds = torch._functorch.partitioners.get_default_op_list()
+    assert (OPS.quantize_1x128_128x1_t in kinds.recomputable_ops) == recomputes
+    installed = torch._inductor.config.joint_custom_pre_pass
+    assert isinstance(installed, recomputation.CompleteMarks) == marks
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,17 @@ first calls `policy_fn(ctx, op, *args)` and saves the op's output if the answer 
 torchtitan's policy saves every second `aten.mm` and recomputes ops that it does not know, FP8 GEMMs
 among them.
 
-`with_fp8_policy` changes the policy in two points:
+`with_fp8_policy` makes that policy see a dense FP8 GEMM as the `aten.mm` that it replaces. So every
+second one is saved, and a block keeps the memory that it has in bf16. Saving all of them was 6 %
+faster on Llama3-8B and took more memory than no checkpointing at all (docs/log.md). Grouped GEMMs
+are recomputed, as torchtitan's are.
 
-- A dense FP8 GEMM is reported to torchtitan's policy as the `aten.mm` that it replaces. So every
-  second one is saved, and a block keeps the memory that it has in bf16. Saving all of them was 5 %
-  faster on Llama3-8B and took as much memory as no checkpointing (docs/benchmarks.md). Grouped
-  GEMMs are recomputed, as torchtitan's are.
-- The indices that sort tokens by expert are saved. They are small and depend only on token counts
-  that torchtitan saves. The inverse of the router's slots must not be saved: it has to match the
-  routing, which is recomputed.
-
-Neither holds for GEMMs in blocks that are compiled in parts. torchtitan compiles dense blocks as a
-whole: Dynamo traces the checkpoint with the block, the policy is asked during tracing, and the
+GEMMs in blocks that are compiled in parts are recomputed, too. torchtitan compiles dense blocks as
+a whole: Dynamo traces the checkpoint with the block, the policy is asked during tracing, and the
 partitioner acts on its answers. The submodules of an MoE block are compiled one by one inside the
 checkpoint, so the modes see the custom ops that Inductor's code calls at run time. Inductor reuses
 buffers in place, so a saved output may be overwritten before backward reads it, and no version
 counter shows it. Nothing is saved there, as in bf16, whose GEMMs Inductor calls without dispatch.
-Since every FP8 op of such a block is recomputed anyway, `skip_in_compiled_parts` spares it the
-Python of the dispatch modes.
 """
 
 import functools
@@ -38,11 +31,9 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_fp8.ops import NAMES
 from titan_fp8.recipe import RECIPES, op_of
 
 _DENSE_GEMMS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
-_PERMUTATION_INDICES = torch.ops.titan_fp8.places_of_tokens.default
 
 
 def with_fp8_policy(checkpoint_wrapper: Callable) -> Callable:
@@ -74,18 +65,15 @@ def _with_fp8_contexts(context_fn: Callable, block: nn.Module) -> Callable:
             # torch 2.13's second mode has no policy.
             if getattr(context, "policy_fn", None) is not None:
                 context.policy_fn = _fp8_policy(context.policy_fn, is_compiled_in_parts())
-            context.skips_fp8_ops = is_compiled_in_parts()
         return contexts
 
     return make_contexts
 
 
 def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
-    """torchtitan's `policy` with the answers for our ops that the module describes."""
+    """torchtitan's `policy`, asked about `aten.mm` in place of a dense FP8 GEMM."""
 
     def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func is _PERMUTATION_INDICES:
-            return CheckpointPolicy.MUST_SAVE
         if func in _DENSE_GEMMS and not (compiled_in_parts and _is_running(args)):
             # Dispatch drops trailing arguments that equal their defaults.
             x, _, w, *rest = args
@@ -102,20 +90,3 @@ def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
 def _is_running(args: tuple) -> bool:
     """Whether an op is executed on real tensors, and not traced."""
     return type(args[0]) is Tensor
-
-
-@functools.cache
-def skip_in_compiled_parts(mode: type) -> type:
-    """Has our ops skip a SAC mode of this class in blocks compiled in parts; returns the class."""
-    for name in NAMES:
-        torch.library.register_torch_dispatch(f"titan_fp8::{name}", mode, _skip_mode)
-    return mode
-
-
-def _skip_mode(
-    mode: Any, func: Any, types: tuple, args: tuple = (), kwargs: dict | None = None
-) -> Any:
-    """The rule for our ops under a SAC mode."""
-    if getattr(mode, "skips_fp8_ops", False) and _is_running(args):
-        return func(*args, **(kwargs or {}))
-    return type(mode).__torch_dispatch__(mode, func, types, args, kwargs)

@@ -22,8 +22,9 @@ from titan_fp8.torchtitan_0_2 import (
     fsdp,
     patches,
     permutation,
-    recompute_pass,
+    recomputation,
 )
+from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
@@ -51,12 +52,11 @@ class _Converter(QuantizationConverter):
         else:
             kernels_for(torch.device("cuda", torch.cuda.current_device()))
         self.check_schedule()
-        patch_checkpointing()
-        if self.compiles:
-            make_pass = functools.partial(
-                recompute_pass.after, checkpointed=self.checkpoints_all_blocks()
-            )
-            patches.RECOMPUTE_PASS.apply(make_pass)
+        patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
+        if self.compiles and not self.checkpoints_all_blocks():
+            patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
+        if self.compiles and self.job_config.activation_checkpoint.mode in ("full", "selective"):
+            patches.CHECKPOINT_MARKS.apply(recomputation.complete_marks_after)
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
 
@@ -100,6 +100,7 @@ class LinearConverter(_Converter):
                 emulate=section.emulate,
             )
         self.log("linears", section.recipe, report)
+        share_attention_inputs(model)
         if fused := fuse_feed_forwards(model):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
         if section.recipe != BF16 and not report.converted:
@@ -133,7 +134,6 @@ class GroupedMMConverter(_Converter):
 
     def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
         """Converts the MoE layers; warns if the user `requested` it and the model has none."""
-        patch_checkpointing()
         layers = route_by_gathers(model)
         if layers and self.parallel_dims.ep_enabled:
             patches.PERMUTATION.apply(
@@ -146,13 +146,6 @@ class GroupedMMConverter(_Converter):
                 f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
                 "of this model uses torchtitan's permutation"
             )
-
-
-def patch_checkpointing() -> None:
-    """Makes op-level activation checkpointing know our ops."""
-    patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
-    skip = activation_checkpointing.skip_in_compiled_parts
-    patches.SAC_BYPASS.apply(skip, skip)
 
 
 @contextlib.contextmanager

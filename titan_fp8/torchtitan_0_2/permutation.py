@@ -12,8 +12,7 @@ and padding is zero in both.
 The indices equal those of torchtitan's `generate_permute_indices`. It computes them by some twenty
 operations on short vectors, each of which would pass through the dispatch mode of activation
 checkpointing, in forward and again when recomputed, and cost more CPU time than the experts. The op
-`places_of_tokens` computes them at once, by one kernel on a GPU, and activation checkpointing saves
-its results.
+`places_of_tokens` computes them at once, by one kernel on a GPU.
 """
 
 from typing import Any, NamedTuple

@@ -1,6 +1,5 @@
-"""What compiled layers keep for backward with the pass of `recompute_pass.py`."""
+"""What compiled layers keep for backward with the patches of `recomputation.py`."""
 
-import functools
 import operator
 
 import pytest
@@ -15,8 +14,16 @@ from torchtitan.models.moe.moe import FeedForward
 import titan_fp8
 from titan_fp8.reference import E4M3
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.patches import RECOMPUTE_PASS, restore
-from titan_fp8.torchtitan_0_2.recompute_pass import RecomputeFP8Inputs, after
+from titan_fp8.torchtitan_0_2.patches import (
+    CHECKPOINT_MARKS,
+    RECOMPUTABLE_QUANTISERS,
+    restore,
+)
+from titan_fp8.torchtitan_0_2.recomputation import (
+    CompleteMarks,
+    complete_marks_after,
+    with_recomputable_quantisers,
+)
 
 
 class SwiGLU(nn.Module):
@@ -33,17 +40,17 @@ class SwiGLU(nn.Module):
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """No graphs from other tests or from the disk, and no pass at first."""
+    """No graphs from other tests or from the disk, and no patch at first."""
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True):
         yield
-    restore([RECOMPUTE_PASS])
+    restore([RECOMPUTABLE_QUANTISERS, CHECKPOINT_MARKS])
     torch._dynamo.reset()
 
 
 @pytest.fixture
 def installed(fresh_compiler):
-    RECOMPUTE_PASS.apply(after)
+    RECOMPUTABLE_QUANTISERS.apply(with_recomputable_quantisers)
 
 
 def kept_in_fp8(module: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], list[Tensor]]:
@@ -72,11 +79,7 @@ def test_inputs_behind_pointwise_products_are_quantised_again(installed):
         torch.testing.assert_close(got, p.grad, rtol=0.02, atol=0.02 * float(p.grad.abs().max()))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_without_the_pass_or_inside_of_checkpoints_they_are_kept(checkpointed):
-    if checkpointed:
-        for last in (False, True):
-            RECOMPUTE_PASS.apply(functools.partial(after, checkpointed=last))
+def test_without_the_patch_they_are_kept():
     shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
     assert sorted(shapes) == [(64, 128), (96, 128)]
 
@@ -109,7 +112,7 @@ def test_ops_that_checkpointing_left_unmarked_are_marked():
     node(torch.ops.aten.mul.Tensor, between, between, **next_region)
     outside = node(torch.ops.titan_fp8.quantize_1x128.default, x)
     backward = node(torch.ops.titan_fp8.quantize_1x128.default, product, tag="is_backward")
-    RecomputeFP8Inputs()(graph)
+    CompleteMarks()(graph)
     for marked in (cast, rows, *parts, product):
         assert region.items() <= marked.meta.items()
     for left in (behind, between, outside, backward):
@@ -146,7 +149,7 @@ def test_a_fused_feed_forward_keeps_no_more_than_an_ordinary_one(installed, comp
     assert fused == ordinary if compiled else ordinary - fused == spared
 
 
-def test_other_passes_still_run(installed):
+def test_other_passes_still_run():
     class Other(CustomGraphPass):
         runs = 0
 
@@ -157,9 +160,9 @@ def test_other_passes_still_run(installed):
             return "other"
 
     with inductor_config.patch(joint_custom_pre_pass=Other()):
-        RECOMPUTE_PASS.apply(after)
-        RECOMPUTE_PASS.apply(after)
+        CHECKPOINT_MARKS.apply(complete_marks_after)
+        CHECKPOINT_MARKS.apply(complete_marks_after)
         mine = inductor_config.joint_custom_pre_pass
-        assert isinstance(mine, RecomputeFP8Inputs) and len(mine.before) == 1
-        shapes, _ = kept_in_fp8(SwiGLU(), torch.randn(32, 64))
-    assert Other.runs and shapes == []
+        assert isinstance(mine, CompleteMarks) and len(mine.before) == 1
+        kept_in_fp8(SwiGLU(), torch.randn(32, 64))
+    assert Other.runs

@@ -1,0 +1,120 @@
+"""What torch.compile recomputes in backward, in two corrections of its partitioner's choices.
+
+AOTAutograd traces forward and backward into one joint graph, and its min-cut partitioner chooses
+the tensors that forward saves for backward.
+
+Quantised inputs. The wgrad of a linear layer reads the transposed FP8 copy of its input, which
+forward's quantiser has written. The partitioner never recomputes a custom op, so it would save that
+copy. Most inputs of a transformer's linears are at hand in backward anyway, in bf16: attention
+saves its output, and those of RMSNorm and SwiGLU are one pointwise kernel away from tensors that
+are saved. `with_recomputable_quantisers` adds our quantisers to the ops that the partitioner may
+recompute. It then weighs them like any pointwise op, and saves the FP8 copy only where that is the
+smallest tensor to save, as for an input of the graph.
+
+Checkpointed blocks. Activation checkpointing tells the partitioner what to recompute by marks,
+`node.meta["recompute"]`. Under full checkpointing torch 2.11 leaves the ops of an autograd.Function
+unmarked, and a block would save the outputs of all its FP8 GEMMs. The pass `CompleteMarks` marks
+them.
+
+The first is left out if all blocks are checkpointed. In blocks that are compiled in parts
+(activation_checkpointing.py) a part has no marks, and recomputing a quantiser there would add to
+the recomputation of the whole block.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+from titan_fp8.recipe import RECIPES, op_of
+
+_aten = torch.ops.aten
+_QUANTISERS = {op_of(recipe.rows_and_columns).overloadpacket for recipe in RECIPES.values()}
+"""Those that write the copies of an input for fprop and for wgrad from one read."""
+
+_VIEWS_AND_CASTS = {
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten._unsafe_view.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+def with_recomputable_quantisers(get_default_op_list: Callable[[], Any]) -> Callable[[], Any]:
+    """Wraps the partitioner's list of op kinds, so that it may recompute our quantisers.
+
+    They have to count as fusible, too. The partitioner bans the recomputation of other ops whose
+    results backward reads from memory.
+    """
+
+    @functools.wraps(get_default_op_list)
+    def op_list() -> Any:
+        kinds = get_default_op_list()
+        return dataclasses.replace(
+            kinds,
+            recomputable_ops=kinds.recomputable_ops | _QUANTISERS,
+            fusible_ops=kinds.fusible_ops | _QUANTISERS,
+        )
+
+    return op_list
+
+
+@dataclass(frozen=True)
+class CompleteMarks(CustomGraphPass):
+    """Marks FP8 ops and casts of forward that lie between marked nodes of one checkpoint.
+
+    For `torch._inductor.config.joint_custom_pre_pass`, after the passes `before`. `ac_graph_id` in
+    the marks numbers the checkpoints of a graph. Graphs without marks are left alone.
+    """
+
+    before: tuple[CustomGraphPass, ...] = ()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.before:
+            graph_pass(graph)
+        marked_here = []
+        for node in graph.nodes:
+            if "recompute" in node.meta or not _is_forward(node) or not _may_be_marked(node):
+                continue
+            marked = [n for n in node.all_input_nodes if "recompute" in n.meta]
+            if marked:
+                node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                node.meta["ac_graph_id"] = marked[0].meta["ac_graph_id"]
+                marked_here.append(node)
+        # A node that no op of the same checkpoint reads lies behind the checkpoint's end.
+        for node in reversed(marked_here):
+            region = node.meta["ac_graph_id"]
+            if not any(_is_forward(n) and n.meta.get("ac_graph_id") == region for n in node.users):
+                del node.meta["recompute"], node.meta["ac_graph_id"]
+
+    def uuid(self) -> object:
+        return get_hash_for_files((__file__,)), *(each.uuid() for each in self.before)
+
+
+def complete_marks_after(existing: Any) -> CompleteMarks:
+    """The pass to install in place of `existing` (a pass, a list or None), which it runs first."""
+    if isinstance(existing, CompleteMarks):
+        return existing
+    before = existing if isinstance(existing, (list, tuple)) else [existing] if existing else ()
+    return CompleteMarks(tuple(before))
+
+
+def _may_be_marked(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else node
+    op = source.target if isinstance(source, fx.Node) else None
+    return str(op).startswith("titan_fp8.") or op in _VIEWS_AND_CASTS
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_forward"
