@@ -15,8 +15,10 @@ from torchtitan.models.llama3.model.model import TransformerBlock, precompute_fr
 
 import titan_fp8
 from titan_fp8.recipe import BF16, RECIPES
+from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.rematerialize import recompute_fp8_inputs
+from titan_fp8.torchtitan_0_2.patches import RECOMPUTABLE_QUANTISERS
+from titan_fp8.torchtitan_0_2.recomputation import with_recomputable_quantisers
 
 KINDS = (BF16, *RECIPES)
 ABOUT = "Memory of one Llama3-8B block at 8192 tokens: saved for backward, and peaks beyond that."
@@ -30,7 +32,8 @@ def make_block(kind: str, compiled: bool) -> Layer:
     if kind != BF16:
         titan_fp8.convert_linears(block, recipe=kind)
         fuse_feed_forwards(block)
-        recompute_fp8_inputs()
+        share_attention_inputs(block)
+        RECOMPUTABLE_QUANTISERS.apply(with_recomputable_quantisers)
     head_dim = ARGS.dim // ARGS.n_heads
     freqs = precompute_freqs_cis(head_dim, TOKENS, ARGS.rope_theta, ARGS.rope_scaling_args).cuda()
     run = torch.compile(block, fullgraph=True) if compiled else block
