@@ -1,8 +1,8 @@
-"""Runs a function on gloo ranks, one process each, for the tests of parallel plans.
+"""Runs a function on gloo ranks, one process each.
 
-The ranks are forked from a server that has imported torchtitan once, which takes longer than most
-plans. A rank that raises ends the others and shows its traceback in the test; ranks that have not
-finished in time, as in a deadlock, are killed and fail it.
+The ranks are forked from a server that has imported torchtitan, since the import takes longer than
+most plans. If a rank raises, the others are killed and the test shows its traceback. Ranks that
+have not finished in time, as in a deadlock, are killed and fail the test.
 """
 
 import datetime
@@ -21,11 +21,13 @@ import torch.multiprocessing as mp
 
 
 def spawn(worker: Callable, ranks: int, *args, timeout: float = 180) -> None:
-    """Runs `worker(rank, *args)`, a function of some module, in one process group of `ranks`.
+    """Runs `worker(rank, *args)` on each of `ranks` ranks of one process group.
+
+    `worker` must be importable: a function at the top level of a module.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback.
-        TimeoutError: some rank had not finished after `timeout` seconds.
+        torch.multiprocessing.ProcessRaisedException: a rank raised; has its traceback.
+        TimeoutError: a rank had not finished after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
@@ -49,9 +51,9 @@ def spawn(worker: Callable, ranks: int, *args, timeout: float = 180) -> None:
 
 
 def _start_server() -> None:
-    """Starts the process that ranks are forked from, with torchtitan imported, unless it runs."""
+    """Starts the process from which ranks are forked, unless it runs already."""
     forkserver.set_forkserver_preload(["plan_ranks"])
-    # The server looks for what it preloads in its environment's path alone.
+    # The server finds the modules to preload only by its PYTHONPATH.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
 
@@ -59,7 +61,7 @@ def _start_server() -> None:
 def _run_rank(
     rank: int, worker: Callable, ranks: int, store: str, timeout: float, args: tuple
 ) -> None:
-    # torchtitan and DTensor ask the environment, as under torchrun.
+    # torchtitan and DTensor read these, as torchrun sets them.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Training jobs in processes of their own."""
+"""Runs a training job as a command."""
 
 import os
 import signal
@@ -6,9 +6,11 @@ import subprocess
 
 
 def log_of(command: list[object], timeout: float, **env: str) -> str:
-    """What all ranks of the job print. AssertionError, with its end, unless the job succeeds.
+    """The output of all ranks of a job. No process of the job survives the call.
 
-    Nothing of it outlives the call; subprocess.TimeoutExpired after `timeout` s.
+    Raises:
+        AssertionError: the job failed; has the end of its output.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds.
     """
     process = subprocess.Popen(
         list(map(str, command)),

@@ -1,13 +1,12 @@
-"""What a plan computes, in one process: torchtitan's modules, called once for each rank.
+"""The oracle of a parallel plan: torchtitan's modules in one process, called once for each rank.
 
-A region of torchtitan under tensor parallelism reads its whole input on every rank and sums the
-ranks' outputs. So `Sliced` calls the module once for each rank, with the slices of the weights that
-the rank holds, on one share of the tokens after the other, and autograd sums the gradients. Linears
-quantise their operands as they get them and multiply them in FP32. Nothing here knows of DTensor,
-of collectives or of titan_fp8.
+Under tensor parallelism every rank reads the whole input of a region and the ranks' outputs are
+summed. So `Sliced` calls the module for each share of the tokens once for each rank, with the
+slices of the weights that the rank holds, and autograd sums the gradients. Linears quantise their
+operands as they get them and multiply in FP32. Nothing here uses DTensor, collectives or titan_fp8.
 
-Sums are taken in the order of the ranks' own, rank by rank, wherever that is easy. Where it is
-not, a sum may differ in its last bit, and rounding to e4m3, now and then, makes 1/8 of that.
+Sums run in the order of the ranks where that is easy. Elsewhere a sum may differ in its last bit,
+which can make a value round to the next number of e4m3, 1/8 away.
 """
 
 from collections.abc import Callable
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 CUT = ({"wq", "wk", "wv", "wkv_b", "w1", "w3", "output"}, {"wo", "w2"})
-"""The linears that tensor parallelism cuts along N and along K; it replicates the others."""
+"""The linears that tensor parallelism shards along N and along K; it replicates the others."""
 
 BLOCKS = {
-    # x and g for fprop and dgrad, W for fprop, W for dgrad, x and g for wgrad; None: all of it
+    # x and g for fprop and dgrad, W for fprop, W for dgrad, x and g for wgrad; None: the whole dim
     "blockwise": ((1, 128), (128, 128), (128, 128), (128, 1)),
     "rowwise": ((1, None), (1, None), (None, 1), (None, 1)),
 }
 
 
 def rounded(x: Tensor, block: tuple[int | None, int | None]) -> Tensor:
-    """x (R, C) with each block of it rounded to e4m3 by a scale of its own."""
+    """x (R, C), each block rounded to e4m3 with its own scale."""
     if not x.numel():
         return x
     rows, columns = (size or full for size, full in zip(block, x.shape, strict=True))
@@ -57,14 +56,14 @@ class _Product(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, recipe: str) -> Tensor:
-    """x (..., K) times w (N, K) transposed, all three products of quantised operands."""
+    """x (..., K) times the transpose of w (N, K), with quantised operands in all three GEMMs."""
     return _Product.apply(x.flatten(0, -2), w, recipe).unflatten(0, x.shape[:-1])
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(a) · b of FP32 a and b with the operations in a fused feed-forward's order.
+    """silu(a) · b of FP32 a and b, in the order of operations of the fused feed-forward.
 
-    F.silu's have another, and so another last bit, enough for a rounding to fall the other way.
+    F.silu has another order, and another last bit can change how a value is rounded to e4m3.
     """
 
     @staticmethod
@@ -80,7 +79,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    """A feed-forward that no tensor parallelism cuts; blockwise it is fused."""
+    """A feed-forward without tensor parallelism, which is fused for blockwise."""
 
     def __init__(self, feed_forward: nn.Module):
         super().__init__()
@@ -104,7 +103,7 @@ class Linear(nn.Module):
 
 
 class Once(nn.Module):
-    """A module that is not sharded: all ranks share its output, whose gradient is their sum."""
+    """A replicated module: computed once for all ranks, whose gradients of its output add up."""
 
     def __init__(self, module: nn.Module, ranks: int):
         super().__init__()
@@ -127,7 +126,7 @@ class Sliced(nn.Module):
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         outputs = []
         for share in x.chunk(self.shares):
-            # Each rank has a copy, so that what it adds to x's gradient is summed first.
+            # A copy for each rank, so that each sums its contributions to x's gradient first.
             parts = [
                 functional_call(self.module, self.slices(rank), (share.clone(), *args), kwargs)
                 for rank in range(self.ranks)
@@ -149,7 +148,7 @@ def cat(parts: list[Tensor]) -> Tensor:
 
 
 class Experts(nn.Module):
-    """torchtitan's GroupedExperts, for tokens of which every share goes to the same experts."""
+    """torchtitan's GroupedExperts, where every share of the tokens has the same routing."""
 
     def __init__(self, experts: nn.Module, shares: int, ranks: int, recipe: str):
         super().__init__()
@@ -173,11 +172,11 @@ class Experts(nn.Module):
 
 
 def as_on_ranks(model: nn.Module, plan: Plan, microbatches: int, recipe: str) -> None:
-    """Changes `model`, unsharded, to compute what the ranks of `plan` compute together."""
+    """Changes the unsharded `model` so that it computes what the ranks of `plan` compute."""
     shares = plan.shares * microbatches
     expert_shares, expert_ranks = shares, plan.tp
     if plan.ep > 1:
-        # An expert's rank gathers its tokens from all ranks of its group.
+        # The rank that has an expert gathers its tokens from all ranks of the group.
         expert_shares, expert_ranks = plan.shares * plan.tp // (plan.ep * plan.etp), plan.etp
     for block in model.layers.values():
         quantize_linears(block, recipe)
@@ -209,5 +208,5 @@ def quantize_linears(block: nn.Module, recipe: str) -> None:
 
 
 def own_gradient_first(norm: nn.Module) -> None:
-    """Sums what a norm adds to its input's gradient before the residual's, as a DTensor's does."""
+    """Sums a norm's gradient of its input before adding the residual's, as with a DTensor."""
     norm.register_forward_pre_hook(lambda module, inputs: (inputs[0].clone(),))

@@ -1,10 +1,12 @@
-"""What each rank does in the tests of parallel plans: torchtitan's own way from a configuration
-to a parallel model, then one forward and backward on the rank's share of the tests' batch.
+"""What each rank runs in the tests of parallel plans.
 
-The models are torchtitan's debug flavours with two layers, and with dimensions whose halves are
-multiples of 16 but not of 128, so that a rank's blocks are not those of the whole tensor. Their
-routing is fixed: a token near a tie would go to another expert for the least change in its
-rounding. It is uneven and leaves two experts without tokens.
+A rank builds, converts and parallelises the model as torchtitan does from a configuration, then
+runs one forward and backward on its share of the batch.
+
+The models are torchtitan's debug flavours with two layers and with dimensions whose halves are
+multiples of 16 but not of 128, so that the blocks of a shard are not blocks of the whole tensor.
+The routing is fixed, since a token near a tie may go to another expert after any rounding error. It
+is uneven and leaves two experts without tokens.
 """
 
 import dataclasses
@@ -48,18 +50,18 @@ SHAPES = {
     },
 }
 CHOICES = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 1, 4], [0, 4, 5]])
-"""The experts of five tokens in a row, and so on; every sequence begins anew."""
+"""The experts of five consecutive tokens; the pattern repeats and starts anew in every sequence."""
 
 
 class Result(NamedTuple):
-    """Logits (of this rank's sequences; None before the last pipeline stage) and gradients."""
+    """The logits of this rank's sequences, None before the last pipeline stage, and gradients."""
 
     output: Tensor | None
     grads: dict[str, Tensor]
 
 
 def run_unsharded(rank: int, folder: Path) -> None:
-    """Writes a model's seed checkpoint and what the unsharded model computes; a model a rank."""
+    """Writes the seed checkpoint and the results of an unsharded model, one model on each rank."""
     plan = Plan(list(SHAPES)[rank])
     torch.manual_seed(0)
     model = build(plan, configure(plan, "bf16"))
@@ -70,16 +72,16 @@ def run_unsharded(rank: int, folder: Path) -> None:
         fix_routing(learned_scores)
         text = batch(sequences)
         results = {recipe: run(plan, recipe, folder, text) for recipe in ("bf16", *RECIPES)}
-        results["host bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
+        results["torchtitan bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
         torch.save(results, folder / f"{plan.model}-{learned_scores}-{sequences}.pt")
 
 
 def run_plan(rank: int, plan: Plan, folder: Path) -> None:
-    """Writes what this rank of `plan` computes; the first two also what the oracle does."""
+    """Writes the results of this rank of `plan`; the first two also write those of the oracle."""
     fix_routing(has_whole_router_gradient(plan))
     text = batch(plan.sequences)
     results = {recipe: run(plan, recipe, folder, text) for recipe in RECIPES}
-    results["host bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
+    results["torchtitan bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
     torch.save(results, folder / f"{plan.name}-{rank}.pt")
     if rank < len(RECIPES):
         torch.save(
@@ -88,16 +90,17 @@ def run_plan(rank: int, plan: Plan, folder: Path) -> None:
 
 
 def has_whole_router_gradient(plan: Plan) -> bool:
-    """Whether torchtitan gives the router its whole gradient.
+    """Whether torchtitan computes the whole gradient of the router.
 
-    Under tensor parallelism each rank keeps the part that its own slice of the experts makes, and
-    the router's gradient is 0.7 of its norm off, FP8 or not. There the scores are constants.
+    Under tensor parallelism each rank keeps only the part from its own slice of the experts. The
+    router's gradient is off by 0.7 of its norm then, with FP8 or without, so these tests detach the
+    scores.
     """
     return plan.tp == 1
 
 
 def fix_routing(learned_scores: bool) -> None:
-    """Puts CHOICES where torchtitan's forced load balance has its round-robin."""
+    """Replaces the round-robin of torchtitan's forced load balance by CHOICES."""
 
     def route(self: TokenChoiceTopKRouter, scores: Tensor) -> tuple[Tensor, Tensor]:
         experts = CHOICES.repeat(scores.shape[0] // len(CHOICES), 1)
@@ -114,7 +117,7 @@ def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
     flags += ["--model.flavor", FLAVOR, "--training.mixed_precision_param", precision]
     flags += ["--training.local_batch_size", str(plan.sequences // plan.shares)]
     flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
-    # Loss parallel sums the softmax in another order, enough for a rounding to fall the other way.
+    # Loss parallel sums the softmax in another order, which can change how a value is rounded.
     flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
     return ConfigManager().parse_args(flags)
 
@@ -184,7 +187,7 @@ def run(
     else:
         parts = [spec.parallelize_fn(model, dims, config)]
     load(parts, folder / plan.model, alone=plan.ranks == 1)
-    # As torchtitan's trainer does: it divides the loss by the tokens, but not that of a pipeline.
+    # Like torchtitan's trainer, which divides the loss by the tokens, but not in a pipeline.
     if plan.pp > 1:
         target = {"target": labels, "losses": []} if last else {}
         output = schedule.step(*([tokens] if first else []), **target)
@@ -194,13 +197,13 @@ def run(
             loss = cross_entropy_loss(output, labels) / total
         loss.backward()
     named = (item for part in parts for item in part.named_parameters())
-    # DDP averages gradients, where torchtitan has FSDP sum them.
+    # DDP averages gradients; torchtitan makes FSDP sum them.
     averaged = 1 if plan.fsdp > 1 else 1 / plan.replicate
     return result(output, named, total if plan.pp > 1 else averaged)
 
 
 def run_oracle(plan: Plan, recipe: str, folder: Path) -> Result:
-    """The same on the whole batch, by the oracle."""
+    """The results of the oracle on the whole batch."""
     alone = Plan(plan.model)
     model = build(alone, configure(alone, "bf16"))
     load([model], folder / plan.model, alone=True)

@@ -1,4 +1,4 @@
-"""The parallel plans under test, one table for all tests of them."""
+"""The models, converters and parallel plans under test, one table for all tests."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -6,14 +6,17 @@ from dataclasses import dataclass
 RECIPES = ("blockwise", "rowwise")
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
+BOTH = (LINEAR, GROUPED_MM)
+CONVERTERS = {"llama3": (LINEAR,), "deepseek_v3": BOTH}
+"""The converters that have something to convert, by model."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Degrees of parallelism, as in torchtitan's [parallelism].
 
-    `replicate` and `fsdp` are data_parallel_replicate's and data_parallel_shard's: HSDP has both,
-    DDP the first alone.
+    `replicate` is data_parallel_replicate_degree and `fsdp` data_parallel_shard_degree. HSDP has
+    both above 1, DDP only the first.
     """
 
     model: str
@@ -32,14 +35,14 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """Into how many parts the ranks divide a batch."""
+        """The number of parts into which the ranks divide a batch."""
         return self.replicate * self.fsdp
 
     @property
     def sequences(self) -> int:
-        """Of a batch; a rank has one or, without FSDP, two.
+        """The sequences of a batch. A rank has one or, without FSDP, two.
 
-        With two, tensor parallelism and etp 1 torchtitan's own gradients are wrong (docs/log.md).
+        Under tensor parallelism with etp 1, torchtitan's gradients are wrong for two (docs/log.md).
         """
         return 2 * self.replicate
 
@@ -49,11 +52,10 @@ class Plan:
 
     @property
     def converters(self) -> tuple[str, ...]:
-        """The converters that have something to convert in the plan's model."""
-        return (LINEAR,) if self.model == "llama3" else (LINEAR, GROUPED_MM)
+        return CONVERTERS[self.model]
 
     def flags(self, recipe: str) -> list[str]:
-        """The model, the plan and the recipe on torchtitan's command line."""
+        """torchtitan's flags for the model, the plan and the recipe."""
         degrees = {
             "data_parallel_replicate": self.replicate,
             "data_parallel_shard": self.fsdp,

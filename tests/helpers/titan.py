@@ -1,6 +1,6 @@
-"""torchtitan for the tests: tiny models, their text, a trainer in this process, runs in others.
+"""torchtitan in tests: tiny models, text to train on, a trainer in this process or in others.
 
-A subprocess that names this module in `--experimental.custom_import` has the tiny models too.
+In a subprocess `--experimental.custom_import titan` defines the tiny models.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from plans import BOTH, CONVERTERS, GROUPED_MM, LINEAR  # noqa: F401  (for the tests)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,9 +30,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
 
 ROOT = Path(__file__).parents[2]
-LINEAR = "quantize.linear.titan_fp8"
-GROUPED_MM = "quantize.grouped_mm.titan_fp8"
-BOTH = (LINEAR, GROUPED_MM)
 AC = "--activation_checkpoint"
 CHECKPOINTING = {
     "full": (f"{AC}.mode", "full"),
@@ -40,11 +38,11 @@ CHECKPOINTING = {
     "op": (f"{AC}.mode", "selective", f"{AC}.selective_ac_option", "op"),
     "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
 }
-"""torchtitan's ways of activation checkpointing, as flags."""
+"""torchtitan's modes of activation checkpointing, as flags."""
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:
-    """A flavour like another of a torchtitan model, with two layers and few experts."""
+    """Adds a copy of a torchtitan flavour with two layers, four experts and other changes."""
     args = flavors[like]
     if moe_args := getattr(args, "moe_args", None):
         changes["moe_args"] = dataclasses.replace(moe_args, num_experts=4, top_k=2)
@@ -68,7 +66,7 @@ _add_tiny(
 
 
 def toml(model: str, converters: tuple[str, ...] = BOTH, flavor: str = "tiny") -> str:
-    """The head of a job's TOML, to which sections may be appended."""
+    """The first sections of a job's TOML; others may be appended."""
     return f"""
 [job]
 custom_config_module = "titan_fp8.plugin"
@@ -81,14 +79,14 @@ converters = {list(converters)}
 
 
 def parse(folder: Path, text: str, *flags: object) -> JobConfig:
-    """What torchtitan makes of a TOML's text, written into `folder`, and of flags."""
+    """torchtitan's config from the text of a TOML, which is written to `folder`, and from flags."""
     file = folder / "job.toml"
     file.write_text(text)
     return ConfigManager().parse_args(["--job.config_file", str(file), *map(str, flags)])
 
 
 def build(config: JobConfig) -> nn.Module:
-    """The model of a job before any conversion, on the meta device, as the trainer builds it."""
+    """The model of a job, unconverted, on the meta device, as the trainer builds it."""
     spec = get_train_spec(config.model.name)
     args = dataclasses.replace(spec.model_args[config.model.flavor])
     args.update_from_config(config)
@@ -96,12 +94,21 @@ def build(config: JobConfig) -> nn.Module:
         return spec.model_cls(args)
 
 
-def convert(config: JobConfig, model: nn.Module) -> nn.Module:
-    """The model after the job's converters, as the trainer calls them on one of ep x pp ranks."""
-    ep = config.parallelism.expert_parallel_degree
-    pp = config.parallelism.pipeline_parallel_degree
+def convert(config: JobConfig, model: nn.Module, ranks: int | None = None) -> nn.Module:
+    """The model after the job's converters, called as by the trainer on one of `ranks` ranks.
+
+    By default these are as many as expert and pipeline parallelism need.
+    """
+    plan = config.parallelism
     dims = ParallelDims(
-        dp_shard=ep, dp_replicate=1, cp=1, tp=1, pp=pp, ep=ep, etp=1, world_size=ep * pp
+        dp_replicate=plan.data_parallel_replicate_degree,
+        dp_shard=plan.data_parallel_shard_degree,
+        cp=plan.context_parallel_degree,
+        tp=plan.tensor_parallel_degree,
+        pp=plan.pipeline_parallel_degree,
+        ep=plan.expert_parallel_degree,
+        etp=plan.expert_tensor_parallel_degree,
+        world_size=ranks or plan.expert_parallel_degree * plan.pipeline_parallel_degree,
     )
     build_model_converters(config, dims).convert(model)
     return model
@@ -115,7 +122,7 @@ def job(
     flavor: str = "debugmodel",
     body: str = "",
 ) -> JobConfig:
-    """The config of a job of a torchtitan model; `body` follows the TOML's head."""
+    """The config of a job; `body` is appended to the TOML."""
     return parse(folder, toml(model, converters, flavor) + body, *flags)
 
 
@@ -125,12 +132,12 @@ def converted(config: JobConfig) -> nn.Module:
 
 
 def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
-    """The modules of a class, by name."""
+    """The modules of a class and its subclasses, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 def write_text(folder: Path) -> Path:
-    """A tokenizer of single bytes and a corpus of a few of Python's modules, offline."""
+    """Writes a byte-level tokenizer and a corpus of Python sources, without downloads."""
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate((begin, end, *alphabet))}
@@ -148,7 +155,7 @@ def write_text(folder: Path) -> Path:
 
 
 def training(text: Path, folder: Path) -> list[object]:
-    """Flags of a small training on `text`, in FP8 and eager, which writes to `folder`."""
+    """Flags of a small eager training in FP8 on `text`, which writes to `folder`."""
     return [
         *("--job.dump_folder", folder, "--model.hf_assets_path", text),
         *("--training.dataset", "c4_test", "--training.dataset_path", text / "corpus"),
@@ -160,7 +167,7 @@ def training(text: Path, folder: Path) -> list[object]:
 
 @contextlib.contextmanager
 def one_process(backend: str = "gloo", ranks: int = 1) -> Iterator[None]:
-    """This process as rank 0 under torchrun; only "fake" makes do without the other ranks."""
+    """Makes this process rank 0, as under torchrun; for more ranks the backend must be "fake"."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=ranks)
     os.environ["LOCAL_RANK"] = "0"
     try:
@@ -172,7 +179,7 @@ def one_process(backend: str = "gloo", ranks: int = 1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer(config: JobConfig) -> Iterator[Trainer]:
-    """torchtitan's trainer of a job, in the process group there is."""
+    """torchtitan's trainer for a job, in the current process group."""
     trainer = Trainer(config)
     try:
         yield trainer
@@ -181,7 +188,7 @@ def trainer(config: JobConfig) -> Iterator[Trainer]:
 
 
 def batch(trainer: Trainer, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """Random tokens and labels of the size that the job trains on."""
+    """Random tokens and labels in the shape of the job's batches."""
     config, generator = trainer.job_config.training, torch.Generator().manual_seed(seed)
     shape = (config.local_batch_size, config.seq_len + 1)
     tokens = torch.randint(trainer.model_args.vocab_size, shape, generator=generator)
@@ -191,9 +198,9 @@ def batch(trainer: Trainer, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
 def loss_and_gradients(
     trainer: Trainer, seed: int = 0, tokens: int | None = None
 ) -> dict[str, Tensor]:
-    """The loss on a random batch as "loss", and the gradient of every parameter by its name.
+    """The loss on a random batch as "loss", and the local gradient of every parameter by its name.
 
-    The loss is a mean over `tokens`, the batch's own if not given.
+    The loss is divided by `tokens`, by default the number of tokens in the batch.
     """
     inputs, labels = batch(trainer, seed)
     tokens = labels.numel() if tokens is None else tokens
@@ -212,7 +219,7 @@ def loss_and_gradients(
 
 
 def run_module(module: str, *args: object, timeout: float = 120, **env: str):
-    """`python -m module args`, with its output and errors as one."""
+    """Runs `python -m module args`; stderr goes to stdout."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     return subprocess.run(
         [sys.executable, "-m", module, *map(str, args)],

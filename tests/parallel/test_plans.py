@@ -1,8 +1,8 @@
 """FP8 under torchtitan's parallel plans, one forward and backward each, on gloo ranks.
 
 Every plan starts from one seed checkpoint and gets the same global batch. Its logits and gradients
-are held against two others: the oracle of `plan_oracle`, which quantises the slices that the ranks
-hold, and the unsharded FP8 model, whose blocks lie elsewhere.
+are compared with the oracle of `plan_oracle`, which quantises the slices that the ranks hold, and
+with the unsharded FP8 model, whose quantisation blocks are others.
 """
 
 import statistics
@@ -20,17 +20,17 @@ import plan_ranks
 from plan_ranks import Result
 
 SAME = 1e-6
-"""Relative to a tensor's norm: another order of a sum in FP32; measured 3e-7."""
+"""Error relative to a tensor's norm, for another order of FP32 sums; measured 3e-7."""
 ROUNDED_OTHERWISE = 2e-3
-"""The same where a last bit has made a value of e4m3 fall the other way; measured 4e-4. Blocks in
-other places make 2e-2 and more."""
+"""The same if a last bit has changed how a value is rounded to e4m3; measured 4e-4. Other blocks
+cause 2e-2 and more."""
 OF_FP8 = 1.5
-"""Two FP8 models may differ by √2 times what each differs from high precision, if independently."""
+"""Two FP8 models with independent errors differ by √2 times the distance of each to FP32."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the seed checkpoints and all results are; those of the unsharded models already."""
+    """The folder of seed checkpoints and results, with those of the unsharded models."""
     folder = tmp_path_factory.mktemp("plans")
     spawn(plan_ranks.run_unsharded, len(plan_ranks.SHAPES), folder)
     return folder
@@ -41,7 +41,7 @@ def read(path: Path):
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far a is from b, relative to b's norm."""
+    """The norm of a - b, relative to that of b."""
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
 
 
@@ -52,7 +52,7 @@ def errors(a: Result, b: Result) -> dict[str, float]:
 
 
 def gather(plan: Plan, ranks: list[Result]) -> Result:
-    """The logits of the whole batch and all gradients, from what each rank has."""
+    """The logits of the whole batch and all gradients, from the results of the ranks."""
     if plan.pp > 1:
         return Result(ranks[-1].output, ranks[0].grads | ranks[-1].grads)
     return Result(torch.cat([r.output for r in ranks[:: plan.tp]]), ranks[0].grads)
@@ -65,7 +65,7 @@ def test_a_plan_quantises_what_each_rank_holds(plan, folder, capsys):
     ranks = [read(folder / f"{plan.name}-{rank}.pt") for rank in range(plan.ranks)]
     unsharded = read(folder / f"{plan.model}-{learned}-{plan.sequences}.pt")
     sharded = {recipe: gather(plan, [rank[recipe] for rank in ranks]) for recipe in ranks[0]}
-    host = difference(sharded["host bf16"], unsharded["host bf16"])
+    bf16 = difference(sharded["torchtitan bf16"], unsharded["torchtitan bf16"])
     for recipe in RECIPES:
         result, whole = sharded[recipe], unsharded[recipe]
         oracle = read(folder / f"{plan.name}-{recipe}.pt")
@@ -81,7 +81,7 @@ def test_a_plan_quantises_what_each_rank_holds(plan, folder, capsys):
                 f"\n  {plan.name}, {recipe}: off the oracle by {max(by_name.values()):.0e}; off the"
                 f" unsharded FP8 by {of_plan[0]:.1e} (logits) and {of_plan[1]:.1e} (gradients), FP8"
                 f" off FP32 by {of_fp8[0]:.1e} and {of_fp8[1]:.1e}; torchtitan's bf16 off its"
-                f" unsharded bf16 by {host[0]:.1e} and {host[1]:.1e}",
+                f" unsharded bf16 by {bf16[0]:.1e} and {bf16[1]:.1e}",
                 end="",
             )
         assert of_plan[0] <= OF_FP8 * of_fp8[0]

@@ -1,7 +1,7 @@
 """FP8Linear alone under the parallel styles of PyTorch and torchtitan, on two gloo ranks.
 
-y and all gradients are held against an oracle that quantises the slices each rank holds, and the
-placements against those that the dense nn.Linear has. Weights that cannot be cut are refused.
+y and all gradients are compared with an oracle that quantises the slices of each rank, and the
+placements with those of nn.Linear. Weights whose shards FP8 GEMMs cannot take are refused.
 """
 
 import re
@@ -32,16 +32,16 @@ if torch.cuda.is_available():
 
 RANKS = 2
 B, S, K, N = 2, 72, 352, 224
-"""Halves of K and N are multiples of 16, not of 128; the tokens are more than 128, a half less."""
+"""Halves of K and N are multiples of 16, not of 128. B · S is above 128, half of it below."""
 BY_TOKENS, BY_CHANNELS = Shard(1), Shard(2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A style and how its input and output are laid out over the ranks.
+    """A parallel style and the placements of its input and output.
 
-    `local`: input and output are plain tensors, not DTensors. `partial`: the ranks' gradients of y
-    are summands of the whole one.
+    `local`: input and output are plain tensors, not DTensors. `partial`: the gradient of y is
+    Partial, so that the ranks' gradients add up to it.
     """
 
     style: str
@@ -74,7 +74,7 @@ CASES = (
 
 
 def operands() -> dict[str, Tensor]:
-    """x, weight, bias and y's gradient in two summands; every channel has its own magnitude."""
+    """x, weight, bias and y's gradient in two summands; the magnitude varies by channel."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -93,14 +93,14 @@ def style_of(case: Case):
     from torchtitan.distributed import NoParallel
 
     if case.style == "NoParallel":
-        # With the input's own layout NoParallel would gather it.
+        # Given the input's layout, NoParallel would gather it.
         return NoParallel(output_layout=case.y, use_local_output=case.local)
     style = {"Colwise": ColwiseParallel, "Rowwise": RowwiseParallel}[case.style]
     return style(input_layouts=case.x, output_layouts=case.y, use_local_output=case.local)
 
 
 def run_case(case: Case, recipe: str, with_bias: bool, mesh: DeviceMesh) -> dict:
-    """y and the gradients, whole, and the placements of those that are DTensors."""
+    """y and the gradients, gathered, and the placements of those that are DTensors."""
     tensors = operands()
     model = nn.Sequential(nn.Linear(K, N, bias=with_bias))
     model.load_state_dict({f"0.{k}": tensors[k] for k in ("weight", "bias")[: 1 + with_bias]})
@@ -138,14 +138,14 @@ def run_cases(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What both ranks got for each case, recipe ("bf16": nn.Linear) and bias."""
+    """The results of both ranks for each case, recipe ("bf16": nn.Linear) and bias."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
     spawn(run_cases, RANKS, folder)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(RANKS)]
 
 
 def expected(case: Case, recipe: str, with_bias: bool) -> dict[str, Tensor]:
-    """The sum of what the ranks' slices give."""
+    """The results of the oracle: a product for each rank's slices, concatenated or summed."""
     tensors = operands()
     x, w, bias = (tensors[name].requires_grad_() for name in ("x", "weight", "bias"))
     if case.style == "Colwise":
@@ -172,11 +172,11 @@ def test_a_sharded_linear_sums_what_its_slices_give(case, recipe, with_bias, res
         assert got.keys() == wanted.keys()
         for name in wanted:
             error = (got[name] - wanted[name]).norm() / wanted[name].norm()
-            # FP32 sums in another order.
+            # FP32 sums differ in their order.
             assert error < 1e-6, name
 
 
-# A dense linear passes a partial gradient on as it is; to be quantised it has to be summed.
+# nn.Linear passes a partial gradient on as it is; quantisation needs the sum.
 @pytest.mark.parametrize("with_bias", (True, False), ids=("bias", "no bias"))
 @pytest.mark.parametrize("case", [case for case in CASES if not case.partial], ids=str)
 def test_placements_are_those_of_a_dense_linear(case, with_bias, results):

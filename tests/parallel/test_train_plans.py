@@ -1,7 +1,7 @@
-"""Parallel plans train in FP8 from the command line: torchrun, torchtitan's trainer, text.
+"""Parallel plans train in FP8 from the command line, by torchrun and torchtitan's trainer, on text.
 
-Those that no other plan contains: what each and every one computes, `test_plans.py` says. The loss
-falls over 20 steps. Recipes take turns over the plans.
+Only the plans that no other plan contains; `test_plans.py` checks what every plan computes. The
+loss must fall over 20 steps. The recipes alternate between plans.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TIMEOUT = 240
 
 
 def torchrun(ranks: int, flags: list[object]) -> str:
-    """The log of all ranks."""
+    """Runs the job on `ranks` ranks; returns the log of all of them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     command += ["-m", "titan_fp8.cpu_host", *flags]
@@ -48,14 +48,14 @@ def job(plan: Plan, recipe: str, text: Path, folder: Path) -> list[object]:
 
 
 def write_seed(rank: int, flags: list[object]) -> None:
-    """A checkpoint of step 0, as --checkpoint.create_seed_checkpoint writes it."""
+    """Writes a checkpoint of step 0, as --checkpoint.create_seed_checkpoint does."""
     with trainer(ConfigManager().parse_args(list(map(str, flags)))) as alone:
         alone.checkpointer.save(curr_step=0, last_step=True)
 
 
 @pytest.fixture(scope="module")
 def seeds(text, tmp_path_factory):
-    """The seed checkpoint of each model, from one process."""
+    """The seed checkpoint of each model, written by one process."""
     seeds = {}
     for model in {plan.model for plan in PLANS}:
         folder = tmp_path_factory.mktemp(model)
@@ -65,8 +65,8 @@ def seeds(text, tmp_path_factory):
 
 
 def within(plan: Plan, other: Plan) -> bool:
-    """Whether the other plan is this one and something more; by another etp, experts are split
-    in another way."""
+    """Whether the other plan has every degree of this one, and more; etp must be the same, since
+    it changes how experts are sharded."""
     pairs = zip(dataclasses.astuple(plan), dataclasses.astuple(other))
     more = plan != other and all(mine in (1, theirs) for mine, theirs in pairs)
     return more and plan.etp == other.etp

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from titan import build, convert
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model_converter import build_model_converters
-from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8 import FP8Linear
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
@@ -15,9 +13,9 @@ from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-# configs/<name>.toml: GPUs it is written for, FP8 linears, FP8 grouped experts. A Llama block has 7
-# linears; a DeepSeek block has 5 around the attention (4 without a query rank), 3 in a dense
-# feed-forward or in the shared experts, and one module of grouped experts where it is no dense one.
+# configs/<name>.toml: its GPUs, FP8 linears and FP8 grouped experts. A Llama block has 7 linears. A
+# DeepSeek block has 5 around the attention (4 without a query rank), 3 in a dense feed-forward or
+# in the shared experts, and one module of grouped experts unless it is dense.
 EXPECTED = {
     "llama3_debug": (2, 6 * 7, 0),
     "llama3_8b": (8, 32 * 7, 0),
@@ -32,28 +30,6 @@ def parse(path: Path, *flags: str) -> JobConfig:
     return ConfigManager().parse_args(["--job.config_file", str(path), *flags])
 
 
-def build(config: JobConfig, gpus: int) -> torch.nn.Module:
-    """The model as the trainer makes it: on the meta device, then through the converters."""
-    plan = config.parallelism
-    dims = ParallelDims(
-        dp_replicate=plan.data_parallel_replicate_degree,
-        dp_shard=plan.data_parallel_shard_degree,
-        cp=plan.context_parallel_degree,
-        tp=plan.tensor_parallel_degree,
-        pp=plan.pipeline_parallel_degree,
-        ep=plan.expert_parallel_degree,
-        etp=plan.expert_tensor_parallel_degree,
-        world_size=gpus,
-    )
-    spec = get_train_spec(config.model.name)
-    args = spec.model_args[config.model.flavor]
-    args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(config, dims).convert(model)
-    return model
-
-
 def count(model: torch.nn.Module, kind: type) -> int:
     return sum(isinstance(module, kind) for module in model.modules())
 
@@ -65,20 +41,21 @@ def test_every_config_is_expected() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_builds_in_fp8(path: Path) -> None:
     gpus, linears, experts = EXPECTED[path.stem]
-    model = build(parse(path), gpus)
+    config = parse(path)
+    model = convert(config, build(config), gpus)
     assert (count(model, FP8Linear), count(model, FP8GroupedExperts)) == (linears, experts)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_one_flag_makes_it_the_bf16_baseline(path: Path) -> None:
     config = parse(path, "--quantize.linear.titan_fp8.recipe", "bf16")
-    model = build(config, EXPECTED[path.stem][0])
+    model = convert(config, build(config), EXPECTED[path.stem][0])
     assert count(model, FP8Linear) == count(model, FP8GroupedExperts) == 0
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_is_a_convergence_run(path: Path) -> None:
-    """What torchtitan's docs/converging.md asks to be held fixed, and where the losses go."""
+    """It fixes what torchtitan's docs/converging.md asks for, and logs the losses."""
     config = parse(path)
     assert config.debug.seed is not None
     assert config.metrics.enable_tensorboard

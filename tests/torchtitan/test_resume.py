@@ -1,7 +1,7 @@
-"""A run that is killed and resumed ends with the losses of one that was not.
+"""A run that is killed and resumed has the losses of an uninterrupted run.
 
-Two ranks train the tiny DeepSeekV3 in FP8 under FSDP2 and expert parallelism, each a process, and
-die of SIGKILL between two checkpoints. The same job, started again, goes on from the last one.
+Two processes train the tiny DeepSeekV3 in FP8 under FSDP2 and expert parallelism and are killed by
+SIGKILL between two checkpoints. Started again, the same job resumes from the last checkpoint.
 """
 
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 
 def train(rank: int, folder: Path, flags: list[object], starts_at: int, killed_at: int) -> None:
-    """One of the ranks of a run; in step `killed_at` it is killed."""
+    """Trains on one rank, which is killed in step `killed_at`."""
     (folder / str(rank)).mkdir(exist_ok=True)
     with trainer(parse(folder / str(rank), toml("deepseek_v3"), *flags)) as t:
         train_step = t.train_step

@@ -17,6 +17,7 @@ from titan import (
     AC,
     BOTH,
     CHECKPOINTING,
+    CONVERTERS,
     LINEAR,
     batch,
     converted,
@@ -36,7 +37,6 @@ from titan_fp8 import reference
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-CONVERTERS = {"llama3": (LINEAR,), "deepseek_v3": BOTH}
 # Traces, decomposes and partitions as Inductor does, without the C++ compiler.
 COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 # A rounding error that sends a token to another expert changes more than the error itself.
