@@ -221,6 +221,9 @@ SAC_POLICY = Patch(
 RECOMPUTABLE_QUANTISERS = Patch(
     name="recomputable quantisers",
     targets=(Target("torch._functorch.partitioners:get_default_op_list", ()),),
+    relies_on=(
+        Target("torch._functorch.partitioners:OpTypes", ("fusible_ops", "recomputable_ops", ...)),
+    ),
     why="AOTAutograd's partitioner never recomputes a custom op, so it would save the transposed "
     "FP8 copy of every input for wgrad. It has no public list of recomputable ops "
     "(recomputation.py).",
