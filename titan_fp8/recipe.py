@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 
@@ -166,6 +167,8 @@ def get_recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def op_of(op: Op) -> Op:
+def op_of(op: Op) -> OpOverload:
     """The registered op of a stage, without the options that the recipe binds to it."""
-    return op.func if isinstance(op, functools.partial) else op
+    registered = op.func if isinstance(op, functools.partial) else op
+    assert isinstance(registered, OpOverload)
+    return registered
