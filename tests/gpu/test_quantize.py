@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels import hopper as kernels
+from titan_fp8.kernels.hopper import quantize_rowwise
 from titan_fp8.kernels.hopper.quantize_cast import scale_of
 from titan_fp8.kernels.hopper.quantize_rowwise import (
     PEER_TOKENS,
@@ -123,6 +124,15 @@ def rows_of_peers() -> int:
 def test_tall_weights(more, dtype):
     """As many rows as programs that wait for each other hold, and more."""
     check("quantize_weight_col_t", with_specials(inputs((2, rows_of_peers() + more, 144), dtype)))
+
+
+@every_dtype
+@pytest.mark.parametrize("polls", [0, 1])
+@pytest.mark.parametrize("shape", [(16, 16), (2, 4112, 144), (3, 1040, 704), (8192, 4096)], ids=str)
+def test_skipped_tiles(monkeypatch, shape, polls, dtype):
+    """Programs give up at once, so the last one of a stripe casts nearly all of its tiles."""
+    monkeypatch.setattr(quantize_rowwise, "POLLS", polls)
+    check("quantize_weight_col_t", with_specials(inputs(shape, dtype)))
 
 
 @every_dtype

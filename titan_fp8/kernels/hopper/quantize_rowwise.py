@@ -11,11 +11,12 @@ cache; it also writes the scales. Lanes publish neighbouring channels: a 32-byte
 maxima at once, which made that step eight times as fast.
 
 Columns without groups, of weights above all. One kernel, one read: a program keeps its tile, half
-of it in shared memory and half in registers, adds its maxima to those of the others beside it and
-waits for theirs. That needs all of a stripe of tiles to run at the same time; of more rows the two
-kernels take care. Programs start in the order of their numbers, and those of one launch all have
-before another of the same priority gets room: so stripes are completed one by one, whatever else
-the card does. (So cards are seen to do; CUDA does not promise it.)
+of it in shared memory and half in registers, publishes its column maxima, and waits until the other
+programs of its stripe have published theirs. CUDA promises neither an order of programs nor that
+all of a stripe fit on the GPU at once, so the wait is bounded: a program that gives up skips its
+tile, and the last program of the stripe to publish casts the skipped tiles. Nobody waits for a
+program that has not started, and no second launch is needed. Columns with too many tiles to be on
+the GPU at once take the two kernels.
 
 Rows and columns. The first kernel quantises whole rows as it takes the maxima: two reads for both.
 
@@ -73,7 +74,7 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     tiles_of,
 )
 from titan_fp8.kernels.launch import Typed, kernel, multiprocessors
-from titan_fp8.reference import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
+from titan_fp8.reference import E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
 
 ROW_WORDS = 32768
 """The longest row that a program holds."""
@@ -89,8 +90,12 @@ PEER_PARTS = 2
 """Parts of 128 tokens that a program that waits for others keeps in shared memory, and as many in
 registers."""
 PEER_TOKENS = 2 * PEER_PARTS * 128
-"""Its tokens, PART_WORDS words of each. No more of these programs than there are SMs wait for each
-other, though one has room for five: other kernels want some, too."""
+"""Its tokens, PART_WORDS words of each. A stripe has no more of these programs than there are SMs,
+though an SM has room for five: other kernels want some, too."""
+POLLS = 128
+"""Polls before a program that waits for others gives up, 0.6 us apart or more."""
+SKIP = gl.constexpr(1 << 16)
+"""What a program that gives up adds to its stripe's counter; more than a stripe has programs."""
 PEER_MAXNREG = 96
 """For five."""
 PEER = {
@@ -262,29 +267,75 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-@kernel(do_not_specialize=["M", "tiles", "blocks"])
-def _columns_kernel(
-    x, amax, q_t, s_t, M, MT, K, KW, tiles, blocks,
+@gluon.jit
+def stripe_record_size(tiles):
+    """int32 numbers that a stripe has after the maxima: a counter and a flag for each tile."""
+    return (tiles + LINE) // LINE * LINE
+
+
+# Not inlined: addresses of this path would take registers from the path of all programs.
+@gluon.jit(noinline=True)
+def _cast_skipped_tiles(
+    x, maxima_of, flags, q_t, tiles, word, M, MT, K, KW,
     PACK: gl.constexpr, PARTS: gl.constexpr, TILE: gl.constexpr, FETCH: gl.constexpr,
     COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
 ):  # fmt: skip
-    """Both steps in one for a tensor without groups: a program waits for its stripe's others.
+    """Reads the tiles of a stripe whose flag is 1 once more, 128 tokens at a time, and casts them.
 
-    What it keeps meanwhile bounds what is under way from memory. So the first half of its tile
-    waits in registers, which have nothing else to do, and leaves its place to the second.
+    `maxima_of` and `flags` point to the stripe's maxima and flags, `x` and `q_t` to the expert's.
+    """
+    words = gl.allocate_shared_memory(gl.int32, [128, PART_WORDS], TILE)
+    for part in range(2 * PARTS * tiles):
+        skipped = gl.load(flags + part // (2 * PARTS), cache_modifier=".cg")
+        if skipped != 0:
+            # The factor is 1. With it, addresses depend on the iteration: computed before the loop,
+            # they would not fit into registers.
+            row_words = KW * skipped
+            row = part * 128
+            fetch(words, x, 0, row, M - row, word, row_words, FETCH)
+            fetched()
+            maxima = load_maxima(maxima_of, word, row_words, True, PACK, FLIPPED)
+            cast_part(
+                words.load(COLUMNS), maxima, q_t, M - row, row, MT - row,
+                word, K, MT * skipped, PACK, FLIPPED,
+            )  # fmt: skip
 
-    Behind the maxima, a number for each stripe counts those who have taken theirs, each in a line
-    of its own, for all ask for it.
+
+@kernel(do_not_specialize=["M", "tiles", "blocks"])
+def _columns_kernel(
+    x, amax, q_t, s_t, M, MT, K, KW, tiles, blocks,
+    PACK: gl.constexpr, PARTS: gl.constexpr, POLLS: gl.constexpr,
+    TILE: gl.constexpr, FETCH: gl.constexpr, COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
+):  # fmt: skip
+    """Maxima and casts in one kernel for a tensor without groups, with a bounded wait in between.
+
+    The tiles of a stripe of columns share their maxima. After the maxima of all stripes, `amax` has
+    a record for each stripe: a counter, and for each tile a flag that says that it was skipped. The
+    counter is the number of programs that published their maxima, plus SKIP for each that gave up
+    waiting. All of this starts at zero.
+
+    The updates of a counter have one order. So for each tile one of the following is true:
+
+    - Its program read a counter with all programs published, and casts the tile.
+    - Its program added SKIP before the last program of the stripe published. That program sees
+      SKIP in the counter and then the flag, and casts the tile.
+
+    This holds in any order of programs, however few of them are on the GPU at once.
     """
     tile = gl.program_id(0) % tiles
     stripe = gl.program_id(0) // tiles
     expert = (stripe // blocks).to(gl.int64)
     word = stripe % blocks * PART_WORDS
     row = tile * (2 * PARTS * 128)
-    done = amax + (gl.num_programs(0) // (tiles * blocks) * K + stripe * LINE)
+    experts = gl.num_programs(0) // (tiles * blocks)
+    counter = amax + (experts * K + stripe * stripe_record_size(tiles))
+    flags = counter + 1
     x += expert * M * KW
     amax += expert * K
     q_t += expert * K * MT
+
+    # Shared memory bounds the bytes in flight. So the first half of the tile moves on to registers,
+    # which are idle during the wait, and makes room for the second half.
     words = gl.allocate_shared_memory(gl.int32, [PARTS * 128, PART_WORDS], TILE)
     for i in gl.static_range(PARTS):
         fetch(words.slice(i * 128, 128), x, i * 128, row, M - row, word, KW, FETCH)
@@ -302,23 +353,38 @@ def _columns_kernel(
     for i in gl.static_range(PARTS):
         most = larger(most, magnitudes(words.slice(i * 128, 128).load(COLUMNS), PACK), PACK)
     publish(amax, largest(most, 0, PACK), word, K, True, PACK)
-    barrier()
-    # By one thread, and not without a pause: what all ask at once, the L2 cache answers one by one.
-    arrived = gl.atomic_add(done, 1, sem="acq_rel") + 1
-    while arrived < tiles:
+    barrier()  # All threads have published before one of them counts the program.
+
+    # One thread polls, with pauses: the L2 cache serves atomics on an address one after the other.
+    published = gl.atomic_add(counter, 1, sem="acq_rel") + 1
+    count = published
+    polls = 0
+    while (count < tiles) & (polls < POLLS):  # Also ends when another program has added SKIP.
         pause()
-        arrived = gl.atomic_add(done, 0, sem="acquire")
-    barrier()
-    maxima = load_maxima(amax, word, KW, True, PACK, FLIPPED)
-    if tile == 0:
-        store_scales(maxima, s_t + expert * K, word, KW, PACK, FLIPPED)
-    for i in gl.static_range(2 * PARTS):
-        values = held[i] if i < PARTS else words.slice((i - PARTS) * 128, 128).load(COLUMNS)
-        place = i * 128
-        cast_part(
-            values, maxima, q_t, M - row - place, row + place, MT - row - place,
-            word, K, MT, PACK, FLIPPED,
-        )  # fmt: skip
+        count = gl.atomic_add(counter, 0, sem="acquire")
+        polls += 1
+    if count % SKIP < tiles:
+        gl.store(flags + tile, 1)
+        barrier()  # The flag is written before the counter says so.
+        count = gl.atomic_add(counter, SKIP, sem="acq_rel")  # May find all published after all.
+    barrier()  # No thread reads the maxima before the polling one has seen that they are complete.
+
+    if count % SKIP == tiles:
+        maxima = load_maxima(amax, word, KW, True, PACK, FLIPPED)
+        for i in gl.static_range(2 * PARTS):
+            values = held[i] if i < PARTS else words.slice((i - PARTS) * 128, 128).load(COLUMNS)
+            place = i * 128
+            cast_part(
+                values, maxima, q_t, M - row - place, row + place, MT - row - place,
+                word, K, MT, PACK, FLIPPED,
+            )  # fmt: skip
+        if published % SKIP == tiles:  # This program was the last of its stripe to publish.
+            store_scales(maxima, s_t + expert * K, word, KW, PACK, FLIPPED)
+            if published > SKIP:
+                _cast_skipped_tiles(
+                    x, amax, flags, q_t, tiles, word, M, MT, K, KW,
+                    PACK, PARTS, TILE, FETCH, COLUMNS, FLIPPED,
+                )  # fmt: skip
 
 
 @functools.cache
@@ -371,10 +437,11 @@ def _quantize_all_columns(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     s_t = x.new_empty(*lead, k, dtype=torch.float32)
     tiles, blocks = max(1, cdiv(width, PEER_TOKENS)), cdiv(k // pack, PART_WORDS.value)
     stripes = blocks * (s_t.numel() // k)
-    maxima = torch.zeros(s_t.numel() + stripes * LINE.value, dtype=torch.int32, device=x.device)
+    records = stripes * round_up(tiles + 1, LINE.value)
+    maxima = torch.zeros(s_t.numel() + records, dtype=torch.int32, device=x.device)
     _columns_kernel[(tiles * stripes,)](
         as_words(x), maxima, Typed(q_t, torch.int8), s_t, m, width, k, k // pack,
-        tiles, blocks, pack, PEER_PARTS, maxnreg=PEER_MAXNREG, **PEER,
+        tiles, blocks, pack, PEER_PARTS, POLLS, maxnreg=PEER_MAXNREG, **PEER,
     )  # fmt: skip
     return q_t, s_t
 
