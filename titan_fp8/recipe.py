@@ -152,6 +152,7 @@ RECIPES = {
         _blockwise("blockwise", scale_fmt="fp32"),
         _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_wgrad.default)),
         _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, _ops.bf16_wgrad.default)),
+        _blockwise("blockwise_pow2", scale_fmt="ue8m0"),
     )
 }
 """The FP8 recipes by name."""

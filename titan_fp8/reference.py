@@ -42,13 +42,17 @@ AMAX_MIN = 1e-12
 def scale_of(amax: Tensor, scale_fmt: str = "fp32") -> Tensor:
     """The scale of each block, from its FP32 absolute maximum; same shape.
 
-    `scale_fmt` is the format of scales: "fp32".
+    `scale_fmt` is the format of scales: "fp32", or "ue8m0" for powers of two, rounded up.
     """
     # A tensor as the divisor: on CUDA, dividing by a Python number multiplies by its reciprocal.
     s = amax.clamp(min=AMAX_MIN) / torch.full_like(amax, E4M3_MAX)
-    if scale_fmt != "fp32":
-        raise ValueError(f"scale_fmt = {scale_fmt!r}: allowed is 'fp32'")
-    return s
+    if scale_fmt == "fp32":
+        return s
+    if scale_fmt != "ue8m0":
+        raise ValueError(f"scale_fmt = {scale_fmt!r}: allowed are 'fp32' and 'ue8m0'")
+    # Adding just less than one exponent step rounds up, and keeps what is a power of two already.
+    powers = ((s.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(s.isfinite(), powers, s)
 
 
 def cast(x: Tensor, s: Tensor) -> Tensor:

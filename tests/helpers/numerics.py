@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from titan_fp8 import fp8_grouped_mm, fp8_linear
 from titan_fp8.recipe import get_recipe
 
-RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp", "blockwise_pow2")
+QUANTISING = ("blockwise", "rowwise", "blockwise_pow2")
+"""One recipe for each way of quantising."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -294,6 +296,7 @@ SPOILT = {
 
 
 SPOILT["rowwise_with_gw_hp"] = SPOILT["rowwise"]
+SPOILT["blockwise_pow2"] = SPOILT["blockwise"]
 """Where a NaN stands, and which elements of which output depend on a block that holds it."""
 
 

@@ -4,11 +4,13 @@ import itertools
 
 import torch
 
+import titan_fp8.recipe
+
 ops = torch.ops.titan_fp8
 
 E4M3 = torch.float8_e4m3fn
 
-RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = tuple(titan_fp8.recipe.RECIPES)
 
 DTYPES = (torch.bfloat16, torch.float32)
 

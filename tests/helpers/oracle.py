@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 BLOCK = 128
-BLOCKWISE = ("blockwise",)
-ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
+BLOCKWISE = ("blockwise", "blockwise_pow2")
+ALIGNMENT = {"blockwise": 128, "blockwise_pow2": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
 
 _exponent, _mantissa = np.divmod(np.arange(127), 8)
 GRID = np.where(_exponent == 0, _mantissa * 2.0**-9, (8 + _mantissa) * 2.0 ** (_exponent - 10.0))
@@ -50,9 +50,15 @@ def bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
-def scale(amax: np.ndarray) -> np.ndarray:
-    """max(amax, 1e-12) / 448 in FP32."""
-    return np.maximum(amax, np.float32(1e-12)) / np.float32(448)
+def scale(amax: np.ndarray, recipe: str = "blockwise") -> np.ndarray:
+    """max(amax, 1e-12) / 448 in FP32; for blockwise_pow2 the least power of two not below it."""
+    s = np.maximum(amax, np.float32(1e-12)) / np.float32(448)
+    if recipe != "blockwise_pow2":
+        return s
+    significand, exponent = np.frexp(s)
+    with np.errstate(invalid="ignore"):
+        power = np.ldexp(np.float32(1), np.where(significand == 0.5, exponent - 1, exponent))
+    return np.where(np.isfinite(s), power, s).astype(np.float32)
 
 
 @dataclass
@@ -73,7 +79,9 @@ def _spread(s: np.ndarray, edges: list[int], size: int, axis: int) -> np.ndarray
     return np.repeat(s, np.diff([*edges, size]), axis)
 
 
-def quantize(x: np.ndarray, row_edges: list[int], column_edges: list[int]) -> Quantized:
+def quantize(
+    x: np.ndarray, row_edges: list[int], column_edges: list[int], recipe: str
+) -> Quantized:
     """x (R, C) in the blocks that begin at these rows and columns; the last may be short."""
     assert x.dtype == np.float32 and x.ndim == 2
     rows, columns = x.shape
@@ -81,7 +89,7 @@ def quantize(x: np.ndarray, row_edges: list[int], column_edges: list[int]) -> Qu
         s = np.zeros((0, len(column_edges)), np.float32)
         return Quantized(np.zeros(x.shape, np.uint8), s, np.zeros(x.shape, np.float32))
     amax = np.maximum.reduceat(np.abs(x), row_edges, 0)
-    s = scale(np.maximum.reduceat(amax, column_edges, 1))
+    s = scale(np.maximum.reduceat(amax, column_edges, 1), recipe)
     full = _spread(_spread(s, row_edges, rows, 0), column_edges, columns, 1)
     with np.errstate(invalid="ignore"):
         codes = encode(x * (np.float32(1) / full))
@@ -95,23 +103,23 @@ def every(step: int, stop: int, start: int = 0) -> list[int]:
 def rows(x: np.ndarray, recipe: str) -> Quantized:
     """A left operand of fprop or dgrad: 1x128, or one scale a row."""
     width = BLOCK if recipe in BLOCKWISE else x.shape[1]
-    return quantize(x, every(1, x.shape[0]), every(width, x.shape[1]))
+    return quantize(x, every(1, x.shape[0]), every(width, x.shape[1]), recipe)
 
 
 def weight(w: np.ndarray, recipe: str, gemm: str) -> Quantized:
     """A right operand of fprop (scales along K) or dgrad (along N), w (N, K)."""
     n, k = w.shape
     if recipe in BLOCKWISE:
-        return quantize(w, every(BLOCK, n), every(BLOCK, k))
+        return quantize(w, every(BLOCK, n), every(BLOCK, k), recipe)
     if gemm == "fprop":
-        return quantize(w, every(1, n), [0])
-    return quantize(w, [0], every(1, k))
+        return quantize(w, every(1, n), [0], recipe)
+    return quantize(w, [0], every(1, k), recipe)
 
 
 def columns(x: np.ndarray, recipe: str) -> Quantized:
     """The tokens of one group as an operand of wgrad: 128x1, or one scale a column."""
     height = BLOCK if recipe in BLOCKWISE else max(1, x.shape[0])
-    return quantize(x, every(height, x.shape[0]), every(1, x.shape[1]))
+    return quantize(x, every(height, x.shape[0]), every(1, x.shape[1]), recipe)
 
 
 def groups(offs: np.ndarray | None, m: int) -> list[slice]:
@@ -136,7 +144,7 @@ def transposed(
     if offs is not None and not aligned:
         width = (m + (align - 1) * count) // align * align
     codes = np.zeros((k, width), np.uint8)
-    of_zeros = scale(np.float32(0))
+    of_zeros = scale(np.float32(0), recipe)
     blockwise = recipe in BLOCKWISE
     s = np.full((k, width // BLOCK) if blockwise else (count, k), of_zeros, np.float32)
     column = 0

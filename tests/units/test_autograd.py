@@ -70,7 +70,7 @@ def saved_tensors():
 
 def quantizer(recipe: str) -> str:
     """The op that forward quantises x with, where wgrad is to follow."""
-    if recipe == "blockwise":
+    if recipe.startswith("blockwise"):
         return "quantize_1x128_128x1_t"
     return "quantize_row_col_t" if recipe == "rowwise" else "quantize_row"
 
@@ -98,7 +98,7 @@ def assert_saved(saved: list[torch.Tensor], recipe: str) -> None:
     """Of x its transposed FP8 copy is kept, for gw_hp x itself; of W nothing but W."""
     fp8 = {tuple(t.shape) for t in saved if t.dtype == E4M3}
     high = {tuple(t.shape) for t in saved if t.dtype in DTYPES and t.dim() == 2}
-    width = {"blockwise": 128, "rowwise": 48}
+    width = {"blockwise": 128, "blockwise_pow2": 128, "rowwise": 48}
     assert fp8 == ({(144, width[recipe])} if recipe in width else set())
     assert ((40, 144) in high) == (recipe not in width)
 
@@ -143,7 +143,7 @@ def test_compiled_linears_share_the_quantised_input(recipe, parameters):
     assert graphs.frames == len(graphs.forward) == len(graphs.backward) == 1
     kind = recipe.split("_")[0]
     assert count_ops(graphs.forward[0]) == {quantizer(recipe): 1, f"{kind}_fprop": 3}
-    wgrad = {"rowwise_with_gw_hp": "bf16_wgrad"}.get(recipe, f"{recipe}_wgrad")
+    wgrad = "bf16_wgrad" if recipe == "rowwise_with_gw_hp" else f"{kind}_wgrad"
     backward = {quantizer(recipe): 3, f"{kind}_dgrad": 3, wgrad: 3}
     assert count_ops(graphs.backward[0]) == backward
 

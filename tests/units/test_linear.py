@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import titan_fp8
+import titan_fp8.recipe
 from titan_fp8 import FP8Linear, convert_linears, fp8_linear
 
-RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = tuple(titan_fp8.recipe.RECIPES)
 
 
 class SpecialLinear(nn.Linear):
@@ -216,7 +217,7 @@ def test_default_filters_may_match_nothing():
     "options, message",
     [
         ({"recipe": "fp8"}, "recipe = 'fp8': allowed are 'blockwise', 'rowwise', "
-         "'rowwise_with_gw_hp', 'bf16'"),
+         "'rowwise_with_gw_hp', 'blockwise_pow2', 'bf16'"),
         ({"recipe": None}, "recipe = None: allowed are 'blockwise', "),
         ({"recipe": ["rowwise"]}, "recipe = ['rowwise']: allowed are 'blockwise', "),
         ({"emulate": "no"}, "emulate = 'no': allowed are true and false"),

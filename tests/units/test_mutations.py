@@ -9,6 +9,7 @@ way, so it is enough to replace the attributes of both modules.
 from collections.abc import Callable
 
 import numerics as checks
+import oracle
 import pytest
 import torch
 from numerics import GEMMS, NAN, RECIPES
@@ -198,6 +199,10 @@ def power_of_two(scale_of):
     return lambda amax, *_: torch.exp2(torch.ceil(torch.log2(scale_of(amax))))
 
 
+def not_a_power_of_two(scale_of):
+    return lambda amax, *_: scale_of(amax)
+
+
 NO_QUANTISATION = {
     "scale_of": always(lambda amax, *_: torch.ones_like(amax)),
     "cast": always(lambda x, s: x * s),
@@ -238,10 +243,11 @@ OPERANDS = {
 }
 """The quantisers of each GEMM's operands, and the dimension of theirs that is contracted."""
 OPERANDS["rowwise_with_gw_hp"] = OPERANDS["rowwise"] | {"wgrad": {"bf16_wgrad": 0}}
+OPERANDS["blockwise_pow2"] = OPERANDS["blockwise"]
 
 GEMM_FUNCTIONS = {
     recipe: {"fprop": f"{kind}_mm", "dgrad": f"{kind}_mm", "wgrad": f"{kind}_wgrad"}
-    for recipe, kind in zip(RECIPES, ("blockwise", "rowwise", "rowwise"), strict=True)
+    for recipe, kind in zip(RECIPES, ("blockwise", "rowwise", "rowwise", "blockwise"), strict=True)
 }
 GEMM_FUNCTIONS["rowwise_with_gw_hp"]["wgrad"] = "bf16_wgrad"
 
@@ -256,7 +262,7 @@ def mutations() -> list:
             table.append(pytest.param(faults, recipe, gemm, check, id=label))
 
     for recipe in RECIPES:
-        blockwise = recipe == "blockwise"
+        blockwise = recipe in oracle.BLOCKWISE
         for gemm in GEMMS:
             run, quantised = GEMM_FUNCTIONS[recipe][gemm], (recipe, gemm) != (RECIPES[2], "wgrad")
             for f, dim in OPERANDS[recipe][gemm].items():
@@ -280,13 +286,19 @@ def mutations() -> list:
                 continue
             add("not quantised", NO_QUANTISATION, recipe, gemm, *PRODUCTS)
             add("truncated", {"cast": truncated}, recipe, gemm, *PRODUCTS)
-            add("scale a power of two", {"scale_of": power_of_two}, recipe, gemm, *PRODUCTS)
+            if recipe == "blockwise_pow2":
+                exact = {"scale_of": not_a_power_of_two}
+                add("scale not a power of two", exact, recipe, gemm, *PRODUCTS)
+            else:
+                add("scale a power of two", {"scale_of": power_of_two}, recipe, gemm, *PRODUCTS)
             swallowed = {"scale_of": nan_swallowed, "cast": nan_swallowed}
             add("NaN swallowed", swallowed, recipe, gemm, "non-finite")
             for f in (
                 ("dequantize_1x128", "dequantize_128x128") if blockwise else ("dequantize_row",)
             ):
-                if (f, gemm) != ("dequantize_128x128", "wgrad"):
+                # bf16 holds q times a power of two exactly.
+                exact = recipe == "blockwise_pow2"
+                if (f, gemm) != ("dequantize_128x128", "wgrad") and not exact:
                     add("dequantised to bf16", {f: bf16_dequantised}, recipe, gemm, *PRODUCTS)
         add("rounded twice", {run: rounded_twice}, recipe, "wgrad", "autocast")
 

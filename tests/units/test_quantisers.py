@@ -9,7 +9,7 @@ from numerics import (
     GROUPS,
     INF,
     NAN,
-    RECIPES,
+    QUANTISING,
     SIZES,
     awkward,
     check_both,
@@ -20,6 +20,8 @@ from numerics import (
     check_weight,
     patchwork,
 )
+
+from titan_fp8 import reference
 
 
 def test_oracle_rounds_to_the_nearest():
@@ -38,7 +40,7 @@ def test_oracle_rounds_to_the_nearest():
     assert np.array_equal(q[:127], np.arange(127)) and q[127] & 127 == 127
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_rows_and_columns(recipe, dtype, size):
@@ -48,7 +50,7 @@ def test_rows_and_columns(recipe, dtype, size):
     check_both(recipe, x)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GROUPS)
 def test_columns_of_groups(recipe, dtype, name):
@@ -59,7 +61,7 @@ def test_columns_of_groups(recipe, dtype, name):
     check_both(recipe, x, ends, aligned)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
@@ -72,7 +74,7 @@ def test_weights(recipe, dtype, shape):
     check_weight(recipe, w)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_quantizers_keep_non_finite(recipe, dtype, value):
@@ -85,7 +87,19 @@ def test_quantizers_keep_non_finite(recipe, dtype, value):
     check_weight(recipe, x[:192].view(2, 96, 272))
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:2])
+@pytest.mark.parametrize("recipe", QUANTISING)
 def test_rounding(recipe):
     check_every_value(recipe)
     check_reciprocal(recipe)
+
+
+def test_power_of_two_scales_are_kept_and_others_rounded_up():
+    """Around powers of two, and at both ends of the range."""
+    power = np.float32(2) ** np.arange(-48, 120, dtype=np.float32)
+    amax = np.concatenate([448 * power, power, [0, 1e-20, 3e38]]).astype(np.float32)
+    amax = np.concatenate([amax, np.nextafter(amax, np.float32(0)), np.nextafter(amax, np.inf)])
+    s = reference.scale_of(torch.from_numpy(amax), "ue8m0").numpy()
+    exact = np.maximum(amax, np.float32(1e-12)).astype(np.float64) / 448
+    assert (s >= exact).all() and (s < 2 * exact).all() and (np.frexp(s)[0] == 0.5).all()
+    with pytest.raises(ValueError, match="scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"):
+        reference.scale_of(torch.ones(1), "e8m0")

@@ -48,7 +48,8 @@ class TitanFP8Linear:
     recipe: RecipeName = "blockwise"
     """How operands are scaled. "blockwise": 1x128 activations and gradients, 128x128 weights, as
     in DeepSeek-V3. "rowwise": one scale per row. "rowwise_with_gw_hp": rowwise, with weight
-    gradients in bf16. "bf16": nothing is converted, for the baseline."""
+    gradients in bf16. "blockwise_pow2": blockwise, with scales that are powers of two. "bf16":
+    nothing is converted, for the baseline."""
 
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
     """Modules whose qualified name contains one of these are left in high precision."""

@@ -27,13 +27,14 @@ AMAX_MIN = gl.constexpr(0x2B8CBCCC)
 INF = gl.constexpr(0x7F800000)
 """The bits of Inf."""
 
-SCALE_FMTS = {"fp32": 0}
+SCALE_FMTS = {"fp32": 0, "ue8m0": 1}
 """Name of a scale format -> the constexpr SCALE_FMT of the kernels.
 
 A number, because `launcher.c` tells strings apart by their address, and the same name may arrive as
 another string object at each call.
 """
 FP32 = gl.constexpr(SCALE_FMTS["fp32"])
+UE8M0 = gl.constexpr(SCALE_FMTS["ue8m0"])
 
 
 def _cast(unpack: str, scales: str, last: str = "") -> gl.constexpr:
@@ -121,16 +122,25 @@ def largest_bits(words, PACK: gl.constexpr):
 @gluon.jit
 def scale_of(amax, SCALE_FMT: gl.constexpr = FP32):
     """The scale s of a block and 1 / s, from the bits of its absolute maximum."""
-    gl.static_assert(SCALE_FMT == FP32, "scale_fmt: allowed is fp32")
+    gl.static_assert((SCALE_FMT == FP32) | (SCALE_FMT == UE8M0), "scale_fmt: fp32 or ue8m0")
     amax = gl.maximum(amax, AMAX_MIN)
     finite = amax < INF
-    amax = amax.to(gl.float32, bitcast=True)
-    s = amax * (1.0 / 448.0)
-    s = gl.where(finite, gl.fma(gl.fma(s, -448.0, amax), 1.0 / 448.0, s), s)
+    if SCALE_FMT == UE8M0:
+        # 448 is 1.75 · 2^8: a significand above 1.75 carries into the exponent, which then drops by
+        # 8. The quotient amax / 448 rounds to a power of two only where it is not above one.
+        power = ((amax + 0x1FFFFF) & 0x7F800000) - (8 << 23)
+        s = gl.where(finite, power, amax).to(gl.float32, bitcast=True)
+    else:
+        amax = amax.to(gl.float32, bitcast=True)
+        s = amax * (1.0 / 448.0)
+        s = gl.where(finite, gl.fma(gl.fma(s, -448.0, amax), 1.0 / 448.0, s), s)
     r = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
     )
-    return s, gl.where(finite, gl.fma(gl.fma(-s, r, 1.0), r, r), r)
+    if SCALE_FMT == UE8M0:
+        return s, r  # Of a power of two the approximation is exact; GPU tests check each of them.
+    else:
+        return s, gl.where(finite, gl.fma(gl.fma(-s, r, 1.0), r, r), r)
 
 
 @gluon.jit

@@ -1,0 +1,39 @@
+"""The blockwise quantisers with power-of-two scales compile for Hopper without a spill."""
+
+import pytest
+import torch
+from compile_utils import Compiler, needs_cuobjdump
+
+from titan_fp8.kernels.hopper import quantize_blockwise, swiglu_quantize
+
+OFFS = torch.tensor([128, 256], dtype=torch.int32)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_power_of_two_scales(monkeypatch, dtype):
+    compiled = {"fp32": [], "ue8m0": []}
+    for scale_fmt, results in compiled.items():
+        with monkeypatch.context() as patch:
+            for module in (quantize_blockwise, swiglu_quantize):
+                for name, kernel in vars(module).copy().items():
+                    if name.endswith("_kernel"):
+                        patch.setattr(module, name, Compiler(kernel, results))
+            x = torch.empty(256, 2048, dtype=dtype)
+            quantize_blockwise.quantize_1x128(x, scale_fmt=scale_fmt)
+            quantize_blockwise.quantize_128x128(x, scale_fmt=scale_fmt)
+            quantize_blockwise.quantize_128x128_t(x, scale_fmt=scale_fmt)
+            for layout in ((None, False), (OFFS, False), (OFFS, True)):
+                quantize_blockwise.quantize_128x1_t(x, *layout, scale_fmt=scale_fmt)
+                quantize_blockwise.quantize_1x128_128x1_t(x, *layout, scale_fmt=scale_fmt)
+                if dtype == torch.bfloat16:
+                    swiglu_quantize.swiglu_backward_1x128_128x1_t(
+                        x, x, x, *layout, scale_fmt=scale_fmt
+                    )
+            if dtype == torch.bfloat16:
+                swiglu_quantize.swiglu_1x128(x, x, scale_fmt=scale_fmt)
+    print(*compiled["ue8m0"], sep="\n")
+    assert len(compiled["fp32"]) == len(compiled["ue8m0"]) == (13 if x.itemsize == 2 else 9)
+    for exact, power in zip(compiled["fp32"], compiled["ue8m0"], strict=True):
+        assert exact.name == power.name and power.spills == 0, str(power)
+        assert power.sass != exact.sass
