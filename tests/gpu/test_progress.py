@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels import hopper, permute
-from titan_fp8.kernels.hopper.quantize_rowwise import PEER_TOKENS, pause
+from titan_fp8.kernels.hopper.quantize_rowwise_one_pass import TILE_TOKENS, pause
 from titan_fp8.kernels.launch import multiprocessors
 
 HOG_LIMIT = 10 * 10**9
@@ -207,5 +207,5 @@ def test_permutation(name):
 def test_columns_on_one_or_two_sms(experts, tiles, k, dtype, free):
     """Far too little room for a stripe; None stands for as many tiles as a stripe may have."""
     sms = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
-    w = normal(experts, PEER_TOKENS * (tiles or sms) - 16, k, dtype=dtype)
+    w = normal(experts, TILE_TOKENS * (tiles or sms) - 16, k, dtype=dtype)
     check(lambda: hopper.quantize_weight_col_t(w), sms - free)

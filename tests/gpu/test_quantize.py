@@ -21,13 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels import hopper as kernels
-from titan_fp8.kernels.hopper import quantize_rowwise
+from titan_fp8.kernels.hopper import quantize_rowwise_one_pass
 from titan_fp8.kernels.hopper.quantize_cast import scale_of
-from titan_fp8.kernels.hopper.quantize_rowwise import (
-    PEER_TOKENS,
-    ROW_COLUMN_WORDS,
-    quantize_col_t_pair,
-)
+from titan_fp8.kernels.hopper.quantize_rowwise_columns import ROW_AMAX_WORDS, quantize_col_t_pair
+from titan_fp8.kernels.hopper.quantize_rowwise_one_pass import TILE_TOKENS
 from titan_fp8.kernels.launch import multiprocessors
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -116,7 +113,7 @@ def test_weights(op, shape, dtype):
 
 def rows_of_peers() -> int:
     """Rows of as many programs as may wait for each other."""
-    return PEER_TOKENS * multiprocessors(torch.device("cuda", torch.cuda.current_device()))
+    return TILE_TOKENS * multiprocessors(torch.device("cuda", torch.cuda.current_device()))
 
 
 @every_dtype
@@ -131,7 +128,7 @@ def test_tall_weights(more, dtype):
 @pytest.mark.parametrize("shape", [(16, 16), (2, 4112, 144), (3, 1040, 704), (8192, 4096)], ids=str)
 def test_skipped_tiles(monkeypatch, shape, polls, dtype):
     """Programs give up at once, so the last one of a stripe casts nearly all of its tiles."""
-    monkeypatch.setattr(quantize_rowwise, "POLLS", polls)
+    monkeypatch.setattr(quantize_rowwise_one_pass, "POLLS", polls)
     check("quantize_weight_col_t", with_specials(inputs(shape, dtype)))
 
 
@@ -188,7 +185,7 @@ def test_pair_is_two_singles(groups, dtype):
     offs = None
     if groups != "dense":
         offs = torch.tensor(GROUPS[groups], device="cuda", dtype=torch.int32)
-    wide = 4 * ROW_COLUMN_WORDS // dtype.itemsize + 16
+    wide = 4 * ROW_AMAX_WORDS // dtype.itemsize + 16
     x = with_specials(inputs((517, 2064), dtype))
     for n in (704, wide):
         g = inputs((517, n), dtype)

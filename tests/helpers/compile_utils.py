@@ -1,8 +1,8 @@
-"""Compile a kernel for Hopper where no GPU is, and read what ptxas made of it.
+"""Compiles kernels for Hopper without a GPU, and reads what ptxas made of them.
 
-Triton needs no device to compile: given the target sm_90a it gives the cubin, and the cuobjdump in
-its own wheel gives registers and local memory. `compile_launch` takes the very arguments of a
-launch (tensors may live on the CPU, their values are not read), so that a test compiles what runs.
+Triton compiles to a cubin for the target sm_90a without a device. The cuobjdump in its wheel reads
+registers and local memory from the cubin. `compile_launch` takes the arguments of a launch, so that
+a test compiles what would run; tensors may be on the CPU, because their values are not read.
 """
 
 import re
@@ -32,7 +32,7 @@ needs_cuobjdump = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's cost: registers at launch and bytes spilled a thread, shared bytes a block."""
+    """A kernel: registers and spilled bytes per thread, shared bytes per program, SASS."""
 
     name: str
     registers: int
@@ -46,7 +46,7 @@ class Compiled:
 
 
 def triton_compile(kernel: Callable, args: tuple = (), **kwargs) -> CompiledKernel:
-    """What Triton makes of `kernel[grid](*args, **kwargs)` for a Hopper GPU."""
+    """Compiles with Triton what `kernel[grid](*args, **kwargs)` would run on a Hopper GPU."""
     backend = make_backend(HOPPER)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*map(for_triton, args), debug=False, **kwargs)
@@ -61,7 +61,7 @@ def triton_compile(kernel: Callable, args: tuple = (), **kwargs) -> CompiledKern
 
 
 def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
-    """Compile what `kernel[grid](*args, **kwargs)` would compile on a Hopper GPU."""
+    """The cost of what `kernel[grid](*args, **kwargs)` would run on a Hopper GPU."""
     built = triton_compile(kernel, args, **kwargs)
     built.function = 0
     assert plan(built, dict(zip(kernel.arg_names, args)) | kwargs), "launches are left to Triton"
@@ -69,7 +69,7 @@ def compile_launch(kernel: Callable, args: tuple = (), **kwargs) -> Compiled:
 
 
 class Compiler:
-    """Stands for a kernel in an op called on CPU tensors: compiles what would be launched."""
+    """Replaces a kernel while an op is called on CPU tensors: a launch compiles instead."""
 
     def __init__(self, kernel, compiled: list):
         self.kernel, self.compiled = kernel, compiled

@@ -1,6 +1,6 @@
-"""The programs of `_columns_kernel` that share a stripe, as a model that runs in every order.
+"""How the programs of a stripe in `quantize_rowwise_one_pass.py` wait: a model, in every order.
 
-On a GPU a test sees few orders. The model takes the accesses to shared memory one at a time. Among
+On a GPU a test sees few orders. The model takes the accesses to global memory one at a time. Among
 its orders are those of a GPU that runs one program after the other. No step waits, so every program
 ends; the test is that each tile has been cast by then.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from titan_fp8.kernels.hopper.quantize_rowwise import SKIP
+from titan_fp8.kernels.hopper.quantize_rowwise_one_pass import SKIP
 
 GIVE_UP = SKIP.value
 

@@ -1,4 +1,4 @@
-"""What permutes tokens compiles for Hopper: rows with wide loads and stores, without a barrier."""
+"""The permutation kernels compile for Hopper, with wide loads and stores, without a barrier."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from titan_fp8.kernels import permute
 @pytest.mark.parametrize("k", [64, 2048, 2049])
 def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
     compiled, top = [], 6
-    for name in ("_gather_kernel", "_combine_kernel", "_dot_kernel"):
+    for name in ("permute_gather_kernel", "permute_combine_kernel", "permute_dot_kernel"):
         monkeypatch.setattr(permute, name, Compiler(getattr(permute, name), compiled))
     x, index = torch.empty(64, k, dtype=dtype), torch.zeros(20, top, dtype=torch.int32)
     for weight in (None, torch.zeros(20, top)):
@@ -21,12 +21,12 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
         permute.dot_rows(x[:20], x, index)
     print(*compiled, sep="\n")
     assert not any(result.spills or result.shared for result in compiled)
-    copies, summands = (permute.COPIES, permute.SUMMANDS) if k % 8 == 0 else (0, 0)
+    copies, summands = (permute.COPY_LOADS, permute.SUM_LOADS) if k % 8 == 0 else (0, 0)
     accesses = [(r.name, r.sass.count("LDG.E.128"), r.sass.count("STG.E.128")) for r in compiled]
     assert accesses == 2 * [
-        ("_gather_kernel", copies, copies),
-        ("_combine_kernel", top * summands, summands),
-        ("_dot_kernel", 2 * summands, 0),
+        ("permute_gather_kernel", copies, copies),
+        ("permute_combine_kernel", top * summands, summands),
+        ("permute_dot_kernel", 2 * summands, 0),
     ]
 
 
@@ -34,7 +34,9 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
 @pytest.mark.parametrize("ranks, experts", [(1, 1), (4, 16), (64, 4), (1, 256)])
 def test_indices_compile_for_hopper_without_spills(monkeypatch, ranks, experts):
     compiled = []
-    monkeypatch.setattr(permute, "_places_kernel", Compiler(permute._places_kernel, compiled))
+    monkeypatch.setattr(
+        permute, "permute_places_kernel", Compiler(permute.permute_places_kernel, compiled)
+    )
     counts = torch.zeros(ranks * experts, dtype=torch.int64)
     permute.places_of_tokens(counts, experts, ranks, 0, 128 * experts, 128)
     print(*compiled)

@@ -1,16 +1,27 @@
 """Every quantiser kernel, in each configuration in use, compiles for Hopper without a spill.
 
-The ops are called on CPU tensors with the launches replaced by compilations, so that what is
-compiled is what runs. Registers are printed (`pytest -s`).
+The tests call the ops on CPU tensors with launches replaced by compilations, so they compile
+exactly what would run. They print registers (`pytest -s`).
 """
 
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
 
-from titan_fp8.kernels.hopper import quantize_blockwise as quantize
-from titan_fp8.kernels.hopper import quantize_rowwise as rowwise
+from titan_fp8.kernels import hopper
+from titan_fp8.kernels.hopper import (
+    quantize_blockwise,
+    quantize_rowwise,
+    quantize_rowwise_columns,
+    quantize_rowwise_one_pass,
+)
 
+MODULES = (
+    quantize_blockwise,
+    quantize_rowwise,
+    quantize_rowwise_columns,
+    quantize_rowwise_one_pass,
+)
 DTYPES = [torch.bfloat16, torch.float32]
 OFFS = torch.tensor([128, 256], dtype=torch.int32)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
@@ -19,10 +30,10 @@ ROW_COLUMNS = [2048, 7168, 14336, 18432, 65536, 131072]
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What the ops of a test compile."""
-    monkeypatch.setattr(rowwise, "multiprocessors", lambda device: 132)
+    """Collects what the ops of a test compile."""
+    monkeypatch.setattr(quantize_rowwise_one_pass, "multiprocessors", lambda device: 132)
     results = []
-    for module in (quantize, rowwise):
+    for module in MODULES:
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Compiler(kernel, results))
@@ -41,14 +52,14 @@ def assert_unspilled(compiled: list, launches: int) -> None:
 @pytest.mark.parametrize("groups", GROUPS)
 def test_tokens(compiled, groups, dtype):
     x = torch.empty(256, 2048, dtype=dtype)
-    quantize.quantize_128x1_t(x, *GROUPS[groups])
-    quantize.quantize_1x128_128x1_t(x, *GROUPS[groups])
-    rowwise.quantize_col_t(x, *GROUPS[groups])
-    rowwise.quantize_row_col_t(x, *GROUPS[groups])
+    hopper.quantize_128x1_t(x, *GROUPS[groups])
+    hopper.quantize_1x128_128x1_t(x, *GROUPS[groups])
+    hopper.quantize_col_t(x, *GROUPS[groups])
+    hopper.quantize_row_col_t(x, *GROUPS[groups])
     wide = torch.empty(256, 40960 // dtype.itemsize, dtype=dtype)
     for g in (x, wide):
-        rowwise.quantize_row_col_t_pair(g, x[:, :512], *GROUPS[groups])
-    # Columns without groups take one kernel, with groups two.
+        hopper.quantize_row_col_t_pair(g, x[:, :512], *GROUPS[groups])
+    # Columns without groups take one kernel, columns of groups two.
     assert_unspilled(compiled, 11 if groups == "dense" else 12)
 
 
@@ -56,16 +67,16 @@ def test_tokens(compiled, groups, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_and_rows(compiled, dtype):
     w = torch.empty(2, 256, 512, dtype=dtype)
-    quantize.quantize_128x128(w)
-    quantize.quantize_128x128_t(w)
-    rowwise.quantize_weight_col_t(w)
-    rowwise.quantize_weight_col_t(torch.empty(1, 131072, 16, dtype=dtype))
-    rowwise.quantize_weight_col_t(w[..., :272].contiguous())
-    quantize.quantize_1x128(w[0])
+    hopper.quantize_128x128(w)
+    hopper.quantize_128x128_t(w)
+    hopper.quantize_weight_col_t(w)
+    hopper.quantize_weight_col_t(torch.empty(1, 131072, 16, dtype=dtype))
+    hopper.quantize_weight_col_t(w[..., :272].contiguous())
+    hopper.quantize_1x128(w[0])
     assert_unspilled(compiled, 7)
     for kernel in compiled:
-        if kernel.name == "_columns_kernel":
-            assert kernel.registers <= rowwise.PEER_MAXNREG, str(kernel)
+        if kernel.name == "quantize_columns_one_pass_kernel":
+            assert kernel.registers <= quantize_rowwise_one_pass.MAXNREG, str(kernel)
             assert 5 * (kernel.shared + 1024) <= 228 * 1024, str(kernel)
 
 
@@ -73,31 +84,31 @@ def test_weights_and_rows(compiled, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_row_lengths(compiled, dtype):
     for columns in ROW_COLUMNS:
-        rowwise.quantize_row(torch.empty(16, columns, dtype=dtype))
-    rowwise.quantize_row_col_t(torch.empty(16, 32768 // dtype.itemsize, dtype=dtype))
+        hopper.quantize_row(torch.empty(16, columns, dtype=dtype))
+    hopper.quantize_row_col_t(torch.empty(16, 32768 // dtype.itemsize, dtype=dtype))
     assert_unspilled(compiled, len(ROW_COLUMNS) + 2)
 
 
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_accesses_and_room_for_192_kib_of_tiles(compiled, dtype):
-    """Tiles come and columns leave by 16 bytes a thread, rows by whole lines."""
+    """Tiles are loaded and columns stored with 16 bytes per thread, rows in whole lines."""
     x = torch.empty(256, 2048, dtype=dtype)
-    quantize.quantize_1x128_128x1_t(x)
-    quantize.quantize_128x128_t(x)
-    rowwise.quantize_col_t(x, OFFS, True)
-    rowwise.quantize_weight_col_t(x)
+    hopper.quantize_1x128_128x1_t(x)
+    hopper.quantize_128x128_t(x)
+    hopper.quantize_col_t(x, OFFS, True)
+    hopper.quantize_weight_col_t(x)
     bytes_of = {2: (16, 8, 16), 4: (16, 4, 0)}
     loads, columns, rows = bytes_of[dtype.itemsize]
     for kernel in compiled:
-        if kernel.name == "_maxima_kernel":
+        if kernel.name == "quantize_column_amax_kernel":
             continue
         sass = kernel.sass
         # A program has half of its tile in registers, and later half of that for a skipped tile.
-        in_registers = kernel.name == "_columns_kernel"
+        in_registers = kernel.name == "quantize_columns_one_pass_kernel"
         assert sass.count("LDGSTS.E.BYPASS.128") == loads * (5 if in_registers else 2) / 2
         assert sass.count("STG.E.128") == columns * (5 if in_registers else 2) / 2, str(kernel)
-        if kernel.name == "_tokens_kernel":
+        if kernel.name == "quantize_128x1_t_kernel":
             assert sass.count("STG.E.64") == rows
         assert "STG.E.U8" not in sass
         tile = 65536 if dtype == torch.float32 and not in_registers else 32768

@@ -1,6 +1,6 @@
-"""The SwiGLU kernels compile for Hopper without a spill, two of backward to a multiprocessor.
+"""The SwiGLU kernels compile for Hopper without a spill; two backward programs fit on an SM.
 
-Registers are printed (`pytest -s`).
+The tests print registers (`pytest -s`).
 """
 
 import pytest
@@ -12,14 +12,14 @@ from titan_fp8.kernels.hopper import swiglu_quantize as swiglu
 OFFS = torch.tensor([128, 256], dtype=torch.int32)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
 SHARED = 228 * 1024 // 2 - 1024
-"""Bytes that each of two programs on a multiprocessor may have."""
+"""Bytes of shared memory for each of two programs on an SM."""
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What the ops of a test compile."""
+    """Collects what the ops of a test compile."""
     results = []
-    for name in ("_forward_kernel", "_backward_kernel"):
+    for name in ("swiglu_forward_kernel", "swiglu_backward_kernel"):
         monkeypatch.setattr(swiglu, name, Compiler(getattr(swiglu, name), results))
     return results
 
@@ -44,9 +44,9 @@ def test_backward(compiled, groups, channels):
     print(kernel)
     assert kernel.spills == 0, str(kernel)
     assert kernel.registers <= 128 and kernel.shared <= SHARED, str(kernel)
-    # σ is evaluated once for each of a thread's 64 channels, and a scale's reciprocal beside it.
+    # One exponential for each of a thread's 64 channels: σ is evaluated once.
     assert kernel.sass.count("MUFU.EX2") == 64
     if channels == 2048:
         assert kernel.sass.count("LDGSTS.E.BYPASS.128") == 24
-        # Rows of da and db, then columns of h, da and db: 16 bytes a thread each time.
+        # Rows of da and db, then columns of h, da and db, with 16 bytes per thread each time.
         assert kernel.sass.count("STG.E.128") == 8 + 12

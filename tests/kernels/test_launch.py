@@ -26,7 +26,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import create_function_from_signature
 
 from titan_fp8.kernels import launch
-from titan_fp8.kernels.hopper.quantize_tile import layout
+from titan_fp8.kernels.hopper.quantize_tile import tile_layout
 from titan_fp8.kernels.launch import Box, Typed, for_triton
 
 
@@ -35,7 +35,7 @@ def shared(swizzle, bits, rank=2):
 
 
 BOX, NARROW, VECTOR = shared(128, 8), shared(64, 8), shared(0, 32, rank=1)
-TALL, WIDE = layout((4, 1), (4, 8), (4, 1)), layout((1, 4), (4, 8), (4, 1))
+TALL, WIDE = tile_layout((4, 1), (4, 8), (4, 1)), tile_layout((1, 4), (4, 8), (4, 1))
 
 
 @launch.kernel(do_not_specialize=["n"])

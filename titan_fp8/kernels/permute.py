@@ -1,8 +1,8 @@
-"""Rows of a tensor by an index, for the permutation around the experts: copied, summed, multiplied.
+"""The kernels around the experts: rows gathered by an index, summed and multiplied, and the index.
 
-A program makes some rows of the result, or a part of each where they are long. Each warp takes rows
-of its own and reads them 512 bytes at a time, several 16-byte loads a thread under way at once:
-which rows they are is known from one load of the index, and no thread waits for another.
+A program makes some rows of the result, or a block of their columns if rows are long. Each warp has
+rows of its own and reads them 512 bytes at a time, several 16-byte loads in flight per thread. One
+load of the index tells a thread its rows, and no thread waits for another.
 """
 
 import functools
@@ -13,22 +13,22 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8.kernels.hopper.quantize_tile import layout
+from titan_fp8.kernels.hopper.quantize_tile import tile_layout
 from titan_fp8.kernels.launch import kernel
-from titan_fp8.reference import cdiv
+from titan_fp8.layouts import cdiv
 
 WARPS = 4
-COPIES = 8
+COPY_LOADS = 8
 """16-byte loads of a thread that copies."""
-SUMMANDS = 4
-"""Those of one that computes, for each of the rows that it brings together."""
-ACROSS = 4
-"""How many of them lie along one row, if it is long enough."""
+SUM_LOADS = 4
+"""16-byte loads of a thread that computes, for each of the rows that it combines."""
+LOADS_ACROSS = 4
+"""Loads of a thread along a row, if the row is long enough; the others are for other rows."""
 
 
 @gluon.jit
 def _load_rows(x, source, M, column, K, TILE: gl.constexpr):
-    """The rows `source` of x (M, K) from `column` on; zeros where x has no such row."""
+    """Rows `source` of x (M, K) from `column` on; zeros where x has no such row."""
     j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
     inside = ((source >= 0) & (source < M))[:, None] & (j < K)[None, :]
     return gl.load(x + (source.to(gl.int64)[:, None] * K + j[None, :]), mask=inside, other=0)
@@ -36,19 +36,22 @@ def _load_rows(x, source, M, column, K, TILE: gl.constexpr):
 
 @gluon.jit
 def _store_rows(out, values, i, valid, column, K, TILE: gl.constexpr):
+    """Writes rows i of out (R, K) from `column` on, where `valid`."""
     j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
     inside = valid[:, None] & (j < K)[None, :]
     gl.store(out + (i.to(gl.int64)[:, None] * K + j[None, :]), values, mask=inside)
 
 
-# K is the number of loads of a row times UNIT, so that the compiler knows it as a multiple of that.
+# The kernels get K as `units` of UNIT elements each, 16 bytes, so that the compiler knows that rows
+# start at multiples of 16 bytes.
 
 
 @kernel(do_not_specialize=["M", "R"])
-def _gather_kernel(
+def permute_gather_kernel(
     x, slots, weight, out, M, R, units, blocks,
     SLOTS: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
+    """out[i] = x[slots[i] // SLOTS], times weight[slots[i]] if there are weights."""
     row = gl.program_id(0) // blocks * TILE.shape[0]
     column = gl.program_id(0) % blocks * TILE.shape[1]
     i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
@@ -62,10 +65,11 @@ def _gather_kernel(
 
 
 @kernel(do_not_specialize=["M", "T"])
-def _combine_kernel(
+def permute_combine_kernel(
     y, index, weight, out, M, T, units, blocks,
     TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
+    """out[t] = the sum of y[index[t, k]] over k, times weight[t, k] if there are weights."""
     row = gl.program_id(0) // blocks * TILE.shape[0]
     column = gl.program_id(0) % blocks * TILE.shape[1]
     i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
@@ -76,6 +80,7 @@ def _combine_kernel(
         if weight is None:
             total += values.to(gl.float32)
         else:
+            # A row that y does not have counts as zero, even if its weight is NaN.
             w = gl.load(weight + (i * TOP + k), mask=i < T, other=0)
             w = gl.where((source >= 0) & (source < M), w, 0)
             total += values.to(gl.float32) * w[:, None]
@@ -83,9 +88,10 @@ def _combine_kernel(
 
 
 @kernel(do_not_specialize=["M", "T"])
-def _dot_kernel(
+def permute_dot_kernel(
     a, b, index, out, M, T, units, TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr
 ):
+    """out[t, k] = the dot product of a[t] and b[index[t, k]]."""
     i = gl.program_id(0) * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
     K = units * UNIT
     source = gl.load(index + i, mask=i < T * TOP, other=-1)
@@ -97,32 +103,35 @@ def _dot_kernel(
         left = gl.load(a + (token * K + j[None, :]), mask=inside, other=0)
         right = _load_rows(b, source, M, column, K, TILE)
         total += gl.sum(left.to(gl.float32) * right.to(gl.float32), 1)
+    # Zero even where a holds NaN or Inf.
     total = gl.where((source >= 0) & (source < M), total, 0)
     gl.store(out + i, total, mask=i < T * TOP)
 
 
 @functools.cache
 def _tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
-    """Of rows of k elements: how many loads they take, of how many elements, and a tile of them
-    with so many a thread."""
-    # Rows that do not begin at multiples of 16 bytes are read element by element.
+    """For rows of k elements: the units of a row, the elements of a unit, and the layout of a tile.
+
+    A unit is what one load reads. Each thread has `loads` units of the tile.
+    """
+    # Rows that do not start at multiples of 16 bytes are read element by element.
     unit = 16 // itemsize if k * itemsize % 16 == 0 else 1
-    across = min(ACROSS, triton.next_power_of_2(cdiv(max(k, 1), 32 * unit)))
-    return k // unit, unit, layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
+    across = min(LOADS_ACROSS, triton.next_power_of_2(cdiv(max(k, 1), 32 * unit)))
+    return k // unit, unit, tile_layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
 
 
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
-    """The row of x (M, K) that has each of the slots, k slots a row, times the slot's weight.
+    """The row of x (M, K) that each slot belongs to, times the slot's weight.
 
-    slots (R,) integers: slot s is of row ⌊s/k⌋, zeros where x has no such row; weight (M, k) FP32,
-    if given. Returns (R, K) in x's dtype.
+    A row has k slots: slot s belongs to row ⌊s/k⌋. slots (R,) integers, weight (M, k) FP32 or None.
+    Returns (R, K) in x's dtype, with zeros where x has no such row.
     """
     (m, width), r = x.shape, slots.shape[0]
     out = x.new_empty(r, width)
-    units, unit, tile = _tiling(width, x.element_size(), COPIES)
+    units, unit, tile = _tiling(width, x.element_size(), COPY_LOADS)
     blocks = cdiv(width, tile.shape[1])
     if out.numel():
-        _gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
+        permute_gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
             x, slots, weight, out, m, r, units, blocks, k, unit, tile, num_warps=WARPS
         )
     return out
@@ -131,45 +140,44 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
     """The sum of the rows index[t] of y (M, K), each times its weight if given, in FP32.
 
-    index (T, k) integers, -1 for none, weight (T, k) FP32; (T, K), rounded once to y's dtype.
+    index (T, k) integers, -1 for none; weight (T, k) FP32 or None. Returns (T, K), rounded once to
+    y's dtype.
     """
     (m, k), (t, top) = y.shape, index.shape
     out = y.new_empty(t, k)
-    units, unit, tile = _tiling(k, y.element_size(), SUMMANDS)
+    units, unit, tile = _tiling(k, y.element_size(), SUM_LOADS)
     blocks = cdiv(k, tile.shape[1])
     if out.numel():
-        _combine_kernel[(cdiv(t, tile.shape[0]) * blocks,)](
+        permute_combine_kernel[(cdiv(t, tile.shape[0]) * blocks,)](
             y, index, weight, out, m, t, units, blocks, top, unit, tile, num_warps=WARPS
         )
     return out
 
 
 def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32, 0 where b has none.
+    """Dot products of row t of a (T, K) and the rows index[t] of b (M, K), summed in FP32.
 
-    index (T, k) integers; (T, k) FP32.
+    index (T, k) integers. Returns (T, k) FP32, with zeros where b has no such row.
     """
     t, top = index.shape
     out = a.new_empty(t, top, dtype=torch.float32)
-    units, unit, tile = _tiling(a.shape[1], a.element_size(), SUMMANDS)
+    units, unit, tile = _tiling(a.shape[1], a.element_size(), SUM_LOADS)
     if out.numel():
-        _dot_kernel[(cdiv(out.numel(), tile.shape[0]),)](
+        permute_dot_kernel[(cdiv(out.numel(), tile.shape[0]),)](
             a, b, index, out, b.shape[0], t, units, top, unit, tile, num_warps=WARPS
         )
     return out
 
 
-# Which token goes where
-
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
-TABLE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
-"""Who holds what of the counts, by rank and expert."""
+COUNTS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+"""Layout of the counts (ranks, experts)."""
 CHUNK = gl.constexpr(1024)
-"""Indices that a program writes at a time."""
+"""Numbers that a program writes at a time."""
 
 
 @gluon.jit
-def _write(out, first, count, value, STEP: gl.constexpr):
+def _fill(out, first, count, value, STEP: gl.constexpr):
     """out[first + i] = value + STEP · i for i < count."""
     for begin in range(0, count, CHUNK):
         i = begin + gl.arange(0, CHUNK, LANES)
@@ -177,51 +185,55 @@ def _write(out, first, count, value, STEP: gl.constexpr):
 
 
 @kernel(do_not_specialize=["experts", "ranks", "length", "alignment"])
-def _places_kernel(
+def permute_places_kernel(
     counts, tokens, places, sizes, experts, ranks, length, alignment,
     RANKS: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """The tokens of one expert from one rank; behind the last rank's the expert's padding."""
+    """The tokens from one rank for one expert; the last rank's program also writes the padding.
+
+    Every program reads all counts and sums those before its own, so programs need no order.
+    """
     part = gl.program_id(0)
     rank = part // experts
     expert = part % experts
-    r = gl.arange(0, RANKS, gl.SliceLayout(1, TABLE))[:, None]
-    e = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))[None, :]
+    r = gl.arange(0, RANKS, gl.SliceLayout(1, COUNTS))[:, None]
+    e = gl.arange(0, EXPERTS, gl.SliceLayout(0, COUNTS))[None, :]
     index = r * experts + e
     count = gl.load(counts + index, mask=(r < ranks) & (e < experts), other=0).to(gl.int32)
     token = gl.sum(gl.sum(gl.where(index < part, count, 0), 0), 0)
     mine = gl.sum(gl.sum(gl.where((r == rank) & (e == expert), count, 0), 0), 0)
     ahead = gl.sum(gl.sum(gl.where((r < rank) & (e == expert), count, 0), 0), 0)
 
-    # torchtitan gives an expert without tokens a place for padding, too.
+    # An expert without tokens gets one block of padding, as in torchtitan.
     size = gl.maximum(gl.cdiv(gl.sum(count, 0), alignment), 1) * alignment
-    of = gl.arange(0, EXPERTS, gl.SliceLayout(0, TABLE))
+    of = gl.arange(0, EXPERTS, gl.SliceLayout(0, COUNTS))
     begin = gl.sum(gl.where(of < expert, size, 0), 0)
     size = gl.sum(gl.where(of == expert, size, 0), 0)
     place = begin + ahead
-    _write(tokens, place, mine, token, 1)
-    _write(places, token, mine, place, 1)
+    _fill(tokens, place, mine, token, 1)
+    _fill(places, token, mine, place, 1)
     if rank == 0:
         gl.store(sizes + expert, size)
     if rank == ranks - 1:
+        # The last expert's padding extends to the end of the output.
         place += mine
         end = gl.where(expert == experts - 1, length, begin + size)
-        _write(tokens, place, end - place, -1, 0)
+        _fill(tokens, place, end - place, -1, 0)
 
 
 def places_of_tokens(
     counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The token at each place, -1 for padding, the place of each token, and the aligned sizes.
+    """The token at each place (-1 for padding), the place of each token, and the aligned sizes.
 
-    counts (ranks · experts,) integers, the tokens that come from each rank for each expert, by rank
-    first; `tokens` is their sum, `length` at least that of the sizes. Returns (length,), (tokens,)
-    and (experts,), int32.
+    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first.
+    `tokens` is their sum, `length` at least that of the aligned sizes. Returns int32 tensors of
+    shapes (length,), (tokens,) and (experts,).
     """
     of_place, of_token, sizes = (
         counts.new_empty(n, dtype=torch.int32) for n in (length, tokens, experts)
     )
-    _places_kernel[(ranks * experts,)](
+    permute_places_kernel[(ranks * experts,)](
         counts, of_place, of_token, sizes, experts, ranks, length, alignment,
         triton.next_power_of_2(ranks), triton.next_power_of_2(experts), num_warps=WARPS,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from titan_fp8.kernels.hopper.quantize_blockwise import (
     quantize_128x128,
     quantize_128x128_t,
 )
-from titan_fp8.kernels.hopper.quantize_rowwise import (
+from titan_fp8.kernels.hopper.quantize_rowwise import quantize_row
+from titan_fp8.kernels.hopper.quantize_rowwise_columns import (
     quantize_col_t,
-    quantize_row,
     quantize_row_col_t,
     quantize_row_col_t_pair,
     quantize_weight_col_t,

@@ -1,18 +1,19 @@
-"""What the quantiser kernels compute: maxima of magnitudes, scales, casts to FP8.
+"""Arithmetic of the quantiser kernels: absolute maxima, scales, casts to FP8.
 
-Words. A tensor is read as 32-bit words: an FP32 channel, or a pair of bf16 channels, the even one
-in the low half (PACK = 1 or 2). The words of a tile are all that stays in registers from the maxima
-to the casts, which each unpack them again. The casts are PTX because only there do unpack, multiply
-and convert stay together: left to itself the compiler unpacks the whole tile at once and keeps it,
-100 registers more a thread.
+Kernels read tensors as 32-bit words: one FP32 channel or two bf16 channels, the even one in the low
+half (PACK = 1 or 2 channels per word). From the maxima to the casts a thread keeps its words in
+registers and unpacks them anew for each cast. The casts are inline PTX, which keeps unpack,
+multiply and convert of a value together. The compiler alone unpacks the whole tile first and needs
+100 more registers per thread.
 
-Maxima are taken on the bits of |x| as integers, bf16 two at a time. Their order is that of the
-magnitudes with NaN above Inf, so a NaN wins without a special case (and without `max.NaN`, which
-Triton mis-lowers beside transposed byte stores, triton#11111).
+Maxima are taken over the bits of |x| as integers, two bf16 values at a time. Integer order is the
+order of magnitudes, with NaN above Inf, so a NaN wins without a special case. `max.NaN` would be
+another way, but Triton lowers it incorrectly beside transposed byte stores (triton#11111).
 
-Scales. s = amax / 448 and r = 1 / s are correctly rounded: an approximation and one fused
-correction each, as `div.rn` does, less its slow path for arguments that amax >= 1e-12 rules out.
-Inf and NaN skip the correction. Tests hold every significand against the true division.
+s = amax / 448 and r = 1 / s are correctly rounded: an approximation and one fused correction each,
+as in `div.rn`, without its slow path, which amax >= 1e-12 never needs. Inf and NaN skip the
+correction. tests/gpu/test_quantize.py compares every significand with the true divisions. For
+power-of-two scales ("ue8m0") s is rounded up to the next power of two.
 """
 
 import torch
@@ -28,18 +29,22 @@ INF = gl.constexpr(0x7F800000)
 """The bits of Inf."""
 
 SCALE_FMTS = {"fp32": 0, "ue8m0": 1}
-"""Name of a scale format -> the constexpr SCALE_FMT of the kernels.
+"""Scale format -> SCALE_FMT, a constexpr of the kernels.
 
-A number, because `launcher.c` tells strings apart by their address, and the same name may arrive as
-another string object at each call.
+A number, because the launcher compares strings by address, and every call of an op may bring a new
+string object.
 """
 FP32 = gl.constexpr(SCALE_FMTS["fp32"])
 UE8M0 = gl.constexpr(SCALE_FMTS["ue8m0"])
 
 
-def _cast(unpack: str, scales: str, last: str = "") -> gl.constexpr:
-    """PTX from words to four bytes: what `unpack` leaves in x0..x3, times `scales`, converted."""
-    scaled = "".join(f"mul.rn.f32 x{i}, x{i}, {r};" for i, r in enumerate(scales.split()))
+def _cast_ptx(unpack: str, reciprocals: str, last: str = "") -> gl.constexpr:
+    """PTX that casts four values to four bytes in $0.
+
+    `unpack` moves the values, FP32, into x0 to x3. `reciprocals` names the operands that hold their
+    factors, `last` runs at the end.
+    """
+    scaled = "".join(f"mul.rn.f32 x{i}, x{i}, {r};" for i, r in enumerate(reciprocals.split()))
     return gl.constexpr(
         f"{{ .reg .b32 x<4>; .reg .b16 low, high; {unpack} {scaled}"
         "cvt.rn.satfinite.e4m3x2.f32 low, x1, x0; cvt.rn.satfinite.e4m3x2.f32 high, x3, x2;"
@@ -47,63 +52,64 @@ def _cast(unpack: str, scales: str, last: str = "") -> gl.constexpr:
     )
 
 
-def _each(op: str, operand: str = "") -> str:
-    """One instruction for each of four words."""
+def _for_each_word(op: str, operand: str = "") -> str:
+    """`op` for each of the four words $1 to $4."""
     return "".join(f"{op} x{i}, ${i + 1}{operand};" for i in range(4))
 
 
-_SCALES = "$5 $6 $7 $8"
-_KEEP = "and.b32 $0, $0, $9;"
-ROWS_FP32 = _cast(_each("mov.b32"), _SCALES)
-# By prmt, lest ptxas keep the values for the columns, which shift and mask the same words.
-ROWS_BF16 = _cast(
+_RECIPROCALS = "$5 $6 $7 $8"
+_MASK = "and.b32 $0, $0, $9;"
+ROWS_FP32 = _cast_ptx(_for_each_word("mov.b32"), _RECIPROCALS)
+# With prmt, because the casts of columns shift and mask the same words: ptxas would keep the
+# results of these for both, in registers.
+ROWS_BF16 = _cast_ptx(
     "".join(f"prmt.b32 x{i}, ${i // 2 + 1}, 0, {(0x1044, 0x3244)[i % 2]};" for i in range(4)),
     "$3 $3 $4 $4",
 )
-COLUMNS_FP32 = _cast(_each("mov.b32"), _SCALES, _KEEP)
-COLUMNS_EVEN = _cast(_each("shl.b32", ", 16"), _SCALES, _KEEP)
-COLUMNS_ODD = _cast(_each("and.b32", ", 0xffff0000"), _SCALES, _KEEP)
+COLUMNS_FP32 = _cast_ptx(_for_each_word("mov.b32"), _RECIPROCALS, _MASK)
+COLUMNS_EVEN = _cast_ptx(_for_each_word("shl.b32", ", 16"), _RECIPROCALS, _MASK)
+COLUMNS_ODD = _cast_ptx(_for_each_word("and.b32", ", 0xffff0000"), _RECIPROCALS, _MASK)
 
 
 @gluon.jit
-def _larger_fp32(a, b):
+def _max_fp32(a, b):
     return gl.maximum(a, b)
 
 
 @gluon.jit
-def _larger_bf16(a, b):
+def _max_bf16x2(a, b):
     return gl.inline_asm_elementwise(
         "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def larger(a, b, PACK: gl.constexpr):
-    """The larger of two words of magnitudes, channel by channel."""
+def max_magnitudes(a, b, PACK: gl.constexpr):
+    """The maxima of two words of magnitudes, channel by channel."""
     if PACK == 2:
-        return _larger_bf16(a, b)
+        return _max_bf16x2(a, b)
     else:
-        return _larger_fp32(a, b)
+        return _max_fp32(a, b)
 
 
 @gluon.jit
 def magnitudes(words, PACK: gl.constexpr):
-    """The words without their signs."""
+    """The words with the sign bits cleared."""
     return words & (0x7FFF7FFF if PACK == 2 else 0x7FFFFFFF)
 
 
 @gluon.jit
-def largest(words, axis: gl.constexpr, PACK: gl.constexpr):
-    """The largest magnitudes of words along an axis, a word of them: bf16 channels stay apart."""
+def amax_words(words, axis: gl.constexpr, PACK: gl.constexpr):
+    """The largest magnitudes along an axis, as words: the channels of a word stay apart."""
     if PACK == 2:
-        return gl.reduce(magnitudes(words, PACK), axis, _larger_bf16)
+        return gl.reduce(magnitudes(words, PACK), axis, _max_bf16x2)
     else:
-        return gl.reduce(magnitudes(words, PACK), axis, _larger_fp32)
+        return gl.reduce(magnitudes(words, PACK), axis, _max_fp32)
 
 
 @gluon.jit
 def channel_bits(word, i: gl.constexpr, PACK: gl.constexpr):
-    """Channel i of a word, as the bits of an FP32."""
+    """Channel i of a word, as the bits of an FP32 number."""
     if PACK == 1:
         return word
     elif i == 0:
@@ -113,15 +119,15 @@ def channel_bits(word, i: gl.constexpr, PACK: gl.constexpr):
 
 
 @gluon.jit
-def largest_bits(words, PACK: gl.constexpr):
-    """The largest magnitude of each row of words, as the bits of an FP32."""
-    word = largest(words, 1, PACK)
+def row_amax(words, PACK: gl.constexpr):
+    """The largest magnitude of each row of words, as the bits of an FP32 number."""
+    word = amax_words(words, 1, PACK)
     return gl.maximum(channel_bits(word, 0, PACK), channel_bits(word, PACK - 1, PACK))
 
 
 @gluon.jit
 def scale_of(amax, SCALE_FMT: gl.constexpr = FP32):
-    """The scale s of a block and 1 / s, from the bits of its absolute maximum."""
+    """The scale s and r = 1 / s of a block, from the bits of its absolute maximum."""
     gl.static_assert((SCALE_FMT == FP32) | (SCALE_FMT == UE8M0), "scale_fmt: fp32 or ue8m0")
     amax = gl.maximum(amax, AMAX_MIN)
     finite = amax < INF
@@ -145,7 +151,7 @@ def scale_of(amax, SCALE_FMT: gl.constexpr = FP32):
 
 @gluon.jit
 def cast_rows(words, r, PACK: gl.constexpr):
-    """Words (tokens, words) times r in FP8, PACK bytes for each word."""
+    """Words (tokens, words) times r, cast to FP8: PACK bytes for each word."""
     if PACK == 2:
         return gl.inline_asm_elementwise(
             ROWS_BF16, "=r,r,r,f,f", [words, r], dtype=gl.int16, is_pure=True, pack=2
@@ -157,25 +163,24 @@ def cast_rows(words, r, PACK: gl.constexpr):
 
 
 @gluon.jit
-def cast_columns(words, r, keep, i: gl.constexpr, PACK: gl.constexpr):
-    """Channel i of words (words, tokens) times r in FP8; zero where the byte `keep` is."""
-    if PACK == 1:
-        asm: gl.constexpr = COLUMNS_FP32
-    elif i == 0:
-        asm: gl.constexpr = COLUMNS_EVEN
-    else:
-        asm: gl.constexpr = COLUMNS_ODD
+def cast_columns(words, r, mask, i: gl.constexpr, PACK: gl.constexpr):
+    """Channel i of words (words, tokens) times r, cast to FP8.
+
+    `mask` holds bytes, all ones or, where the result is to be zero, all zeros.
+    """
+    bf16_asm: gl.constexpr = COLUMNS_EVEN if i == 0 else COLUMNS_ODD
+    asm: gl.constexpr = COLUMNS_FP32 if PACK == 1 else bf16_asm
     return gl.inline_asm_elementwise(
-        asm, "=r,r,r,r,r,f,f,f,f,r", [words, r, keep], dtype=gl.int8, is_pure=True, pack=4
+        asm, "=r,r,r,r,r,f,f,f,f,r", [words, r, mask], dtype=gl.int8, is_pure=True, pack=4
     )
 
 
 def as_words(x: Tensor) -> Typed:
-    """x, contiguous, as 32-bit words; of a copy where it begins between two."""
+    """x (contiguous) as int32 words; a copy of x if it starts between two words."""
     return Typed(x.clone() if x.data_ptr() % 4 else x, torch.int32)
 
 
 def words_of(x: Tensor, q: Tensor) -> tuple[Typed, Typed, int]:
-    """x as 32-bit words; q, FP8 in the layout of x, as the bytes of each; the channels of each."""
+    """x as int32 words, the FP8 tensor q in integers of one word's bytes, and PACK."""
     pack = 4 // x.element_size()
     return as_words(x), Typed(q, (torch.int8, torch.int16)[pack - 1]), pack

@@ -1,30 +1,27 @@
-"""Where a tile lies, who holds what of it, and how it comes and goes.
+"""Tiles of the transposing quantisers: who holds what, how tiles come and how outputs leave.
 
-The transposed copy is what costs: transposed through shared memory, FP8 moves a byte at a time.
-Here the transpose itself moves nothing. A thread that has 16 consecutive tokens of a channel owns
-16 consecutive bytes of the transposed copy: transposing is a choice of which registers the
-conversion to FP8 pairs. Eight lanes lie along the tokens, so that they write a line of the copy.
+A transpose of FP8 through shared memory would move single bytes. Here it moves nothing: a thread
+that holds 16 consecutive tokens of a channel owns 16 consecutive bytes of the transposed copy, so
+transposing only decides which registers a conversion to FP8 packs together. Eight lanes lie along
+the tokens, so together they write a 128-byte line of the copy.
 
-A tile that is transposed waits in shared memory, in high precision, and passes through registers in
-parts. What a multiprocessor has under way from memory is then bounded by its shared memory, and not
-by the registers of threads that wait. Its tokens lie in an order of their own: neighbours in memory
-are 16 tokens apart, and 16-byte units of a row are swizzled by the place of the row. So the eight
-lanes find their words in different banks, and parts may be some rows or some words.
+A tile waits in shared memory in high precision and passes through registers in parts. The bytes in
+flight per SM are then bounded by its shared memory, not by the registers of waiting threads.
 
-Groups. Tiles are blocks of columns of the transposed copy, numbered group by group from each one's
-first column, so that no tile holds tokens of two groups; as groups start at multiples of 128, every
-store begins at the same place of a line. What no group owns, the rows behind the last one and the
-columns that no token fills, is one group more. Each program finds its tile by sums over the groups,
-on the device; the host knows only how many tiles there can be.
+Places. The rows of a tile in shared memory are called places. Place p holds token `token_of(p)`:
+neighbouring places hold tokens 16 apart. Also, the 16-byte units of a row are swizzled by its
+place. So the eight lanes, whose tokens are 16 apart, read from different banks, and a part of a
+tile may be some of its rows or some of its words.
 """
 
 import functools
+from dataclasses import dataclass
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from titan_fp8.reference import BLOCK, cdiv
+from titan_fp8.layouts import BLOCK, cdiv
 
 Pair = tuple[int, int]
 
@@ -32,17 +29,17 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 """Triton 3.9's name or 3.6's."""
 
 PART_WORDS = gl.constexpr(32)
-"""Words of a row that a part of a tile's columns takes."""
+"""Words of a row in a part of a tile whose columns are quantised."""
 
 
 @functools.cache
-def layout(
+def tile_layout(
     thread: Pair, lanes: Pair, warps: Pair, repeat: Pair = (1, 1)
 ) -> gl.DistributedLinearLayout:
-    """Who holds what of a tile of (tokens, words): each thread neighbours along the words.
+    """Layout of a tile of (tokens, words), neighbouring words first.
 
-    A thread holds a block of `thread` words, a warp is `lanes` of those, a program `warps` of those
-    and the tile `repeat` of those.
+    Each pair counts (tokens, words): the block of a thread, the lanes of a warp, the warps, and how
+    often all of this repeats. The tile is the product of the four. The counts are powers of two.
     """
     bits, size = [], [1, 1]
     for counts in (thread, lanes, warps, repeat):
@@ -57,117 +54,139 @@ def layout(
 
 
 @functools.cache
-def columns_layouts(warps: int, words: int = PART_WORDS.value) -> dict[str, object]:
-    """Who holds what of 128 tokens by some words whose columns are made.
+def column_layouts(
+    warps: int, words: int = PART_WORDS.value
+) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
+    """Layouts of 128 tokens by some words whose columns are quantised.
 
-    Launch arguments: COLUMNS as (places, words), FLIPPED the same as (words, tokens).
+    First as (places, words), as they come from shared memory, then as (words, tokens), for the
+    transposed copy. Each thread holds the same elements in both.
     """
 
-    def make(place: list[list[int]], word: list[list[int]], shape: list[int]):
+    def layout(place: list[list[int]], word: list[list[int]], shape: list[int]):
         lanes, warp = 2, 2 + warps.bit_length() - 1
+        registers = place[3:] + word[warp:]
         return gl.DistributedLinearLayout(
-            place[3:] + word[warp:], place[:3] + word[:lanes], word[lanes:warp], [], shape
+            registers, place[:3] + word[:lanes], word[lanes:warp], [], shape
         )
 
     bits = words.bit_length() - 1
-    # The bits of a place say which of 16 tokens, behind those that say which 16.
+    place = [[1 << i, 0] for i in range(7)]
+    # The bits of a place, as tokens: first which 16 tokens, then which of these. See `token_of`.
     token = [[0, 16], [0, 32], [0, 64], [0, 1], [0, 2], [0, 4], [0, 8]]
-    return {
-        "COLUMNS": make(
-            [[1 << i, 0] for i in range(7)], [[0, 1 << i] for i in range(bits)], [128, words]
+    return (
+        layout(place, [[0, 1 << i] for i in range(bits)], [128, words]),
+        layout(token, [[1 << i, 0] for i in range(bits)], [words, 128]),
+    )
+
+
+@dataclass(frozen=True)
+class TileLayouts:
+    """The layouts of a kernel that transposes tiles of 128 tokens, as one constexpr argument.
+
+    A kernel names those that it passes on, for example `LOAD: gl.constexpr = LAYOUTS.load`.
+    """
+
+    shared: gl.SwizzledSharedLayout | gl.SharedLinearLayout
+    """The tile in shared memory, (places, words)."""
+    load: gl.DistributedLinearLayout
+    """The threads that bring it from global memory."""
+    rows: gl.DistributedLinearLayout | None
+    """A part, (places, words), whose rows are quantised."""
+    columns: gl.DistributedLinearLayout
+    """A part, (places, words), whose columns are quantised."""
+    transposed: gl.DistributedLinearLayout
+    """The same part as (words, tokens)."""
+
+
+SHARED = gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])
+TILES = {
+    2: (
+        TileLayouts(
+            SHARED,
+            tile_layout((1, 4), (2, 16), (4, 1), (16, 1)),
+            tile_layout((4, 4), (2, 16), (4, 1)),
+            *column_layouts(4),
         ),
-        "FLIPPED": make(token, [[1 << i, 0] for i in range(bits)], [words, 128]),
-    }
-
-
-TILE = gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])
-"""A tile in shared memory, of places by words."""
-# Channels of a word (2: bf16, 1: FP32) -> launch arguments of a kernel that takes tiles of 128
-# tokens by 128 channels: how they come, who holds rows, who columns.
-TILED = {
-    2: {
-        "TILE": TILE,
-        "FETCH": layout((1, 4), (2, 16), (4, 1), (16, 1)),
-        "ROWS": layout((4, 4), (2, 16), (4, 1)),
-        **columns_layouts(4),
-        "num_warps": 4,
-    },
-    1: {
-        "TILE": TILE,
-        "FETCH": layout((1, 4), (1, 32), (8, 1), (16, 1)),
-        "ROWS": layout((4, 4), (1, 32), (8, 1)),
-        **columns_layouts(8),
-        "num_warps": 8,
-    },
+        4,
+    ),
+    1: (
+        TileLayouts(
+            SHARED,
+            tile_layout((1, 4), (1, 32), (8, 1), (16, 1)),
+            tile_layout((4, 4), (1, 32), (8, 1)),
+            *column_layouts(8),
+        ),
+        8,
+    ),
 }
+"""PACK (2: bf16, 1: FP32) -> the layouts of tiles of 128 tokens by 128 channels, and warps."""
 MAXNREG = 80
-"""For 24 warps: shared memory has room for six tiles in bf16, each of 4, or three in FP32, of 8."""
-
-
-@functools.cache
-def group_lanes(groups: int) -> int:
-    """Of how many groups, a power of two, `locate` reads the ends; 0 of none."""
-    return groups and max(32, 1 << (groups - 1).bit_length())
+"""For 24 warps on an SM: shared memory has room for six bf16 tiles of 4 warps or three FP32 tiles
+of 8."""
 
 
 @gluon.jit
 def token_of(place):
-    """Which token of a tile has a place: of 128, neighbours are 16 apart."""
+    """The token of a tile that is at a place."""
     return place // 128 * 128 + place % 8 * 16 + place % 128 // 8
 
 
 @gluon.jit
-def tokens_of(PLACES: gl.constexpr, LAYOUT: gl.constexpr):
-    """The tokens of the rows of LAYOUT, which have the places from PLACES on; None: in order."""
+def tokens_of(FIRST_PLACE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The tokens of the rows of LAYOUT, which start at FIRST_PLACE; None: rows are tokens."""
     i = gl.arange(0, LAYOUT.shape[0], gl.SliceLayout(1, LAYOUT))
-    if PLACES is None:
+    if FIRST_PLACE is None:
         return i
     else:
-        return token_of(PLACES + i)
+        return token_of(FIRST_PLACE + i)
 
 
 @gluon.jit
-def load_words(x, row, rows, word, KW, WORDS: gl.constexpr):
-    """The tile of x (M, KW words) at (row, word), zeros behind its first `rows` rows."""
-    i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
-    j = gl.arange(0, WORDS.shape[1], gl.SliceLayout(0, WORDS))
+def load_words(x, row, rows, word, KW, LAYOUT: gl.constexpr):
+    """Loads the tile of x (M, KW words) at (row, word); zeros past its first `rows` rows."""
+    i = gl.arange(0, LAYOUT.shape[0], gl.SliceLayout(1, LAYOUT))
+    j = gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (i < rows)[:, None] & (j < KW - word)[None, :]
     tile = x + (row.to(gl.int64) * KW + word)
     return gl.load(tile + (i[:, None] * KW + j[None, :]), mask=inside, other=0)
 
 
 @gluon.jit
-def fetch(part, x, PLACES: gl.constexpr, row, rows, word, KW, FETCH: gl.constexpr):
-    """Begins to bring those tokens of the tile of x (M, KW words) at (row, word) that have the
-    places from PLACES on into `part`; zeros for those behind the tile's first `rows`."""
-    i = tokens_of(PLACES, FETCH)
-    j = gl.arange(0, FETCH.shape[1], gl.SliceLayout(0, FETCH))
+def start_load(part, x, FIRST_PLACE: gl.constexpr, row, rows, word, KW, LOAD: gl.constexpr):
+    """Starts to copy a part of the tile of x (M, KW words) at (row, word) to shared memory.
+
+    The part holds the places from FIRST_PLACE on; places of tokens past the tile's first `rows` get
+    zeros.
+    """
+    i = tokens_of(FIRST_PLACE, LOAD)
+    j = gl.arange(0, LOAD.shape[1], gl.SliceLayout(0, LOAD))
     inside = (i < rows)[:, None] & (j < KW - word)[None, :]
     tile = x + (row.to(gl.int64) * KW + word)
     async_load(part, tile + (i[:, None] * KW + j[None, :]), mask=inside)
 
 
 @gluon.jit
-def fetched():
-    """Waits for all that `fetch` brings."""
+def wait_for_loads():
+    """Waits for all that this thread started with `start_load`; reads of the part synchronise."""
     async_copy.commit_group()
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def flip(part, FLIPPED: gl.constexpr):
-    """128 places by some words as those words by 128 tokens, which each thread has already."""
+def transpose(part, TRANSPOSED: gl.constexpr):
+    """128 places by some words, as words by 128 tokens. No data moves between threads."""
     WORDS: gl.constexpr = part.shape[1]
     part = gl.permute(gl.reshape(part, [16, 8, WORDS]), (2, 1, 0))
-    return gl.convert_layout(gl.reshape(part, [WORDS, 128]), FLIPPED, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(part, [WORDS, 128]), TRANSPOSED, assert_trivial=True)
 
 
 @gluon.jit
-def store_rows(q, values, PLACES: gl.constexpr, row, rows, word, KW):
-    """Writes what `cast_rows` made of rows of the tile at (row, word)."""
-    OUT: gl.constexpr = values.type.layout
-    i = tokens_of(PLACES, OUT)
-    j = gl.arange(0, OUT.shape[1], gl.SliceLayout(0, OUT))
+def store_rows(q, values, FIRST_PLACE: gl.constexpr, row, rows, word, KW):
+    """Writes the results of `cast_rows` for a part of the tile at (row, word)."""
+    LAYOUT: gl.constexpr = values.type.layout
+    i = tokens_of(FIRST_PLACE, LAYOUT)
+    j = gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (i < rows)[:, None] & (j < KW - word)[None, :]
     tile = q + (row.to(gl.int64) * KW + word)
     gl.store(tile + (i[:, None] * KW + j[None, :]), values, mask=inside)
@@ -175,13 +194,23 @@ def store_rows(q, values, PLACES: gl.constexpr, row, rows, word, KW):
 
 @gluon.jit
 def store_columns(q_t, values, column, columns, channel, STEP: gl.constexpr, K, MT):
-    """Writes what `cast_columns` made of every STEP-th channel, from `channel` on, at `column`."""
-    OUT: gl.constexpr = values.type.layout
-    j = gl.arange(0, OUT.shape[0], gl.SliceLayout(1, OUT)) * STEP
-    t = gl.arange(0, OUT.shape[1], gl.SliceLayout(0, OUT))
+    """Writes the results of `cast_columns` for every STEP-th channel from `channel` on.
+
+    Token 0 goes to `column` of q_t (K, MT); of the columns from there on, the first `columns` are
+    written.
+    """
+    LAYOUT: gl.constexpr = values.type.layout
+    j = gl.arange(0, LAYOUT.shape[0], gl.SliceLayout(1, LAYOUT)) * STEP
+    t = gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT))
     inside = (j < K - channel)[:, None] & (t < columns)[None, :]
     tile = q_t + (channel.to(gl.int64) * MT + column)
     gl.store(tile + (j[:, None] * MT + t[None, :]), values, mask=inside)
+
+
+@functools.cache
+def group_lanes(groups: int) -> int:
+    """Of how many groups, a power of two, `locate` reads the ends; 0 of none."""
+    return groups and max(32, 1 << (groups - 1).bit_length())
 
 
 @gluon.jit

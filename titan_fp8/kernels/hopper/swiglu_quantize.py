@@ -1,18 +1,17 @@
-"""SwiGLU and its gradient, quantised where they are computed: h, da and db never lie in memory.
+"""SwiGLU and its gradient, quantised where they are computed: h, da and db are never written.
 
-Arithmetic. h, da and db are what the reference says, each rounded once to bf16, but for the
-machine's approximations of 2^x and 1 / x. Their relative error stays below 2^-16, half an ulp of
-bf16 is more than 2^-9, so that h, da and db are at most one bf16 ulp from the reference's; da even
-where silu's slope crosses zero, for at the nearest bf16 it is 0.0028. Where e^-a is below
-2^-25, σ is 1 exactly, as in the reference. 1 + e^-a is taken a quarter of, because the approximate
-reciprocal of more than 2^126 is 0, and σ may be smaller than that.
+h = silu(a) · b, da and db are those of the reference, rounded once to bf16, except that 2^x and 1/x
+are the GPU's approximations. Their relative error stays below 2^-16, and half a bf16 ulp is more
+than 2^-9, so h, da and db are at most one bf16 ulp from the reference. This holds for da even where
+the slope of silu crosses zero, because at the nearest bf16 it is 0.0028. Where e^-a is below 2^-25,
+σ = 1 / (1 + e^-a) is exactly 1, as in the reference. The kernels compute a quarter of 1 + e^-a,
+because the approximate reciprocal of numbers above 2^126 is 0, and σ may be smaller than 2^-126.
 
-Backward computes as much as it moves, 50 instructions for each element's 11 bytes. So σ is
-evaluated once: the tile's dh, a and b come to shared memory; a part of the rows at a time becomes
-h, da and db in their place, and the rows of da and db are quantised on the way; then the columns of
-all three. Little of a tile is in registers at any time, so that 128 do, and the two programs of 8
-warps for which shared memory has room keep a multiprocessor busy: one computes while the other
-waits for memory.
+Backward computes as much as it moves: 50 instructions for the 11 bytes of each element. So it
+evaluates σ once. The tile's dh, a and b come to shared memory. Part by part, some rows of these are
+replaced by h, da and db, and the rows of da and db are quantised on the way; then the columns of
+all three. So few values are in registers at a time that 128 suffice. Shared memory has room for two
+programs of 8 warps on an SM; one computes while the other waits for memory.
 """
 
 import torch
@@ -22,9 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from titan_fp8 import reference
-from titan_fp8.kernels.hopper import quantize_blockwise as quantize
 from titan_fp8.kernels.hopper.quantize_blockwise import (
     ROWS,
+    quantize_1x128,
+    quantize_1x128_128x1_t,
+    quantize_128x1_t,
     quantize_columns,
     quantize_rows,
     scales_1x128,
@@ -32,24 +33,27 @@ from titan_fp8.kernels.hopper.quantize_blockwise import (
 )
 from titan_fp8.kernels.hopper.quantize_cast import SCALE_FMTS, as_words
 from titan_fp8.kernels.hopper.quantize_tile import (
-    columns_layouts,
-    fetch,
+    TileLayouts,
+    column_layouts,
     group_lanes,
-    layout,
     load_words,
     locate,
+    start_load,
+    tile_layout,
     tiles_of,
 )
 from titan_fp8.kernels.launch import Typed, kernel
-from titan_fp8.reference import BLOCK, E4M3, cdiv, transposed_width
+from titan_fp8.layouts import BLOCK, E4M3, cdiv, transposed_width
 
-# One channel, in FP32. Powers of e as those of 2: 0fBFB8AA3B is -1 / ln 2, 0f3E800000 a quarter.
+# PTX for one channel in FP32. 2^x and 1/x are instructions: e^-a is 2^(-a / ln 2). 0fBFB8AA3B is
+# -1 / ln 2, 0f3E800000 is 1/4, 0f3F800000 is 1.
 _SWIGLU = (
     "mul.rn.f32 sigma, a{i}, 0fBFB8AA3B; ex2.approx.ftz.f32 sigma, sigma;"
     "fma.rn.f32 sigma, sigma, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 sigma, sigma;"
     "mul.rn.f32 sigma, sigma, 0f3E800000;"
     "mul.rn.f32 silu, a{i}, sigma; mul.rn.f32 h{i}, silu, b{i};"
 )
+# The slope of silu is σ (1 + a (1 - σ)).
 _GRADIENT = (
     "mul.rn.f32 db{i}, g{i}, silu; mul.rn.f32 da{i}, g{i}, b{i};"
     "sub.rn.f32 slope, 0f3F800000, sigma; fma.rn.f32 slope, a{i}, slope, 0f3F800000;"
@@ -57,9 +61,11 @@ _GRADIENT = (
 )
 
 
-def _of_words(channel: str, inputs: str, outputs: str) -> gl.constexpr:
-    """PTX from words of two bf16 channels to such words: `channel` for both."""
-    inputs, outputs = inputs.split(), outputs.split()
+def _on_words(channel: str, inputs: list[str], outputs: list[str]) -> gl.constexpr:
+    """PTX that unpacks words of two bf16 channels, runs `channel` for both, and packs the results.
+
+    `inputs` and `outputs` are the names in `channel`; the operands of the outputs come first.
+    """
     registers = ".reg .f32 sigma, silu, slope;"
     registers += "".join(f".reg .f32 {name}<2>;" for name in inputs + outputs)
     unpack = "".join(
@@ -71,14 +77,15 @@ def _of_words(channel: str, inputs: str, outputs: str) -> gl.constexpr:
     return gl.constexpr(f"{{ {registers} {unpack} {channels} {pack} }}")
 
 
-SWIGLU = _of_words(_SWIGLU, "a b", "h")
-BACKWARD = _of_words(_SWIGLU + _GRADIENT, "g a b", "h da db")
+SWIGLU = _on_words(_SWIGLU, ["a", "b"], ["h"])
+BACKWARD = _on_words(_SWIGLU + _GRADIENT, ["g", "a", "b"], ["h", "da", "db"])
 
-PART = layout((1, 8), (4, 8), (8, 1))
-"""A part of a tile: 8 words a thread. Maxima of rows ask for lanes that lie side by side."""
-FETCH = layout((1, 4), (2, 16), (8, 1), (2, 1))
-"""A part on its way from memory: whole lines a warp."""
-STAGED = gl.SharedLinearLayout(
+PART = tile_layout((1, 8), (4, 8), (8, 1))
+"""A part of a tile, 8 words per thread. The lanes of a row are neighbours, so that its maximum
+takes few shuffles."""
+# As `quantize_tile.SHARED`, and in the second half of each row neighbouring 16-byte units are
+# exchanged, so that the 8 lanes of a row in PART read from 8 different banks.
+_SHARED = gl.SharedLinearLayout(
     [
         *([0, 1 << i] for i in range(5)),
         [0, 36],
@@ -86,9 +93,12 @@ STAGED = gl.SharedLinearLayout(
         *([8 << i, 0] for i in range(4)),
     ]
 )
-"""A tile in shared memory, as in `tile.TILE`; and in the second half of a row neighbouring 16 bytes
-are exchanged, so that the 8 lanes that share a row of PART find 8 distinct banks."""
-REGISTERS = 128
+LAYOUTS = TileLayouts(
+    _SHARED, tile_layout((1, 4), (2, 16), (8, 1), (2, 1)), PART, *column_layouts(8, 64)
+)
+"""A part is loaded in whole lines per warp."""
+MAXNREG = 128
+PACK = gl.constexpr(2)
 
 
 @gluon.jit
@@ -107,7 +117,10 @@ def _swiglu_backward(dh, a, b):
 
 
 @kernel(do_not_specialize=["M", "S", "blocks"])
-def _forward_kernel(a, b, q, s, M, KW, S, blocks, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr):
+def swiglu_forward_kernel(
+    a, b, q, s, M, KW, S, blocks, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr
+):
+    """Some rows of h in one block of 128 channels."""
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     word = block * WORDS.shape[1]
@@ -115,59 +128,64 @@ def _forward_kernel(a, b, q, s, M, KW, S, blocks, SCALE_FMT: gl.constexpr, WORDS
         load_words(a, row, M - row, word, KW, WORDS),
         load_words(b, row, M - row, word, KW, WORDS),
     )
-    quantize_rows(words, None, q, s, row, M - row, block, KW, S, 2, SCALE_FMT, True)
+    quantize_rows(words, None, q, s, row, M - row, block, KW, S, PACK, SCALE_FMT, True)
 
 
 @kernel(do_not_specialize=["M", "S", "E", "blocks"])
-def _backward_kernel(
+def swiglu_backward_kernel(
     dh, a, b, da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t, h_q_t, h_s_t, offs,
     M, K, KW, MT, S, E, blocks,
-    SCALE_FMT: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
-    STAGED: gl.constexpr, FETCH: gl.constexpr, PART: gl.constexpr,
-    COLUMNS: gl.constexpr, FLIPPED: gl.constexpr,
+    SCALE_FMT: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
+    """Rows and columns of da and db and the columns of h, of a tile of 128 tokens and channels."""
+    LOAD: gl.constexpr = LAYOUTS.load
+    TRANSPOSED: gl.constexpr = LAYOUTS.transposed
     tile = gl.program_id(0) // blocks
     block = gl.program_id(0) % blocks
     row, column, rows, columns, group = locate(tile, offs, M, MT, E, 128, GROUPS, ALIGNED)
+    # Tokens of no group have rows but no columns.
     tokens = rows if GROUPS == 0 else gl.where(group < E, rows, 0)
-    word = block * COLUMNS.shape[1]
-    dh_to_h = gl.allocate_shared_memory(gl.int32, COLUMNS.shape, STAGED)
-    a_to_da = gl.allocate_shared_memory(gl.int32, COLUMNS.shape, STAGED)
-    b_to_db = gl.allocate_shared_memory(gl.int32, COLUMNS.shape, STAGED)
-    T: gl.constexpr = PART.shape[0]
+    word = block * LAYOUTS.columns.shape[1]
+    dh_to_h = gl.allocate_shared_memory(gl.int32, LAYOUTS.columns.shape, LAYOUTS.shared)
+    a_to_da = gl.allocate_shared_memory(gl.int32, LAYOUTS.columns.shape, LAYOUTS.shared)
+    b_to_db = gl.allocate_shared_memory(gl.int32, LAYOUTS.columns.shape, LAYOUTS.shared)
+
+    # All parts are loaded at once, each as a commit group, and computed as they arrive.
+    T: gl.constexpr = LAYOUTS.rows.shape[0]
     for t in gl.static_range(0, 128, T):
-        fetch(dh_to_h.slice(t, T), dh, t, row, rows, word, KW, FETCH)
-        fetch(a_to_da.slice(t, T), a, t, row, rows, word, KW, FETCH)
-        fetch(b_to_db.slice(t, T), b, t, row, rows, word, KW, FETCH)
+        start_load(dh_to_h.slice(t, T), dh, t, row, rows, word, KW, LOAD)
+        start_load(a_to_da.slice(t, T), a, t, row, rows, word, KW, LOAD)
+        start_load(b_to_db.slice(t, T), b, t, row, rows, word, KW, LOAD)
         async_copy.commit_group()
     for t in gl.static_range(0, 128, T):
         async_copy.wait_group((128 - t) // T - 1)
         h, da, db = _swiglu_backward(
-            dh_to_h.slice(t, T).load(PART),
-            a_to_da.slice(t, T).load(PART),
-            b_to_db.slice(t, T).load(PART),
+            dh_to_h.slice(t, T).load(LAYOUTS.rows),
+            a_to_da.slice(t, T).load(LAYOUTS.rows),
+            b_to_db.slice(t, T).load(LAYOUTS.rows),
         )
+        # Each thread writes what it has read, so nothing is overwritten too early.
         dh_to_h.slice(t, T).store(h)
         a_to_da.slice(t, T).store(da)
         b_to_db.slice(t, T).store(db)
-        quantize_rows(da, t, da_q, da_s, row, rows, block, KW, S, 2, SCALE_FMT, False)
-        quantize_rows(db, t, db_q, db_s, row, rows, block, KW, S, 2, SCALE_FMT, False)
+        quantize_rows(da, t, da_q, da_s, row, rows, block, KW, S, PACK, SCALE_FMT, False)
+        quantize_rows(db, t, db_q, db_s, row, rows, block, KW, S, PACK, SCALE_FMT, False)
     quantize_columns(
-        dh_to_h.load(COLUMNS), h_q_t, h_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, SCALE_FMT, GROUPS > 0, FLIPPED,
+        dh_to_h.load(LAYOUTS.columns), h_q_t, h_s_t, column, group < E, tokens, columns, word,
+        K, KW, MT, PACK, SCALE_FMT, GROUPS > 0, TRANSPOSED,
     )  # fmt: skip
     quantize_columns(
-        a_to_da.load(COLUMNS), da_q_t, da_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, SCALE_FMT, GROUPS > 0, FLIPPED,
+        a_to_da.load(LAYOUTS.columns), da_q_t, da_s_t, column, group < E, tokens, columns, word,
+        K, KW, MT, PACK, SCALE_FMT, GROUPS > 0, TRANSPOSED,
     )  # fmt: skip
     quantize_columns(
-        b_to_db.load(COLUMNS), db_q_t, db_s_t, column, group < E, tokens, columns, word,
-        K, KW, MT, 2, SCALE_FMT, GROUPS > 0, FLIPPED,
+        b_to_db.load(LAYOUTS.columns), db_q_t, db_s_t, column, group < E, tokens, columns, word,
+        K, KW, MT, PACK, SCALE_FMT, GROUPS > 0, TRANSPOSED,
     )  # fmt: skip
 
 
-def _in_bf16(**tensors: Tensor) -> bool:
-    """Whether all are bf16; ValueError unless their shapes are the same."""
+def _all_bf16(**tensors: Tensor) -> bool:
+    """Whether all are bf16. Raises ValueError unless they have one shape."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"swiglu: shapes {shapes}: must be the same")
@@ -181,18 +199,18 @@ def _words(x: Tensor) -> Typed:
 def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """`quantize_1x128` of h = silu(a) · b for a, b (M, H): q (M, H), s (M, ⌈H/128⌉).
 
-    One kernel in bf16; any other dtype computes h first.
+    One kernel for bf16; other dtypes compute h first.
     """
-    if not _in_bf16(a=a, b=b):
-        return quantize.quantize_1x128(reference.swiglu(a, b), scale_fmt=scale_fmt)
+    if not _all_bf16(a=a, b=b):
+        return quantize_1x128(reference.swiglu(a, b), scale_fmt=scale_fmt)
     m, k = a.shape
     q, s = a.new_empty(m, k, dtype=E4M3), scales_1x128(a, m, k)
     blocks = s.shape[1]
-    tile, warps = ROWS[2]
+    layout, warps = ROWS[PACK.value]
     if m:
-        _forward_kernel[(cdiv(m, tile.shape[0]) * blocks,)](
+        swiglu_forward_kernel[(cdiv(m, layout.shape[0]) * blocks,)](
             _words(a), _words(b), Typed(q, torch.int16), s, m, k // 2, s.stride(1), blocks,
-            SCALE_FMTS[scale_fmt], tile, num_warps=warps,
+            SCALE_FMTS[scale_fmt], layout, num_warps=warps,
         )  # fmt: skip
     return q, s
 
@@ -205,38 +223,38 @@ def swiglu_backward_1x128_128x1_t(
     aligned: bool = False,
     *,
     scale_fmt: str = "fp32",
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """What backward reads of a SwiGLU of a, b (M, H), given dh (M, H).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The operands of backward's GEMMs, for a SwiGLU of a, b (M, H) and the gradient dh (M, H).
 
     `quantize_1x128_128x1_t` of da (4 tensors) and of db (4), `quantize_128x1_t` of h (2). One
-    kernel in bf16; any other dtype computes da, db and h first.
+    kernel for bf16; other dtypes compute da, db and h first.
     """
-    if not _in_bf16(dh=dh, a=a, b=b):
+    if not _all_bf16(dh=dh, a=a, b=b):
         da, db = reference.swiglu_backward(dh, a, b)
+        h = reference.swiglu(a, b)
         return (
-            *quantize.quantize_1x128_128x1_t(da, offs, aligned, scale_fmt=scale_fmt),
-            *quantize.quantize_1x128_128x1_t(db, offs, aligned, scale_fmt=scale_fmt),
-            *quantize.quantize_128x1_t(reference.swiglu(a, b), offs, aligned, scale_fmt=scale_fmt),
+            *quantize_1x128_128x1_t(da, offs, aligned, scale_fmt=scale_fmt),
+            *quantize_1x128_128x1_t(db, offs, aligned, scale_fmt=scale_fmt),
+            *quantize_128x1_t(h, offs, aligned, scale_fmt=scale_fmt),
         )
     m, k = a.shape
     width = transposed_width(m, offs, aligned, BLOCK)
     blocks = cdiv(k, BLOCK)
-    qs = [a.new_empty(m, k, dtype=E4M3) for _ in range(2)]
-    ss = [scales_1x128(a, m, k) for _ in range(2)]
-    qs_t = [a.new_empty(k, width, dtype=E4M3) for _ in range(3)]
-    ss_t = [scales_128x1_t(a, k, width) for _ in range(3)]
+    da_q, db_q = (a.new_empty(m, k, dtype=E4M3) for _ in range(2))
+    da_s, db_s = (scales_1x128(a, m, k) for _ in range(2))
+    da_q_t, db_q_t, h_q_t = (a.new_empty(k, width, dtype=E4M3) for _ in range(3))
+    da_s_t, db_s_t, h_s_t = (scales_128x1_t(a, k, width) for _ in range(3))
     groups = 0 if offs is None else offs.shape[0]
+    # Tokens of no group need tiles too, in addition to the tiles that fill `width`.
     tiles = tiles_of(width, 0 if aligned else groups, BLOCK)
     if tiles:
-        rows = [(Typed(q, torch.int16), s) for q, s in zip(qs, ss, strict=True)]
-        columns = [(Typed(q, torch.int8), s) for q, s in zip(qs_t, ss_t, strict=True)]
-        _backward_kernel[(tiles * blocks,)](
-            _words(dh), _words(a), _words(b), *rows[0], *columns[0], *rows[1], *columns[1],
-            *columns[2], offs, m, k, k // 2, width, ss[0].stride(1), groups, blocks,
-            SCALE_FMTS[scale_fmt], group_lanes(groups), aligned,
-            STAGED, FETCH, PART, **columns_layouts(8, 64), num_warps=8, maxnreg=REGISTERS,
+        swiglu_backward_kernel[(tiles * blocks,)](
+            _words(dh), _words(a), _words(b),
+            Typed(da_q, torch.int16), da_s, Typed(da_q_t, torch.int8), da_s_t,
+            Typed(db_q, torch.int16), db_s, Typed(db_q_t, torch.int8), db_s_t,
+            Typed(h_q_t, torch.int8), h_s_t, offs,
+            m, k, k // 2, width, da_s.stride(1), groups, blocks,
+            SCALE_FMTS[scale_fmt], group_lanes(groups), aligned, LAYOUTS,
+            num_warps=8, maxnreg=MAXNREG,
         )  # fmt: skip
-    da, db = zip(qs, ss, qs_t[:2], ss_t[:2], strict=True)
-    return (*da, *db, qs_t[2], ss_t[2])
+    return da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t, h_q_t, h_s_t
