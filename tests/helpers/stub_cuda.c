@@ -1,8 +1,8 @@
-// Stands in for CUDA's driver: keeps what it is called with in `record`, which also says what it
-// answers.
+// Replaces the CUDA driver in tests. `record` holds the arguments of the last call, and the results
+// that calls return.
 //
-// A function is the address of int64_t numbers: how many parameters it has and the bytes of each. A
-// tensor map holds what it was made of.
+// A CUfunction points to int64_t numbers: how many parameters the kernel has, and the bytes of
+// each. A tensor map holds the arguments that it was encoded from.
 
 #include <stdint.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 #include "cuda.h"
 
 struct {
-  CUresult launched, encoded; // answers
+  CUresult launched, encoded; // results to return
   int32_t launches, bytes;
   uint64_t function, stream;
   uint32_t grid[3], block[3], shared;
@@ -23,7 +23,7 @@ typedef struct {
   cuuint32_t box[5], steps[5];
   uint8_t type, rank, interleave, swizzle, promotion, fill;
 } Map;
-_Static_assert(sizeof(Map) == sizeof(CUtensorMap), "a map holds what it was made of");
+_Static_assert(sizeof(Map) == sizeof(CUtensorMap), "a map holds the arguments");
 
 static _Thread_local CUcontext current;
 

@@ -1,14 +1,14 @@
-"""Launches that cost the host little.
+"""Kernel launches that take the host little time.
 
-A layer in FP8 launches three kernels where one in bf16 launches one, and a MoE model keeps its host
-busy as it is. Triton finds the compiled kernel of a launch by binding and hashing all arguments,
-layouts too, checks each tensor descriptor and packs the parameters in Python: 40 to 80 us, longer
-than many a kernel runs. Here Triton compiles, and launches a kernel for the first time. From then
-on `launcher.c` finds it by those traits of its arguments that Triton compiles for, packs the
-parameters and calls CUDA's driver; Triton's hooks around a launch see the first one alone.
+An FP8 layer launches three kernels where a bf16 layer launches one, and a MoE model keeps the host
+busy anyway. To launch a kernel, Triton binds and hashes all arguments, layouts included, checks
+tensor descriptors and packs parameters, all in Python: 40 to 80 us, more than many kernels run.
 
-Python passes what costs it little: tensors whose type the kernel sees differently, `Typed`, and
-what TMA reads or writes, `Box`, are tuples, neither made nor checked by PyTorch or Triton.
+Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
+compiled kernel by the properties of the arguments that Triton specialises on, packs the parameters
+and calls the CUDA driver. Triton's launch hooks see only the first launch.
+
+Arguments are cheap to make: `Typed` and `Box` are tuples, which neither PyTorch nor Triton checks.
 """
 
 import functools
@@ -32,22 +32,22 @@ from triton.runtime.build import compile_module_from_src
 _log = logging.getLogger(__name__)
 
 POINTER, NUMBER, BOX = range(3)
-"""Kinds of parameters, as `launcher.c` has them."""
+"""Kinds of kernel parameters, the same numbers as in `launcher.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 
 
 class Typed(NamedTuple):
-    """A tensor that the kernel sees as one of another type, of as many bytes or fewer."""
+    """A tensor that the kernel sees as `dtype`, reinterpreting its bytes."""
 
     base: Tensor
     dtype: torch.dtype
 
 
 class Box(NamedTuple):
-    """TMA's view of memory that starts at `base`, read in boxes.
+    """A tensor map: TMA's view of the memory that starts at `base`, accessed in boxes.
 
-    The caller sees to it that rows start at multiples of 16 bytes and that no dimension is 0; CUDA
-    refuses what does not suit TMA.
+    The caller ensures that rows start at multiples of 16 bytes and that no dimension is 0. The
+    driver refuses other shapes and strides that TMA does not support.
     """
 
     base: Tensor
@@ -58,7 +58,7 @@ class Box(NamedTuple):
 
 
 def for_triton(value: Any) -> Any:
-    """An argument as Triton takes it."""
+    """An argument in the form that Triton takes: a view for Typed, a TensorDescriptor for Box."""
     if isinstance(value, Typed):
         return value.base.view(value.dtype)
     if isinstance(value, Box):
@@ -69,7 +69,7 @@ def for_triton(value: Any) -> Any:
 
 @functools.cache
 def native(driver: str = "libcuda.so.1") -> ModuleType:
-    """`launcher.c`, built with the compiler that Triton builds its own launchers with."""
+    """The module `launcher.c`, built as Triton builds its own launchers."""
     source = Path(__file__).with_name("launcher.c").read_text()
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
@@ -78,7 +78,7 @@ def native(driver: str = "libcuda.so.1") -> ModuleType:
 
 
 class Kernel(GluonJITFunction):
-    """A Gluon kernel with launches of its own; made by `kernel`."""
+    """A Gluon kernel that `launcher.c` launches from the second time on; made by `kernel`."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -104,7 +104,13 @@ class Kernel(GluonJITFunction):
         args: tuple,
         options: dict,
     ) -> None:
-        """Launches through Triton, which compiles if it has not, and notes how to launch again."""
+        """Launches through Triton, which compiles if needed, and stores a plan for later launches.
+
+        Args:
+            plans: key -> plan, shared with `launcher.c`; an empty plan leaves launches to Triton.
+            kept: objects to keep alive as long as the kernel.
+            key: what `launcher.c` looked up for these arguments.
+        """
         missing = [p.name for p in self.params[len(args) :] if not p.is_constexpr]
         if missing:
             raise TypeError(f"{self.__name__}: {', '.join(missing)} must be given by position")
@@ -116,11 +122,12 @@ class Kernel(GluonJITFunction):
         known = plan(compiled, named)
         if known is None:
             _log.warning(
-                "titan_fp8: this Triton passes parameters to %s in a way that is not known here; "
-                "launches are left to it and take the host longer",
+                "titan_fp8: this version of Triton passes parameters to %s in an unknown way; "
+                "Triton launches it, which takes the host longer",
                 self.__name__,
             )
-        # What is told apart by its address has to stay there, and what is launched loaded.
+        # Keys contain the addresses of constants and layouts, so these objects must stay alive, or
+        # others could get their addresses. The compiled kernel must stay loaded.
         runtime = {p.name for p in self.params if not p.is_constexpr}
         kept += (value for name, value in named.items() if name not in runtime)
         kept += (value.layout for value in args if isinstance(value, Box))
@@ -129,10 +136,10 @@ class Kernel(GluonJITFunction):
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
-    """How `launcher.c` launches a kernel again, for arguments of the same traits.
+    """The plan by which `launcher.c` launches a compiled kernel; its format is in `launcher.c`.
 
-    None where the parameters of the compiled kernel are not those that this would pass, or where it
-    needs more than a launch.
+    None if the kernel's parameters differ from those that the plan would pass, or if a launch needs
+    more than parameters (scratch memory, clusters, a cooperative launch).
     """
     metadata = compiled.metadata
     words = [compiled.function, 32 * metadata.num_warps, metadata.shared]
@@ -154,23 +161,22 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
             sizes += [128, *[4] * rank, *[8] * rank]
         else:
             return None
-    launches_alone = not (
+    plain_launch = not (
         metadata.global_scratch_size
         or metadata.profile_scratch_size
         or metadata.launch_cooperative_grid
         or metadata.launch_pdl
         or metadata.num_ctas != 1
     )
-    # Triton can be told to keep no PTX.
-    ptx = compiled.asm.get("ptx", "")
-    # Behind its arguments a kernel has pointers to two kinds of scratch memory.
-    if not launches_alone or _parameters(ptx) != [*sizes, 8, 8]:
+    ptx = compiled.asm.get("ptx", "")  # Triton can be configured not to keep it.
+    # After its arguments a kernel has pointers to two kinds of scratch memory.
+    if not plain_launch or _parameters(ptx) != [*sizes, 8, 8]:
         return None
     return array("q", words).tobytes()
 
 
 def _parameters(ptx: str) -> list[int]:
-    """How many bytes each parameter of the kernel has."""
+    """The size in bytes of each parameter of the kernel, read from its PTX."""
     entry = re.search(r"\.entry [^(]*\(([^)]*)\)", ptx)
     if entry is None:
         return []
@@ -179,11 +185,11 @@ def _parameters(ptx: str) -> list[int]:
 
 
 def kernel(**options: Any) -> functools.partial[Kernel]:
-    """`gluon.jit` for a kernel, rather than for a function that kernels call."""
+    """Like `gluon.jit`, for kernels; functions that kernels call keep `gluon.jit`."""
     return functools.partial(Kernel, **options)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many SMs the device has, or the slice of it."""
+    """The number of SMs of the device, or of the MIG slice."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,12 +1,16 @@
-// What each launch of `launch.py` does: a key from those traits of its arguments that Triton
-// compiles for, the plan that is known by this key, and the launch. All else is Python's.
+// The fast path of `launch.py`. A launch computes a key from the properties of its arguments that
+// Triton specialises on, looks up the plan for this key, and launches. Without a plan it calls
+// `Kernel._launch_first` in Python.
 //
-// An argument is a tensor, a number, None, a constant, or a tuple: a `Typed`, (tensor, dtype), or a
-// `Box`, (tensor, shape, strides, box, layout). A plan is the words, int64_t, that `launch.plan` writes:
-// the function, threads, bytes of shared memory, and in the order of the kernel's parameters
-// POINTER, NUMBER or BOX, each with the argument's index; a BOX then has TMA's numbers for the
-// element's type, the swizzle and the element's bytes, its rank and its dimensions. An empty plan says
-// that Triton launches.
+// An argument is a tensor, a number, None, a constant, or a tuple: `Typed` (tensor, dtype) or `Box`
+// (tensor, shape, strides, box, layout).
+//
+// A plan is an array of int64_t, written by `launch.plan`:
+//   CUfunction, threads per block, bytes of shared memory,
+//   then for each kernel parameter: POINTER, NUMBER or BOX, index of the argument;
+//   a BOX continues with the driver's numbers for the element type and the swizzle, the bytes of an
+//   element, the rank, and the dimensions of the box.
+// An empty plan leaves the launch to Triton.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -23,16 +27,17 @@ enum { MAX_ARGUMENTS = 64, MAX_KEY = 256, MAX_BOXES = 12, MAX_RANK = 5, MAX_PARA
 typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
-  PyObject *first;     // compiles and launches: (key, grid, arguments, options)
-  PyObject *plans;     // key -> plan
-  PyObject *constants; // for each argument of the kernel whether it is one
-  PyObject *device, *stream; // the current device; the current stream of a device
+  PyObject *first;     // first(key, grid, arguments, options) compiles, launches and adds a plan
+  PyObject *plans;     // dict, key -> plan
+  PyObject *constants; // a byte for each argument: is it a constexpr?
+  PyObject *device;    // device() is the current device
+  PyObject *stream;    // stream(device) is its current stream
 } Launcher;
 
 typedef struct {
-  uint64_t words[MAX_KEY];
+  uint64_t words[MAX_KEY]; // the key
   int length;
-  uint64_t values[MAX_ARGUMENTS]; // an argument's number or address
+  uint64_t values[MAX_ARGUMENTS]; // each argument's number or address
 } Launch;
 
 static PyObject *str_data_ptr, *str_dtype;
@@ -56,15 +61,17 @@ static bool succeeded(CUresult code, const char *what) {
   return false;
 }
 
-// A thread of autograd's may have none, where PyTorch has not yet called CUDA from it.
-static bool have_context(int64_t device) {
+// Makes sure that the thread has a CUDA context. A thread of the autograd engine has none until
+// PyTorch calls CUDA from it.
+static bool ensure_context(int64_t device) {
   CUcontext context = NULL;
   return succeeded(get_context(&context), "the current context") &&
          (context || (succeeded(retain_context(&context, (CUdevice)device), "a context") &&
                       succeeded(set_context(context), "a context")));
 }
 
-static bool note(Launch *launch, uint64_t word) {
+// The add_* functions append to the key.
+static bool add_word(Launch *launch, uint64_t word) {
   if (launch->length == MAX_KEY) {
     PyErr_SetString(PyExc_ValueError, "titan_fp8: a launch with too many arguments");
     return false;
@@ -82,26 +89,27 @@ static bool address_of(PyObject *tensor, uint64_t *address) {
   return !PyErr_Occurred();
 }
 
-// dtypes are objects that live as long as PyTorch.
-static bool note_dtype(Launch *launch, PyObject *tensor) {
+// By address: dtypes are objects that live as long as PyTorch.
+static bool add_dtype(Launch *launch, PyObject *tensor) {
   PyObject *dtype = PyObject_GetAttr(tensor, str_dtype);
   if (!dtype)
     return false;
   Py_DECREF(dtype);
-  return note(launch, (uintptr_t)dtype);
+  return add_word(launch, (uintptr_t)dtype);
 }
 
-static bool note_constant(Launch *launch, PyObject *value) {
-  // Layouts by identity, for hashing one is slow; `launch.py` keeps them alive.
+static bool add_constant(Launch *launch, PyObject *value) {
+  // Other objects, mostly layouts, by address, because hashing them is slow. `launch.py` keeps them
+  // alive.
   if (!PyLong_Check(value))
-    return note(launch, 'o') && note(launch, (uintptr_t)value);
+    return add_word(launch, 'o') && add_word(launch, (uintptr_t)value);
   int64_t number = PyLong_AsLongLong(value);
   if (number == -1 && PyErr_Occurred())
     return false;
-  return note(launch, PyBool_Check(value) ? 'b' : 'i') && note(launch, (uint64_t)number);
+  return add_word(launch, PyBool_Check(value) ? 'b' : 'i') && add_word(launch, (uint64_t)number);
 }
 
-static bool note_box(Launch *launch, PyObject *box, uint64_t *address) {
+static bool add_box(Launch *launch, PyObject *box, uint64_t *address) {
   PyObject *dimensions = PyTuple_GET_ITEM(box, 3);
   for (int i = 1; i < 4; i++) {
     PyObject *sizes = PyTuple_GET_ITEM(box, i);
@@ -110,37 +118,37 @@ static bool note_box(Launch *launch, PyObject *box, uint64_t *address) {
       return false;
     }
   }
-  if (!note(launch, 'B') || !note_dtype(launch, PyTuple_GET_ITEM(box, 0)) ||
-      !note(launch, (uintptr_t)PyTuple_GET_ITEM(box, 4)))
+  if (!add_word(launch, 'B') || !add_dtype(launch, PyTuple_GET_ITEM(box, 0)) ||
+      !add_word(launch, (uintptr_t)PyTuple_GET_ITEM(box, 4)))
     return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dimensions); i++)
-    if (!note_constant(launch, PyTuple_GET_ITEM(dimensions, i)))
+    if (!add_constant(launch, PyTuple_GET_ITEM(dimensions, i)))
       return false;
   return address_of(PyTuple_GET_ITEM(box, 0), address);
 }
 
-static bool note_argument(Launch *launch, PyObject *value, uint64_t *out) {
+static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
   if (value == Py_None || PyBool_Check(value))
-    return note_constant(launch, value);
+    return add_constant(launch, value);
   if (PyLong_Check(value)) {
     int64_t number = PyLong_AsLongLong(value);
     if (number == -1 && PyErr_Occurred())
       return false;
     *out = (uint64_t)number;
-    // Triton compiles for 1, for multiples of 16 and for numbers of 64 bits.
+    // Triton specialises on 1, on multiples of 16, and on numbers that need 64 bits.
     bool wide = number > INT32_MAX || number < INT32_MIN;
-    return note(launch, number == 1 ? 1 : (number % 16 == 0) * 16 + wide * 32);
+    return add_word(launch, number == 1 ? 1 : (number % 16 == 0) * 16 + wide * 32);
   }
   if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 5)
-    return note_box(launch, value, out);
-  bool noted;
+    return add_box(launch, value, out);
+  bool added;
   if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 2) {
-    noted = note(launch, (uintptr_t)PyTuple_GET_ITEM(value, 1));
+    added = add_word(launch, (uintptr_t)PyTuple_GET_ITEM(value, 1));
     value = PyTuple_GET_ITEM(value, 0);
   } else {
-    noted = note_dtype(launch, value);
+    added = add_dtype(launch, value);
   }
-  return noted && address_of(value, out) && note(launch, *out % 16 == 0);
+  return added && address_of(value, out) && add_word(launch, *out % 16 == 0);
 }
 
 static bool encode(CUtensorMap *map, const int64_t *word, uint64_t address, PyObject *shape,
@@ -149,7 +157,7 @@ static bool encode(CUtensorMap *map, const int64_t *word, uint64_t address, PyOb
   int rank = (int)word[3];
   cuuint64_t sizes[MAX_RANK], pitches[MAX_RANK];
   cuuint32_t box[MAX_RANK], ones[MAX_RANK];
-  for (int i = 0; i < rank; i++) { // TMA counts dimensions from the last.
+  for (int i = 0; i < rank; i++) { // The driver wants the innermost dimension first.
     int at = rank - 1 - i;
     sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, at));
     box[i] = (cuuint32_t)word[4 + at];
@@ -173,7 +181,7 @@ static PyObject *launch_plan(Launcher *self, Launch *launch, PyObject *plan, uns
   CUfunction function = (CUfunction)word[0];
   unsigned threads = (unsigned)word[1], shared = (unsigned)word[2];
   CUtensorMap maps[MAX_BOXES];
-  uint64_t numbers[MAX_PARAMETERS] = {0}; // of 4 or 8 bytes, the low ones first
+  uint64_t numbers[MAX_PARAMETERS] = {0}; // little-endian, so 4-byte parameters start here too
   void *parameters[MAX_PARAMETERS];
   int count = 0, boxes = 0;
   for (word += 3; word < end; word += 2) {
@@ -204,7 +212,7 @@ static PyObject *launch_plan(Launcher *self, Launch *launch, PyObject *plan, uns
       return NULL;
     word += 4 + rank;
   }
-  for (int i = 0; i < 2; i++, count++) // Triton's scratch memory, of which the kernels have none.
+  for (int i = 0; i < 2; i++, count++) // null pointers for scratch memory, which no kernel uses
     parameters[count] = &numbers[count];
 
   PyObject *stream = PyObject_CallOneArg(self->stream, device);
@@ -216,7 +224,7 @@ static PyObject *launch_plan(Launcher *self, Launch *launch, PyObject *plan, uns
     return NULL;
   CUresult code = CUDA_SUCCESS;
   if (grid[0] && grid[1] && grid[2]) {
-    Py_BEGIN_ALLOW_THREADS // The queue of launches may be full.
+    Py_BEGIN_ALLOW_THREADS // The call blocks while the launch queue is full.
     code = launch_kernel(function, grid[0], grid[1], grid[2], threads, 1, 1, shared, handle,
                          parameters, NULL);
     Py_END_ALLOW_THREADS
@@ -243,7 +251,7 @@ done:
   return result;
 }
 
-// launcher(grid, *arguments, **constants and options)
+// launcher(grid, *arguments, **options): options may include constexprs.
 static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, size_t flags,
                                PyObject *names) {
   Launcher *self = (Launcher *)object;
@@ -273,15 +281,15 @@ static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, siz
     return NULL;
   Launch launch;
   launch.length = 0;
-  if (!have_context(PyLong_AsLongLong(device)) || !note_constant(&launch, device))
+  if (!ensure_context(PyLong_AsLongLong(device)) || !add_constant(&launch, device))
     goto done;
   for (Py_ssize_t i = 0; i < count; i++)
-    if (!(constant[i] ? note_constant(&launch, arguments[i])
-                      : note_argument(&launch, arguments[i], &launch.values[i])))
+    if (!(constant[i] ? add_constant(&launch, arguments[i])
+                      : add_argument(&launch, arguments[i], &launch.values[i])))
       goto done;
   for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++)
-    if (!note(&launch, (uint64_t)PyObject_Hash(PyTuple_GET_ITEM(names, i))) ||
-        !note_constant(&launch, arguments[count + i]))
+    if (!add_word(&launch, (uint64_t)PyObject_Hash(PyTuple_GET_ITEM(names, i))) ||
+        !add_constant(&launch, arguments[count + i]))
       goto done;
   key = PyBytes_FromStringAndSize((char *)launch.words, launch.length * sizeof(uint64_t));
   if (!key)
@@ -317,7 +325,7 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
 static PyTypeObject LauncherType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "titan_fp8_launcher.Launcher",
-    .tp_doc = "Launcher(first, plans, constants, device, stream); lives as long as the process.",
+    .tp_doc = "Launcher(first, plans, constants, device, stream); never freed.",
     .tp_basicsize = sizeof(Launcher),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Launcher, call),
@@ -350,7 +358,7 @@ static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *path) {
 }
 
 static PyMethodDef methods[] = {
-    {"load_driver", load_driver, METH_O, "load_driver(path): before the first launch."},
+    {"load_driver", load_driver, METH_O, "load_driver(path): call before the first launch."},
     {NULL, NULL, 0, NULL},
 };
 
