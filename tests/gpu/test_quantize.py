@@ -1,8 +1,8 @@
-"""The quantiser kernels are the reference, bit for bit.
+"""The quantiser kernels equal the reference, bit for bit.
 
-Equal means the same bytes, strides and dtypes; NaN by position. Every tile of the input has its
-own magnitude, so that a scale from a neighbour shows; outputs are filled with NaN before each
-launch, so that an element nobody writes shows.
+Equal means the same bytes, strides and dtypes; NaN by position. Every tile of the input has its own
+magnitude, so a scale taken from a neighbour shows. Outputs hold NaN before each launch, so an
+element that is not written shows.
 """
 
 import time
@@ -52,7 +52,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def with_specials(x: Tensor) -> Tensor:
-    """Some NaN, Inf, zeros and a tile of zeros, each where x has room for it."""
+    """x with some NaN, Inf and zeros and a tile of zeros, as far as it is large enough."""
     flat = x.view(-1)
     places = torch.randperm(flat.numel(), device=x.device)[:7]
     values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 1e30]
@@ -62,7 +62,7 @@ def with_specials(x: Tensor) -> Tensor:
 
 
 def strides(x: Tensor) -> list[int]:
-    """The strides that say where an element is."""
+    """The strides of dimensions longer than 1; the others do not matter."""
     return [
         stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 < x.numel()
     ]
@@ -111,16 +111,18 @@ def test_weights(op, shape, dtype):
     check(op, with_specials(inputs(shape, dtype)))
 
 
-def rows_of_peers() -> int:
-    """Rows of as many programs as may wait for each other."""
+def max_one_pass_rows() -> int:
+    """The most rows for which the columns without groups take one kernel."""
     return TILE_TOKENS * multiprocessors(torch.device("cuda", torch.cuda.current_device()))
 
 
 @every_dtype
 @pytest.mark.parametrize("more", [0, 16])
 def test_tall_weights(more, dtype):
-    """As many rows as programs that wait for each other hold, and more."""
-    check("quantize_weight_col_t", with_specials(inputs((2, rows_of_peers() + more, 144), dtype)))
+    """The most rows that one kernel takes, and more, which take two."""
+    check(
+        "quantize_weight_col_t", with_specials(inputs((2, max_one_pass_rows() + more, 144), dtype))
+    )
 
 
 @every_dtype
@@ -133,13 +135,14 @@ def test_skipped_tiles(monkeypatch, shape, polls, dtype):
 
 
 @every_dtype
-def test_programs_that_wait_on_several_streams(dtype):
-    """They end, however many kernels whose programs wait for each other run at once."""
-    w = inputs((rows_of_peers(), 1024), dtype)
+def test_one_pass_kernels_on_several_streams(dtype):
+    """They all end, though the programs of each wait for each other and none has the GPU alone."""
+    w = inputs((max_one_pass_rows(), 1024), dtype)
     want = kernels.quantize_weight_col_t(w)
-    # Five stuck kernels, each short of one program, would still leave room for that of one.
+    # A stripe has one program per SM, and an SM has room for five. So up to five kernels that each
+    # wait for one more program leave room for it; it takes more streams to fill the GPU.
     streams = [torch.cuda.Stream(priority=-(i % 3 == 2)) for i in range(16)]
-    torch.cuda._sleep(100_000_000)  # some 50 ms, until all have been launched
+    torch.cuda._sleep(100_000_000)  # about 50 ms, in which all are launched
     start = torch.cuda.current_stream().record_event()
     got = []
     for stream in streams:
@@ -150,7 +153,7 @@ def test_programs_that_wait_on_several_streams(dtype):
     deadline = time.monotonic() + 30
     while not all(end.query() for end in ends):
         if time.monotonic() > deadline:
-            pytest.exit("kernels that run at once wait for each other for ever")
+            pytest.exit("kernels on several streams wait for each other forever")
     for each in got:
         assert_same(each, want)
 
@@ -198,7 +201,7 @@ def test_pair_is_two_singles(groups, dtype):
 
 
 def test_beyond_int32():
-    """More than 2^31 elements; of the last rows, which lie behind them, all is compared."""
+    """More than 2^31 elements; compares the last rows, whose offsets do not fit into int32."""
     m, k = 131072 + 128, 16384
     x = torch.randn(1, k, device="cuda", dtype=torch.bfloat16).expand(m, k).contiguous()
     x[-128:] = last = inputs((128, k), torch.bfloat16)
@@ -227,7 +230,7 @@ def scales_kernel(amax, s, r):
 
 @pytest.mark.parametrize("exponent", [87, 100, 127, 135, 136, 200, 254, 255])
 def test_scales_are_divisions(exponent):
-    """Every significand: s = amax / 448 and r = 1 / s, each rounded once; Inf and NaN stay."""
+    """For every significand s = amax / 448 and r = 1 / s, each rounded once; Inf and NaN stay."""
     bits = torch.arange(1 << 23, device="cuda", dtype=torch.int32) + (exponent << 23)
     s, r = (torch.empty(bits.shape, device="cuda") for _ in "sr")
     scales_kernel[(1 << 13,)](bits, s, r)

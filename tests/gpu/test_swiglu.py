@@ -1,9 +1,9 @@
 """The SwiGLU kernels against the reference: h, da and db to one bf16 ulp, all else to the bit.
 
-What the kernels compute is seen only quantised. So a scale must be that of an amax within one ulp
-of the reference's, and each q must lie between the casts, under that scale, of the neighbours of
-the reference's value; with one value to a block its scale tells it to the bit. Where σ is 1
-exactly, nothing is approximated and all outputs are the reference's, bit for bit.
+The kernels return h, da and db only quantised. So each scale must be that of an amax within one ulp
+of the reference's, and each q must be between the casts, with that scale, of the bf16 neighbours of
+the reference's value. If a block has one value other than zero, its scale determines the value to
+the bit. Where σ is exactly 1, nothing is approximated and all outputs equal the reference's.
 """
 
 import pytest
@@ -20,22 +20,22 @@ INF = 0x7F80
 """The bits of Inf in bf16."""
 SHAPES = [(1, 16), (128, 128), (200, 272), (4097, 704), (8192, 1408), (0, 256)]
 FLIPS = 0.01
-"""Share of scales that may differ: an error of 2^-20 rounds one value in some 2^11 otherwise."""
+"""Share of scales that may differ: an error of 2^-20 changes the rounding of one value in 2^11."""
 
 
 def swiglu_inputs(shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """dh, a and b; dh and b with a magnitude for each tile, a where σ is anything."""
+    """dh, a and b. dh and b have a magnitude for each tile; for a, σ takes values from 0 to 1."""
     a = 4 * torch.randn(shape, device="cuda")
     return inputs(shape, BF16), a.to(BF16), inputs(shape, BF16)
 
 
 def saturated(a: Tensor) -> Tensor:
-    """The same shape in [20, 90], where σ is 1."""
+    """Random values in [20, 90], where σ is exactly 1, in the shape of a."""
     return (20 + 70 * torch.rand(a.shape, device="cuda")).to(BF16)
 
 
 def neighbour(x: Tensor, step: int) -> Tensor:
-    """The bf16 so many ulps above x where that is finite, else x."""
+    """The bf16 number `step` ulps above x if that is finite, else x."""
     bits = x.view(torch.int16).int()
     rank = torch.where(bits < 0, -(bits & 0x7FFF), bits) + step
     rank = torch.where(rank.abs() < INF, rank, rank - step)
@@ -44,7 +44,7 @@ def neighbour(x: Tensor, step: int) -> Tensor:
 
 
 def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], x: Tensor) -> None:
-    """q and s of values within an ulp of x (R, C) bf16, of which `want` is the quantisation."""
+    """`got` is q and s of values within one ulp of x (R, C) bf16; `want` is q and s of x."""
     (q, s), (want_q, want_s) = got, want
     for a, b in ((q, want_q), (s, want_s)):
         assert (a.shape, a.dtype, strides(a)) == (b.shape, b.dtype, strides(b))
@@ -64,7 +64,7 @@ def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], x: Ten
 
 
 def check(dh: Tensor, a: Tensor, b: Tensor, *layout) -> None:
-    """Both ops, all outputs; `layout` is offs and aligned."""
+    """Checks all outputs of both ops; `layout` is offs and aligned."""
     h, (da, db) = reference.swiglu(a, b), reference.swiglu_backward(dh, a, b)
     with poisoned_outputs():
         forward = kernels.swiglu_1x128(a, b)
@@ -116,7 +116,7 @@ def test_groups(m, groups):
 
 @pytest.mark.parametrize("exponent", [0, 30, 90])
 def test_every_a(exponent):
-    """Each finite a alone in its row and its column: scales tell h, da and db to the bit."""
+    """Each finite a is alone in its block, so the scales determine h, da and db to the bit."""
     a = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(BF16)
     a = a[a.isfinite()]
     m = len(a)
@@ -134,7 +134,7 @@ def test_every_a(exponent):
 
 
 def test_the_scales_are_nearly_all_the_same():
-    """A second rounding on the way to h, da or db would make a tenth of them differ."""
+    """If h, da or db were rounded twice, a tenth of the scales would differ."""
     dh, a, b = swiglu_inputs((8192, 1408))
     got = (*kernels.swiglu_1x128(a, b), *kernels.swiglu_backward_1x128_128x1_t(dh, a, b))
     want = (
@@ -164,7 +164,7 @@ def test_fp32_and_mixed_dtypes_are_the_reference_to_the_bit():
 
 
 def test_non_contiguous_inputs():
-    """Halves of one GEMM's output, as w1 and w3 in one have them."""
+    """Halves of one tensor, like the output of a GEMM by w1 and w3 in one."""
     dh, a, b = swiglu_inputs((200, 272))
     views = [torch.cat([x, x], 1)[:, 272:] for x in (dh, a, b)]
     assert not any(x.is_contiguous() for x in views)
@@ -183,7 +183,7 @@ def test_shapes_that_differ():
 
 
 def test_beyond_int32():
-    """More than 2^31 elements; of the last rows, which lie behind them, all is compared."""
+    """More than 2^31 elements; compares the last rows, whose offsets do not fit into int32."""
     m, k = 131072 + 128, 16384
     last = swiglu_inputs((128, k))
     tensors = [torch.empty(m, k, device="cuda", dtype=BF16).copy_(x[:1]) for x in last]

@@ -151,9 +151,7 @@ def with_a_wider_number(kernel):
         (lambda kernel: None, {"m": True}),
     ],
 )
-def test_triton_launches_unknown_kernels(
-    cuda, compilations, caplog, change, others
-):
+def test_triton_launches_unknown_kernels(cuda, compilations, caplog, change, others):
     compilations.change = change
     for _ in range(3):
         start(arguments(**others))

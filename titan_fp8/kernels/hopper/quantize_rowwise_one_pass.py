@@ -7,9 +7,9 @@ theirs, and casts its tile.
 
 CUDA promises no order of programs, and other kernels may hold most SMs, so the programs of a stripe
 may not be on the GPU at the same time. The wait is therefore bounded: a program that gives up skips
-its tile, and the last program of the stripe to publish casts the skipped tiles. No program waits
-for one that has not started without a bound, and there is no second launch.
-tests/kernels/test_column_protocol.py checks the protocol in every order of steps.
+its tile, and the last program of the stripe to publish casts the skipped tiles. So the kernel ends
+whatever the GPU runs beside it, and needs no second launch. tests/kernels/test_column_protocol.py
+checks the protocol in every order of steps.
 """
 
 import torch
