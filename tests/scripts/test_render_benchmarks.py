@@ -88,9 +88,6 @@ def test_the_page(docs: Path, capsys: pytest.CaptureFixture) -> None:
     assert "A note by hand." in (docs / "benchmarks.md").read_text()
 
 
-@pytest.mark.skipif(
-    not (render_benchmarks.DOCS / "benchmarks").exists(), reason="no results in docs/benchmarks/"
-)
 def test_the_page_of_this_repository_is_up_to_date() -> None:
     assert render_benchmarks.main(["--check"]) == 0
 
