@@ -29,28 +29,8 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     store_wave,
     tma_load,
 )
+from titan_fp8.kernels.hopper.group_ends import group_of_tile
 from titan_fp8.kernels.launch import kernel
-
-
-@gluon.jit
-def group_of(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles):
-    """Moves on from `group`, whose tiles start at `first`, to the group that `tile` is in.
-
-    Group E is the rows behind the last group. A group's tiles start at its first row rounded down
-    to 4 (the scales come by TMA, which reads whole 16 bytes).
-    """
-    tiles = gl.cdiv(row_end - row_begin // 4 * 4, 128) * n_tiles
-    while (group <= E) & (tile >= first + tiles):
-        first += tiles
-        group += 1
-        row_begin = row_end
-        row_end = M
-        if offs_ptr is not None:
-            if group < E:
-                row_end = gl.maximum(row_begin, gl.minimum(gl.load(offs_ptr + group), M))
-        tiles = gl.cdiv(row_end - row_begin // 4 * 4, 128) * n_tiles
-        tiles = gl.where(row_end > row_begin, tiles, 0)
-    return group, first, row_begin, row_end
 
 
 @gluon.jit
@@ -81,7 +61,7 @@ def produce(
     stage, phase, slot, slot_phase = zero, zero, zero, zero
     ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
     tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
-    group, first, row_begin, row_end = group_of(
+    group, first, row_begin, row_end = group_of_tile(
         tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
     )
     while group <= E:
@@ -117,7 +97,7 @@ def produce(
                 stage, phase = advance(stage, phase, STAGES)
         ticket = next_ticket(ticket_ptr, ticket)
         tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
-        group, first, row_begin, row_end = group_of(
+        group, first, row_begin, row_end = group_of_tile(
             tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
         )
     leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)

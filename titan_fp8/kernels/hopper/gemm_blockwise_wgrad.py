@@ -25,26 +25,8 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     store_wave,
     tma_load,
 )
+from titan_fp8.kernels.hopper.group_ends import next_group
 from titan_fp8.kernels.launch import kernel
-
-
-@gluon.jit
-def next_group(group, end, block, blocks, offs_ptr, width, E):
-    """From a group, its end token and where its blocks are, to those of the group after it.
-
-    The last number returned is that of the halves of its blocks in which there are tokens. Each
-    group begins at a fresh block of 128 columns. An end behind the last token is cut to the
-    width of the operands, in which the columns that no token fills are zero.
-    """
-    block += blocks
-    group += 1
-    begin = end
-    end = width
-    if offs_ptr is not None:
-        if group < E:
-            end = gl.maximum(begin, gl.minimum(gl.load(offs_ptr + group), width))
-    halves = gl.minimum(gl.cdiv(end - begin, 64), (width // 128 - block) * 2)
-    return group, end, block, gl.cdiv(halves, 2), halves
 
 
 @gluon.jit

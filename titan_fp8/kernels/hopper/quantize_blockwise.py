@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from titan_fp8.kernels.hopper.group_ends import group_lanes, locate, tiles_of
 from titan_fp8.kernels.hopper.quantize_cast import (
     SCALE_FMTS,
     amax_words,
@@ -34,14 +35,11 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     MAXNREG,
     PART_WORDS,
     TILES,
-    group_lanes,
     load_words,
-    locate,
     start_load,
     store_columns,
     store_rows,
     tile_layout,
-    tiles_of,
     tokens_of,
     transpose,
     wait_for_loads,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from titan_fp8.kernels.hopper.group_ends import group_lanes, locate, tiles_of
 from titan_fp8.kernels.hopper.quantize_cast import (
     amax_words,
     as_words,
@@ -44,13 +45,10 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     MAXNREG,
     PART_WORDS,
     TILES,
-    group_lanes,
     load_words,
-    locate,
     start_load,
     store_rows,
     tile_layout,
-    tiles_of,
     wait_for_loads,
 )
 from titan_fp8.kernels.launch import Typed, kernel

@@ -21,8 +21,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from titan_fp8.layouts import BLOCK, cdiv
-
 Pair = tuple[int, int]
 
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -205,60 +203,3 @@ def store_columns(q_t, values, column, columns, channel, STEP: gl.constexpr, K, 
     inside = (j < K - channel)[:, None] & (t < columns)[None, :]
     tile = q_t + (channel.to(gl.int64) * MT + column)
     gl.store(tile + (j[:, None] * MT + t[None, :]), values, mask=inside)
-
-
-@functools.cache
-def group_lanes(groups: int) -> int:
-    """Of how many groups, a power of two, `locate` reads the ends; 0 of none."""
-    return groups and max(32, 1 << (groups - 1).bit_length())
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
-
-
-@gluon.jit
-def locate(
-    tile, offs, M, MT, E,
-    TOKENS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
-):  # fmt: skip
-    """Where tile number `tile`, of TOKENS columns, lies, and what of it is its group's.
-
-    Returns the row and the column of its first token; how many rows there are from there to the
-    group's end and how many columns to the last, which may be more than TOKENS; the group, E for
-    what no group owns. Groups begin at columns that are multiples of 128; ALIGNED says that their
-    rows are, too, and TOKENS divides 128 then. GROUPS is a power of two, at least E, and 0 where
-    there are no groups.
-    """
-    row = tile * TOKENS
-    if GROUPS == 0:
-        return row, row, M - row, MT - row, tile * 0
-    elif ALIGNED:
-        group = gl.where(row < gl.load(offs + E - 1), 0, E)
-        return row, row, M - row, MT - row, group
-    else:
-        g = gl.arange(0, GROUPS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        end = gl.load(offs + g, mask=g < E, other=0)
-        begin = gl.load(offs + g - 1, mask=(g > 0) & (g < E), other=0)
-        end = gl.minimum(gl.maximum(end, 0), M)
-        begin = gl.minimum(gl.maximum(begin, 0), M)
-        size = gl.maximum(end - begin, 0)
-        width = (size + 127) // 128 * 128
-        tiles = (width + TOKENS - 1) // TOKENS
-        after = gl.associative_scan(tiles, 0, _sum)
-        before = (g < E) & (after <= tile)
-        here = (g < E) & (after > tile) & (after - tiles <= tile)
-        group = gl.sum(before.to(gl.int32), 0)
-        begin = gl.sum(gl.where(before, size, 0), 0)
-        start = gl.sum(gl.where(before, width // 128, 0), 0) * 128
-        size = gl.where(group < E, gl.sum(gl.where(here, size, 0), 0), M - begin)
-        inside = (tile - gl.sum(gl.where(before, tiles, 0), 0)) * TOKENS
-        row, column = begin + inside, start + inside
-        return row, column, gl.minimum(begin + size, M) - row, MT - column, group
-
-
-def tiles_of(width: int, groups: int, tokens: int) -> int:
-    """How many tiles `locate` may number, those of what no group owns included."""
-    ragged = 0 if BLOCK % tokens == 0 else groups
-    return cdiv(width + (BLOCK if groups else 0), tokens) + ragged

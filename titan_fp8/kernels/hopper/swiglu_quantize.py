@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from titan_fp8 import reference
+from titan_fp8.kernels.hopper.group_ends import group_lanes, locate, tiles_of
 from titan_fp8.kernels.hopper.quantize_blockwise import (
     ROWS,
     quantize_1x128,
@@ -35,12 +36,9 @@ from titan_fp8.kernels.hopper.quantize_cast import SCALE_FMTS, as_words
 from titan_fp8.kernels.hopper.quantize_tile import (
     TileLayouts,
     column_layouts,
-    group_lanes,
     load_words,
-    locate,
     start_load,
     tile_layout,
-    tiles_of,
 )
 from titan_fp8.kernels.launch import Typed, kernel
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, transposed_width
