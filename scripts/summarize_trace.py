@@ -19,13 +19,11 @@ from pathlib import Path
 KINDS = {
     "NCCL": r"nccl",
     "inductor": r"^triton_(?!tem_)",  # templates (tem) are FlexAttention
-    "FP8 GEMM": r"^_?(blockwise|rowwise)_|^[mk]_grouped(_row)?_kernel|e4m3",
-    "quantisers": r"^_?quantize_|"
-    r"^_(rows|tokens|square|square_t|row|long_row|maxima|cast|columns)_kernel",
-    "SwiGLU": r"^_?swiglu_|^_(forward|backward)_kernel",
+    "FP8 GEMM": r"^(blockwise|rowwise)_|e4m3",
+    "quantisers": r"^quantize_",
+    "SwiGLU": r"^swiglu_",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
-    "permutation": r"^_?permute_|^_(gather|combine|dot|places)_kernel|"
-    r"fill_indices|index|scatter|gather|sort|radix",
+    "permutation": r"^permute_|fill_indices|index|scatter|gather|sort|radix",
     "optimizer": r"multi_tensor|adam|lpnorm",
     "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
     "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",

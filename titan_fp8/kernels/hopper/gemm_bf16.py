@@ -15,7 +15,7 @@ def bf16_wgrad(
 ) -> Tensor:
     """gᵀ x of bf16 g (M, N) and x (M, K): (N, K), with groups (E, N, K); see `reference.py`.
 
-    Groups may start at any row, so `aligned` is of no consequence here.
+    Groups may start at any row, so `aligned` makes no difference.
     """
     if offs is None:
         return torch.mm(g.t(), x, out_dtype=out_dtype)
@@ -23,7 +23,7 @@ def bf16_wgrad(
         return x.new_zeros(len(offs), g.shape[1], x.shape[1], dtype=out_dtype)
     starts, ends = group_bounds(offs, x.shape[0])
     dw = torch._grouped_mm(_aligned(g).t(), _aligned(x), offs=ends.int())
-    # Nothing says what an empty group's product holds.
+    # torch._grouped_mm does not define the product of an empty group.
     return torch.where((ends > starts)[:, None, None], dw, 0).to(out_dtype)
 
 

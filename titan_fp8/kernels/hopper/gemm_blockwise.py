@@ -1,73 +1,72 @@
-"""The blockwise GEMMs on Hopper.
+"""The blockwise GEMMs on Hopper: entry points, and how their kernels work.
 
-Three products train a linear layer, y = x W^T, dx = g W and dW = g^T x, and two kernels compute
-them, for one layer or for E experts whose tokens lie one group behind the other:
+    blockwise_mm        fprop, dgrad   c[m] = a[m] b[e]ᵀ         1x128 by 128x128, M-grouped
+    blockwise_mm_pair                  the sum of two such
+    blockwise_wgrad     wgrad          c[e] = a[:, e] b[:, e]ᵀ   1x128 by 1x128, K-grouped
 
-    M-grouped  `blockwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          1x128 by 128x128
-               `blockwise_mm_pair`               the sum of two such
-    K-grouped  `blockwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    1x128 by 1x128
+e is the group of token m, or all tokens of group e; a dense layer has one group. Every operand is
+K-major: the contracted dimension is last and contiguous, as Hopper's FP8 WGMMA requires. The
+kernels are in gemm_blockwise_fprop_dgrad.py and gemm_blockwise_wgrad.py, what they share in
+gemm_schedule.py. gemm_rowwise_grouped.py uses the same structure.
 
-where e is the group of token m, or all the tokens of group e. A dense layer is the case of one
-group. Every operand is K-major (the contraction last and contiguous), the one form that Hopper's
-FP8 tensor cores take; `reference.py` has the layouts.
+Promotion. Hopper's tensor cores accumulate FP8 products with about 14 bits, and each 128 of the
+contraction has its own scales. So the accumulator of a WGMMA never runs longer than 128: its
+result is then promoted, that is, multiplied by the scales and added in FP32 on the CUDA cores. That
+takes about as many instruction slots as the WGMMA leaves free, so the design overlaps the two.
 
-Why a kernel of our own. The tensor cores add FP8 products in an accumulator of some 14 bits, and
-each 128 of the contraction has its own scales. So no more than 128 may be summed there: then the
-sum is *promoted*, multiplied by its scales and added in FP32, by the ordinary cores. That costs as
-many instructions as the tensor cores leave time for. The design is about this overlap.
+    tiles       128 x 256 (M-grouped) or 256 x 128 (K-grouped). Per result, a tile of this size
+                reads 3/4 of the bytes that a 128 x 128 tile reads from the L2 cache.
+    waves       A tile is two waves of 128 x 128, one after the other. A thread then needs 128
+                registers for FP32 sums and only 64 for the WGMMA in flight.
+    consumers   Two warpgroups of 4 warps, each with 64 rows of a wave: one promotes while the
+                tensor cores work for the other. M-grouped consumers take turns: a WGMMA starts
+                after the other consumer's has started. K-grouped promotion takes twice as long,
+                and its consumers run independently.
+    ring        One producer warp loads A, B and their scales by TMA, block by block, into a ring of
+                3 or 4 stages in shared memory. It runs ahead across the ends of tiles, so the ring
+                is full when the consumers come back from an epilogue.
+    tile queue  The producer is also the tile scheduler: it alone reads the group ends
+                (group_ends.py) and passes tiles to the consumers through a queue in shared memory.
+                K-grouped tiles differ in length, so programs draw tickets from a counter. If the
+                last round of tiles would occupy at most half of the programs, its tiles are split
+                into waves.
+    epilogue    Results leave through shared memory by TMA, while the next tile is computed.
 
-    tile     128 x 256 (M-grouped) or 256 x 128 (K-grouped) results: an SM reads 3 bytes where
-             128 x 128 would read 4, and the way from the L2 cache is narrow
-    waves    a tile is computed as two waves of 128 x 128, one behind the other, so that a thread
-             needs 128 registers for sums and only 64 for what the tensor cores are at
-    parts    each wave is halved between two consumers of 4 warps and 64 rows, so that one promotes
-             while the tensor cores work for the other. M-grouped consumers take turns: a product
-             starts once the other consumer's has. K-grouped ones, whose promotion takes twice as
-             long, run free
-    ring     one more warp loads, by TMA, A, B and both scales of block after block into a ring of
-             3 or 4 places; it runs ahead over the ends of tiles, so that the ring is full when
-             the consumers return from storing
-    notes    the same warp works out which tile is next. It alone reads the group ends, on the
-             device: nothing here waits for the host. K-grouped tiles differ in length with their
-             groups, so there the programs draw tickets; and where the last round of tiles would
-             occupy at most half of the programs, it is given out as single waves
-    store    results go through shared memory and out by TMA, while the next tile is under way
+K-grouped promotion has a scale per column, too, 32 of them per thread. Consumers read these from
+shared memory, whose bandwidth the WGMMAs nearly use up. So the two waves are halves of the rows,
+and share the column scales. M-grouped waves are halves of the columns, because groups end at
+multiples of 128 rows.
 
-K-grouped promotion has a scale per column as well, 32 a thread. The consumers read them from
-shared memory, whose bandwidth the tensor cores all but use up; so there the two waves are two
-halves of the rows, and both use the same 32. M-grouped waves are two halves of the columns
-instead, for groups end at multiples of 128 rows.
+Edges. TMA fills elements outside a tensor with zeros, so short last blocks add nothing. A tile at
+the end of a group also reads rows, columns and scales of the next group; no sum mixes rows or
+columns, and the epilogue stores only what belongs to the group, by TMA where the tile is full and
+with a mask elsewhere. Rows of no group are tiles without blocks, so they are zero, and so is the dW
+of an empty group.
 
-Edges. TMA fills with zeros what lies outside the tensors, so short last blocks add nothing. A tile
-at the end of a group reads rows, columns and scales of its neighbours, but no sum mixes rows or
-columns, and what is not the group's is not stored: full tiles leave by TMA, others through a mask.
-Rows of no group are tiles without blocks, hence zero, and so are the dW of empty groups.
-
-`rowwise_gemm.py` computes grouped products with a scale a row on the same rings, notes and stores.
-
-One configuration serves all shapes. cuBLAS knows these recipes too, for dense layers, but at none
-of the shapes measured by more than the noise faster (`docs/log.md`), so nothing is sent there.
+One configuration serves all shapes. At the dense shapes measured cuBLAS was never faster by more
+than the noise (docs/log.md).
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from titan_fp8.kernels.hopper.gemm_blockwise_fprop_dgrad import m_grouped_kernel
-from titan_fp8.kernels.hopper.gemm_blockwise_wgrad import k_grouped_kernel
+from titan_fp8.kernels.hopper.gemm_blockwise_fprop_dgrad import blockwise_fprop_dgrad_kernel
+from titan_fp8.kernels.hopper.gemm_blockwise_wgrad import blockwise_wgrad_kernel
 from titan_fp8.kernels.hopper.gemm_schedule import VECTOR
 from titan_fp8.kernels.hopper.quantize_blockwise import scales_1x128
 from titan_fp8.kernels.launch import Box, multiprocessors
 from titan_fp8.reference import BLOCK, E4M3, round_up
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-"""168 registers for each of 12 warps at the start; the consumers then take 240, the producer 24."""
+"""12 warps start with 168 registers a thread; then consumers have 240 and the producer 24."""
 BAND = 8
-"""Rows of tiles that are in flight together."""
+"""Rows of tiles in a band of the rasterisation (`in_bands`)."""
 
-Launch = tuple[object, tuple, dict]
+Launch = tuple[Any, tuple, dict]
 """A kernel with the arguments and options of one launch."""
 
 
@@ -82,8 +81,8 @@ def blockwise_mm(
 ) -> Tensor:
     """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
 
-    sa is 1x128 and sb 128x128. Returns (M, N); rows of no group are zero. Groups may start at any
-    row, so `aligned` is of no consequence here, except that unaligned groups have more tiles.
+    sa is 1x128 and sb 128x128; slow accumulation (FP32 every 128). Returns (M, N); rows of no group
+    are zero. Groups may start at any row, so `aligned` makes no difference.
     """
     c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
     if c.numel():
@@ -122,8 +121,9 @@ def blockwise_wgrad(
 ) -> Tensor:
     """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
 
-    Both scales are 1x128 along the tokens. Returns (N, K), or (E, N, K) with zeros for empty
-    groups. The columns at which groups start follow from `offs`, `aligned` or not.
+    Both scales are 1x128 along the tokens; slow accumulation (FP32 every 128). Returns (N, K), or
+    (E, N, K) with zeros for empty groups. Groups start at multiples of 128 columns, `aligned` or
+    not.
     """
     lead = () if offs is None else (offs.shape[0],)
     c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
@@ -142,7 +142,7 @@ def mm_launch(
     offs: Tensor | None,
     second: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Launch:
-    """How to compute `blockwise_mm` into `c_MN`, or its sum with that of `second`."""
+    """The launch that writes `blockwise_mm` to `c_MN`, or its sum with the product of `second`."""
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
 
@@ -161,14 +161,18 @@ def mm_launch(
         offs,
         *(m, n, k, groups, round_up(m, 4)),
     )
-    # An FP32 buffer of results takes the room of a place in the ring.
-    return m_grouped_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
+    # FP32 results need an epilogue buffer twice as large, in place of one stage.
+    return (
+        blockwise_fprop_dgrad_kernel,
+        args,
+        {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS},
+    )
 
 
 def wgrad_launch(
     a_NM: Tensor, sa: Tensor, b_KM: Tensor, sb: Tensor, c: Tensor, offs: Tensor | None
 ) -> Launch:
-    """How to compute `blockwise_wgrad` into `c`, (N, K) or (E, N, K)."""
+    """The launch that writes `blockwise_wgrad` to `c`, (N, K) or (E, N, K)."""
     (n, width), k = a_NM.shape, b_KM.shape[0]
     groups = 1 if offs is None else offs.shape[0]
     sa, sb = _by_columns(sa), _by_columns(sb)
@@ -186,7 +190,7 @@ def wgrad_launch(
         *(width, n, k, groups, sa.stride(1), sb.stride(1)),
     )
     buffers = 4 // c.itemsize
-    return k_grouped_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+    return blockwise_wgrad_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
 
 
 def run(launch: Launch) -> None:
@@ -209,9 +213,9 @@ def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 
 
 def _by_columns(s: Tensor) -> Tensor:
-    """A 1x128 scale (rows, blocks) as quantisers lay it out, a column's rows side by side.
+    """A 1x128 scale (rows, blocks) in the layout of the quantisers, stride 1 along the rows.
 
-    A copy where it is laid out otherwise: what autograd has saved, hooks may give back contiguous.
+    A copy if its layout differs: hooks for saved tensors may return a contiguous one.
     """
     rows, blocks = s.shape
     if s.stride() == (1, round_up(rows, 4)):

@@ -1,6 +1,8 @@
-"""The M-grouped kernel, fprop and dgrad: c[m] = sum over blocks of 128 of sa sb (a[m] . b[e]^T).
+"""The blockwise fprop and dgrad kernel, M-grouped.
 
-Of two products of the same shape it computes the sum, as one whose contraction is twice as long.
+c[m] is the sum over blocks of 128 of sa sb (a[m] b[e]ᵀ), where e is the group of row m. The sum of
+two products of the same shape is computed as one with twice the contraction. `gemm_blockwise.py`
+explains the structure.
 """
 
 from triton.experimental import gluon
@@ -19,12 +21,12 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     advance,
     as_boxes,
     in_bands,
-    leave_note,
     make_barriers,
-    make_notes,
+    make_tile_queue,
     next_ticket,
     part_of,
-    read_note,
+    publish_tile,
+    receive_tile,
     start_product,
     store_wave,
     tma_load,
@@ -35,7 +37,7 @@ from titan_fp8.kernels.launch import kernel
 
 @gluon.jit
 def part_of_dense(ticket, offs_ptr, M, n_tiles):
-    """`part_of` where the number of tiles is known without reading all group ends."""
+    """`part_of` for a dense GEMM; with groups the number of tiles is unknown, and all are whole."""
     if offs_ptr is None:
         return part_of(ticket, gl.cdiv(M, 128) * n_tiles)
     else:
@@ -44,12 +46,12 @@ def part_of_dense(ticket, offs_ptr, M, n_tiles):
 
 @gluon.jit
 def produce(
-    operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr, PRODUCTS: gl.constexpr
+    operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr, PRODUCTS: gl.constexpr
 ):
-    """Works out the tiles, and loads their blocks as places in the ring become free.
+    """The producer warp: finds the program's tiles and loads their blocks as stages become free.
 
-    `operands`: descriptors of a, sa, b and sb, of one product behind the other. Without those of
-    scales, blocks have none.
+    `operands`: the TMA descriptors of a, sa, b and sb, for each of PRODUCTS products. Rowwise
+    products have no descriptors of scales.
     """
     M, N, K, E, lda = sizes
     a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
@@ -72,8 +74,8 @@ def produce(
         both = (part == 2) & (column + 128 < N)
         waves = gl.where(both, 2, 1)
         blocks = gl.where(group < E, gl.cdiv(K, 128), 0)
-        slot, slot_phase = leave_note(
-            notes, slot, slot_phase,
+        slot, slot_phase = publish_tile(
+            queue, slot, slot_phase,
             row, row_begin, row_end, column, PRODUCTS * blocks, waves, group,
         )  # fmt: skip
         b_row = group * N + column
@@ -82,8 +84,10 @@ def produce(
             a_desc, sa_desc = operands[4 * i], operands[4 * i + 1]
             b_desc, sb_desc = operands[4 * i + 2], operands[4 * i + 3]
             for k in range(blocks):
+                # Both consumers have released the stage; in the first round nobody holds it.
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 bar = full.index(stage)
+                # `full` completes when all bytes have arrived; the second wave is optional.
                 mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
                 mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
                 tma_load(a_desc, [row, k * 128], bar, a_ring.index(stage))
@@ -100,12 +104,16 @@ def produce(
         group, first, row_begin, row_end = group_of_tile(
             tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
         )
-    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
+    publish_tile(queue, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
 
 
 @gluon.jit
 def multiply(a, b, turn, turn_phase, PART: gl.constexpr):
-    """A wave's product, begun once the other consumer has begun its own."""
+    """One WGMMA of a wave, issued after the other consumer has issued its own.
+
+    `turn` has a barrier for each consumer, at which the other one arrives when it has issued a
+    WGMMA. So the tensor cores alternate, and one consumer promotes while the other's WGMMA runs.
+    """
     mbarrier.wait(turn.index(PART), turn_phase)
     p = start_product(a, b)
     mbarrier.arrive(turn.index(1 - PART), count=1)
@@ -117,7 +125,7 @@ def contract(
     blocks, stage, phase, turn_phase, ring, sb_values, turn,
     PART: gl.constexpr, WAVES: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's half of a tile, 64 rows: WAVES x 128 columns, promoted block by block."""
+    """One consumer's 64 rows of a tile, WAVES x 128 columns, promoted block by block."""
     a_ring, sa_ring, b_ring, _, full, empty = ring
     left = gl.zeros([64, 128], gl.float32, WAVE)
     right = gl.zeros([64, 128], gl.float32, WAVE)
@@ -133,7 +141,7 @@ def contract(
         p, turn_phase = multiply(a, b_ring.index(2 * stage), turn, turn_phase, PART)
         left += p * s
         if WAVES == 2:
-            # sa is read again: a register held over the first wave costs more than the load.
+            # Loading sa again is cheaper than a register that is live across the first wave.
             s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place + 16).load(WAVE)
             p, turn_phase = multiply(a, b_ring.index(2 * stage + 1), turn, turn_phase, PART)
             mbarrier.arrive(empty.index(stage), count=1)
@@ -146,15 +154,15 @@ def contract(
 
 @gluon.jit
 def consume(
-    c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers,
+    c_desc, c_ptr, N, ring, sb_values, queue, turn, buffers,
     PART: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
-    """Computes and stores 64 rows of each tile of which there is a note."""
+    """A consumer warpgroup: computes and stores 64 rows of each tile in the queue."""
     zero = gl.to_tensor(0)
     stage, phase = zero, zero
     turn_phase = gl.to_tensor(1 - PART)
     buffer = buffers.index(PART)
-    row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(queue, zero, zero)
     while blocks >= 0:
         mine = row + PART * 64
         if waves == 2:
@@ -168,14 +176,14 @@ def consume(
                 blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 1, PRODUCTS
             )
             store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-        row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(
-            notes, slot, slot_phase
+        row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(
+            queue, slot, slot_phase
         )
     tma.store_wait(0)
 
 
 @kernel(do_not_specialize=["M", "E", "lda"])
-def m_grouped_kernel(
+def blockwise_fprop_dgrad_kernel(
     a_desc,
     sa_desc,
     b_desc,
@@ -195,9 +203,9 @@ def m_grouped_kernel(
     STAGES: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    """Tiles of 128 x 256: two consumers of 64 rows, two waves of 128 columns each.
+    """Tiles of 128 x 256: two consumers of 64 rows each, two waves of 128 columns.
 
-    The operands of a second product, or None.
+    a2_desc to sb2_desc are the operands of a second product, or None.
     """
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], b_desc.layout)
@@ -208,19 +216,17 @@ def m_grouped_kernel(
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
     turn = make_barriers(2, 1)
-    notes = make_notes()
+    queue = make_tile_queue()
     fence_async_shared()
     ring = (a_ring, sa_ring, b_ring, sb_ring, full, empty)
-    operands = (a_desc, sa_desc, b_desc, sb_desc)
     PRODUCTS: gl.constexpr = 1 if a2_desc is None else 2
-    if PRODUCTS == 2:
-        operands = operands + (a2_desc, sa2_desc, b2_desc, sb2_desc)
+    operands = (a_desc, sa_desc, b_desc, sb_desc, a2_desc, sa2_desc, b2_desc, sb2_desc)
     sizes = (M, N, K, E, lda)
     gl.warp_specialize(
         [
-            (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 0, PRODUCTS)),
-            (consume, (c_desc, c_ptr, N, ring, sb_values, notes, turn, buffers, 1, PRODUCTS)),
-            (produce, (operands, offs_ptr, None, sizes, ring, notes, BAND, PRODUCTS)),
+            (consume, (c_desc, c_ptr, N, ring, sb_values, queue, turn, buffers, 0, PRODUCTS)),
+            (consume, (c_desc, c_ptr, N, ring, sb_values, queue, turn, buffers, 1, PRODUCTS)),
+            (produce, (operands, offs_ptr, None, sizes, ring, queue, BAND, PRODUCTS)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

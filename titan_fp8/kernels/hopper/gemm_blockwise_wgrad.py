@@ -1,4 +1,7 @@
-"""The K-grouped kernel, wgrad: c[e] = sum over a group's blocks of 128 of sa sb (a . b^T)."""
+"""The blockwise wgrad kernel, K-grouped: c[e] = Σ over a group's blocks of 128 of sa sb (a bᵀ).
+
+`gemm_blockwise.py` explains the structure.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,12 +18,12 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     WAVE,
     advance,
     in_bands,
-    leave_note,
     make_barriers,
-    make_notes,
+    make_tile_queue,
     next_ticket,
     part_of,
-    read_note,
+    publish_tile,
+    receive_tile,
     start_product,
     store_wave,
     tma_load,
@@ -30,10 +33,10 @@ from titan_fp8.kernels.launch import kernel
 
 
 @gluon.jit
-def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constexpr):
-    """Works out the tiles, and loads their blocks as places in the ring become free.
+def produce(operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr):
+    """The producer warp: finds the program's tiles and loads their blocks as stages become free.
 
-    Without descriptors of scales, blocks have none, and notes count halves of blocks.
+    Rowwise products have no descriptors of scales, and the queue counts halves of blocks.
     """
     a_desc, sa_desc, b_desc, sb_desc = operands
     width, N, K, E, lda, ldb = sizes
@@ -61,12 +64,14 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
         waves = gl.where(both, 2, 1)
         top = group * N
         length = halves if sa_desc is None else blocks
-        slot, slot_phase = leave_note(
-            notes, slot, slot_phase, top + row, top, top + N, column, length, waves, group
+        slot, slot_phase = publish_tile(
+            queue, slot, slot_phase, top + row, top, top + N, column, length, waves, group
         )
         for i in range(block, block + blocks):
+            # Both consumers have released the stage; in the first round nobody holds it.
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
+            # `full` completes when all bytes have arrived; the second wave is optional.
             mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
             mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
             tma_load(b_desc, [column, i * 128], bar, b_ring.index(stage))
@@ -78,12 +83,12 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND: gl.constex
             stage, phase = advance(stage, phase, STAGES)
         ticket = next_ticket(ticket_ptr, ticket)
         tile, part = part_of(ticket, E * n_tiles * k_tiles)
-    leave_note(notes, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
+    publish_tile(queue, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
 
 
 @gluon.jit
 def contract(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
-    """A consumer's half of a tile: WAVES of 64 rows, 128 columns, promoted block by block."""
+    """One consumer's rows of a tile, WAVES x 64 by 128 columns, promoted block by block."""
     a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
     upper = gl.zeros([64, 128], gl.float32, WAVE)
     lower = gl.zeros([64, 128], gl.float32, WAVE)
@@ -91,7 +96,7 @@ def contract(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr
         mbarrier.wait(full.index(stage), phase)
         b = b_ring.index(stage)
         p = start_product(a_ring.index(2 * stage).slice(PART * 64, 64), b)
-        # Held in registers over both waves: the tensor cores want all that shared memory gives.
+        # In registers for both waves: the WGMMAs need nearly all of the shared-memory bandwidth.
         sb = gl.expand_dims(sb_ring.index(stage).load(COLUMNS), 0)
         sa = sa_ring.index(stage)
         s = gl.expand_dims(sa.slice(PART * 64, 64).load(ROWS), 1)
@@ -110,14 +115,14 @@ def contract(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr
 
 
 @gluon.jit
-def consume(c_desc, c_ptr, K, ring, notes, buffers, PART: gl.constexpr):
-    """Computes and stores 64 rows of each wave of the tiles of which there is a note."""
+def consume(c_desc, c_ptr, K, ring, queue, buffers, PART: gl.constexpr):
+    """A consumer warpgroup: computes and stores 64 rows of each wave of the tiles in the queue."""
     LAST: gl.constexpr = buffers.shape[0] // 2 - 1
     zero = gl.to_tensor(0)
     stage, phase = zero, zero
     first = buffers.index(PART * (LAST + 1))
     last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(queue, zero, zero)
     while blocks >= 0:
         mine = row + PART * 64
         if waves == 2:
@@ -127,14 +132,14 @@ def consume(c_desc, c_ptr, K, ring, notes, buffers, PART: gl.constexpr):
         else:
             upper, lower, stage, phase = contract(blocks, stage, phase, ring, PART, 1)
             store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, blocks, waves, _, slot, slot_phase = read_note(
-            notes, slot, slot_phase
+        row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(
+            queue, slot, slot_phase
         )
     tma.store_wait(0)
 
 
 @kernel(do_not_specialize=["width", "E", "lda", "ldb"])
-def k_grouped_kernel(
+def blockwise_wgrad_kernel(
     a_desc,
     sa_desc,
     b_desc,
@@ -153,7 +158,7 @@ def k_grouped_kernel(
     BUFFERS: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer has 64."""
+    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer computes 64."""
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b_desc.layout)
     sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 256], sa_desc.layout)
@@ -161,16 +166,16 @@ def k_grouped_kernel(
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
-    notes = make_notes()
+    queue = make_tile_queue()
     fence_async_shared()
     ring = (a_ring, sa_ring, b_ring, sb_ring, full, empty)
     operands = (a_desc, sa_desc, b_desc, sb_desc)
     sizes = (width, N, K, E, lda, ldb)
     gl.warp_specialize(
         [
-            (consume, (c_desc, c_ptr, K, ring, notes, buffers, 0)),
-            (consume, (c_desc, c_ptr, K, ring, notes, buffers, 1)),
-            (produce, (operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND)),
+            (consume, (c_desc, c_ptr, K, ring, queue, buffers, 0)),
+            (consume, (c_desc, c_ptr, K, ring, queue, buffers, 1)),
+            (produce, (operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

@@ -1,25 +1,27 @@
-"""The rowwise GEMMs: PyTorch's own for dense layers, ours for groups.
+"""The rowwise GEMMs: PyTorch's for dense layers, our kernels for groups.
 
-`torch._scaled_mm` (CUTLASS underneath) takes any dense product. `torch._scaled_grouped_mm` takes
-grouped ones, but of 64 groups its wgrad takes more than 3 times as long as the blockwise one, and
-fprop and dgrad up to 1.4 times. So these run as the blockwise kernels do (`gemm.py`), with a scale
-a row instead of one a block, multiplied in when a tile is done:
+Dense products run as `torch._scaled_mm` (CUTLASS). With 64 groups, wgrad by
+`torch._scaled_grouped_mm` takes more than 3 times as long as our blockwise one, and fprop and dgrad
+up to 1.4 times. So grouped products have kernels of their own (gemm_rowwise_grouped.py), with the
+structure of the blockwise ones:
 
     M-grouped  `rowwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          a row by a row
     K-grouped  `rowwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    a row and group, likewise
 
-fprop and dgrad accumulate in the tensor cores alone (`use_fast_accum` in the dense case), in some
-14 bits, which is what makes rowwise fast: a consumer has two waves in one accumulator, and the next
-block's product is issued before the last one is done. wgrad adds up all tokens of a batch and
-steers every later step, so there partial sums are promoted to FP32 on the way, in the grouped
-kernel every 128 tokens; that is one addition an element where blockwise multiplies, too.
+Accumulation. fprop and dgrad use fast accumulation (`use_fast_accum` for dense ones): the sums stay
+in the tensor cores, with about 14 bits. wgrad uses slow accumulation, because it sums over all
+tokens of a batch and its error goes into every later step: partial sums are promoted to FP32, in
+the grouped kernel every 128 tokens.
 """
 
 import torch
 from torch import Tensor
 
 from titan_fp8.kernels.hopper.gemm_blockwise import BAND, OPTIONS, Launch, matrix, run
-from titan_fp8.kernels.hopper.gemm_rowwise_grouped import k_grouped_row_kernel, m_grouped_row_kernel
+from titan_fp8.kernels.hopper.gemm_rowwise_grouped import (
+    rowwise_fprop_dgrad_kernel,
+    rowwise_wgrad_kernel,
+)
 from titan_fp8.reference import E4M3
 
 
@@ -35,13 +37,14 @@ def rowwise_mm(
     """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
 
     A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero. Groups may
-    start at any row, so `aligned` is of no consequence here.
+    start at any row, so `aligned` makes no difference.
     """
     m, n = a_MK.shape[0], b.shape[-2]
     if offs is None and m:
         return _scaled_mm(a_MK, sa, b, sb, out_dtype, fast=True)
     c = a_MK.new_empty(m, n, dtype=out_dtype)
     if m:
+        assert offs is not None
         run(mm_launch(a_MK, sa, b, sb, c, offs))
     return c
 
@@ -67,6 +70,7 @@ def rowwise_wgrad(
     c = a_NM.new_empty(*([] if offs is None else offs.shape), n, k, dtype=out_dtype)
     if not width:
         return c.zero_()
+    assert offs is not None
     run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
     return c
 
@@ -74,7 +78,7 @@ def rowwise_wgrad(
 def mm_launch(
     a_MK: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c_MN: Tensor, offs: Tensor
 ) -> Launch:
-    """How to compute the grouped `rowwise_mm` into `c_MN`."""
+    """The launch that writes the grouped `rowwise_mm` to `c_MN`."""
     (m, k), (groups, n, _) = a_MK.shape, b.shape
     assert b.shape[2] == k and a_MK.is_contiguous() and b.is_contiguous()
     assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
@@ -90,14 +94,18 @@ def mm_launch(
         _first_ticket(c_MN),
         *(m, n, k, groups),
     )
-    # An FP32 buffer of results takes the room of a place in the ring.
-    return m_grouped_row_kernel, args, {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS}
+    # FP32 results need an epilogue buffer twice as large, in place of one stage.
+    return (
+        rowwise_fprop_dgrad_kernel,
+        args,
+        {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS},
+    )
 
 
 def wgrad_launch(
     a_NM: Tensor, sa: Tensor, b_KM: Tensor, sb: Tensor, c_ENK: Tensor, offs: Tensor
 ) -> Launch:
-    """How to compute the grouped `rowwise_wgrad` into `c_ENK`."""
+    """The launch that writes the grouped `rowwise_wgrad` to `c_ENK`."""
     (n, width), k, groups = a_NM.shape, b_KM.shape[0], offs.shape[0]
     assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
     assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
@@ -114,7 +122,7 @@ def wgrad_launch(
         *(width, n, k, groups),
     )
     buffers = 4 // c_ENK.itemsize
-    return k_grouped_row_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+    return rowwise_wgrad_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
 
 
 def _first_ticket(c: Tensor) -> Tensor:

@@ -1,13 +1,14 @@
 """The rowwise grouped kernels: fprop and dgrad M-grouped, wgrad K-grouped.
 
-They share producers, ring, notes and stores with the blockwise ones, which `gemm.py` explains, but
-load no scales with a block. Those of a tile, one a row and one a column, are read as it begins and
-multiplied in as it ends. M-grouped consumers take no turns and have both waves in one accumulator,
-with one product under way while the next is issued.
+Producers, ring, tile queue and epilogue are those of the blockwise kernels (`gemm_blockwise.py`).
+There are no scales per block: the scales of a tile, one per row and one per column, are read when
+the tile begins and multiplied in its epilogue. M-grouped consumers take no turns. They accumulate
+both waves in the tensor cores (fast accumulation), with one WGMMA in flight while the next is
+issued. wgrad promotes to FP32 every 128 tokens (slow accumulation).
 
-Groups end at multiples of 16 here, so tiles and blocks are less alike: a consumer that has no rows
-in a group's last tile leaves it out, wgrad the half of a group's last block in which there are no
-tokens, and M-grouped tiles, too, go to whoever asks.
+Groups end at multiples of 16 rows, so tiles differ in work. A consumer without rows in a group's
+last tile skips it, wgrad skips the half of a group's last block that has no tokens, and M-grouped
+programs draw tickets, too.
 """
 
 from triton.experimental import gluon
@@ -20,8 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titan_fp8.kernels.hopper import gemm_blockwise_fprop_dgrad as m_grouped
-from titan_fp8.kernels.hopper import gemm_blockwise_wgrad as k_grouped
+from titan_fp8.kernels.hopper import gemm_blockwise_fprop_dgrad, gemm_blockwise_wgrad
 from titan_fp8.kernels.hopper.gemm_schedule import (
     COLUMNS,
     ROWS,
@@ -29,8 +29,8 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     advance,
     as_boxes,
     make_barriers,
-    make_notes,
-    read_note,
+    make_tile_queue,
+    receive_tile,
     start_product,
     store_wave,
 )
@@ -39,9 +39,9 @@ from titan_fp8.kernels.launch import kernel
 WIDE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
 )
-"""Two waves side by side, 64 x 256 results of one consumer."""
+"""The registers of both waves of one consumer, 64 x 256 results."""
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""The scales of a wave's columns, one a thread: in COLUMNS they would be 32, over a whole tile."""
+"""One column scale per thread: in the layout COLUMNS it would be 32, live over a whole tile."""
 
 
 @gluon.jit
@@ -59,14 +59,14 @@ def scaled(wave, sa, sb):
 
 @gluon.jit
 def accumulate(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
-    """A consumer's half of an M-grouped tile, 64 rows by WAVES x 128 columns, in one accumulator.
+    """One consumer's 64 rows of an M-grouped tile, WAVES x 128 columns, in one accumulator.
 
-    A product is under way while the next is issued, so a place is given back one block later.
+    One WGMMA is in flight while the next is issued, so a stage is released one block later.
     """
     a_ring, b_ring, full, empty = ring
     LAYOUT: gl.constexpr = WIDE if WAVES == 2 else WAVE
     sums = gl.zeros([64, WAVES * 128], gl.float32, LAYOUT)
-    # Not `stage`, or Triton takes the assignment in the loop for one of the same value.
+    # A value of its own: Triton does not carry an alias of `stage` through the loop.
     before = gl.to_tensor(0)
     for i in range(blocks):
         mbarrier.wait(full.index(stage), phase)
@@ -90,7 +90,7 @@ def accumulate(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constex
 
 @gluon.jit
 def skip(blocks, stage, phase, ring):
-    """Gives back the places of a tile of which there is nothing to compute."""
+    """Release the stages of a tile in which this consumer has no rows."""
     a_ring, _, full, empty = ring
     for _ in range(blocks):
         mbarrier.wait(full.index(stage), phase)
@@ -100,20 +100,22 @@ def skip(blocks, stage, phase, ring):
 
 
 @gluon.jit
-def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, PART: gl.constexpr):
-    """Computes and stores 64 rows of each M-grouped tile of which there is a note."""
+def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, queue, buffers, PART: gl.constexpr):
+    """A consumer warpgroup: computes and stores 64 rows of each M-grouped tile in the queue."""
     zero = gl.to_tensor(0)
     stage, phase = zero, zero
     buffer = buffers.index(PART)
-    row, begin, end, column, blocks, waves, group, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, blocks, waves, group, slot, slot_phase = receive_tile(
+        queue, zero, zero
+    )
     while blocks >= 0:
         mine = row + PART * 64
-        # Rows of no group have no blocks and no column scales: they stay zero, whatever their own.
+        # Rows of no group have no blocks and read no scales, so they are zero.
         sa = read_scales(sa_ptr, mine, gl.where(blocks > 0, end, 0), 64, ROWS)
         columns_end = gl.where(blocks > 0, N, 0)
         sb = read_scales(sb_ptr + group * N, column, columns_end, 128, LANES)
         if mine >= end:
-            # The last tile of a group may have rows for one consumer alone.
+            # The last tile of a group may have rows for the first consumer only.
             stage, phase = skip(blocks, stage, phase, ring)
         elif waves == 2:
             sb_right = read_scales(sb_ptr + group * N, column + 128, columns_end, 128, LANES)
@@ -125,14 +127,14 @@ def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, PART: g
             left, right, stage, phase = accumulate(blocks, stage, phase, ring, PART, 1)
             left = scaled(left, sa, sb)
             store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-        row, begin, end, column, blocks, waves, group, slot, slot_phase = read_note(
-            notes, slot, slot_phase
+        row, begin, end, column, blocks, waves, group, slot, slot_phase = receive_tile(
+            queue, slot, slot_phase
         )
     tma.store_wait(0)
 
 
 @kernel(do_not_specialize=["M", "E"])
-def m_grouped_row_kernel(
+def rowwise_fprop_dgrad_kernel(
     a_desc,
     sa_ptr,
     b_desc,
@@ -154,7 +156,7 @@ def m_grouped_row_kernel(
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2, 64, 128], c_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
-    notes = make_notes()
+    queue = make_tile_queue()
     fence_async_shared()
     ring = (a_ring, b_ring, full, empty)
     halves = (a_ring, None, as_boxes(b_ring, b_desc, 2 * STAGES), None, full, empty)
@@ -162,9 +164,12 @@ def m_grouped_row_kernel(
     sizes = (M, N, K, E, None)
     gl.warp_specialize(
         [
-            (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, 0)),
-            (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, notes, buffers, 1)),
-            (m_grouped.produce, (operands, offs_ptr, ticket_ptr, sizes, halves, notes, BAND, 1)),
+            (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, queue, buffers, 0)),
+            (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, queue, buffers, 1)),
+            (
+                gemm_blockwise_fprop_dgrad.produce,
+                (operands, offs_ptr, ticket_ptr, sizes, halves, queue, BAND, 1),
+            ),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -191,7 +196,7 @@ def add_block(stage, upper, lower, ring, PART: gl.constexpr, WAVES: gl.constexpr
 
 @gluon.jit
 def add_up(halves, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
-    """A consumer's half of a K-grouped tile, WAVES of 64 rows, added up in FP32 block by block."""
+    """One consumer's rows of a K-grouped tile, WAVES x 64, promoted to FP32 block by block."""
     STAGES: gl.constexpr = ring[2].shape[0]
     full = ring[4]
     upper = gl.zeros([64, 128], gl.float32, WAVE)
@@ -208,17 +213,19 @@ def add_up(halves, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
 
 
 @gluon.jit
-def consume_columns(c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, notes, buffers, PART: gl.constexpr):
-    """Computes and stores 64 rows of each wave of the K-grouped tiles of which there is a note."""
+def consume_columns(c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, queue, buffers, PART: gl.constexpr):
+    """A consumer warpgroup: computes and stores 64 rows of each wave of the K-grouped tiles."""
     LAST: gl.constexpr = buffers.shape[0] // 2 - 1
     zero = gl.to_tensor(0)
     stage, phase = zero, zero
     first = buffers.index(PART * (LAST + 1))
     last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, halves, waves, group, slot, slot_phase = read_note(notes, zero, zero)
+    row, begin, end, column, halves, waves, group, slot, slot_phase = receive_tile(
+        queue, zero, zero
+    )
     while halves >= 0:
         mine = row + PART * 64
-        # The dW of empty groups stay zero, whatever their scales.
+        # The dW of an empty group is zero, whatever its scales.
         rows_end = gl.where(halves > 0, end, 0)
         columns_end = gl.where(halves > 0, K, 0)
         sa = read_scales(sa_ptr, mine, rows_end, 64, ROWS)
@@ -233,14 +240,14 @@ def consume_columns(c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, notes, buffers, PART
             upper, lower, stage, phase = add_up(halves, stage, phase, ring, PART, 1)
             upper = scaled(upper, sa, sb)
             store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, halves, waves, group, slot, slot_phase = read_note(
-            notes, slot, slot_phase
+        row, begin, end, column, halves, waves, group, slot, slot_phase = receive_tile(
+            queue, slot, slot_phase
         )
     tma.store_wait(0)
 
 
 @kernel(do_not_specialize=["width", "E"])
-def k_grouped_row_kernel(
+def rowwise_wgrad_kernel(
     a_desc,
     sa_ptr,
     b_desc,
@@ -257,22 +264,25 @@ def k_grouped_row_kernel(
     BUFFERS: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer has 64."""
+    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer computes 64."""
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b_desc.layout)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
-    notes = make_notes()
+    queue = make_tile_queue()
     fence_async_shared()
     ring = (a_ring, None, b_ring, None, full, empty)
     operands = (a_desc, None, b_desc, None)
     sizes = (width, N, K, E, None, None)
     gl.warp_specialize(
         [
-            (consume_columns, (c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, notes, buffers, 0)),
-            (consume_columns, (c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, notes, buffers, 1)),
-            (k_grouped.produce, (operands, offs_ptr, ticket_ptr, sizes, ring, notes, BAND)),
+            (consume_columns, (c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, queue, buffers, 0)),
+            (consume_columns, (c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, queue, buffers, 1)),
+            (
+                gemm_blockwise_wgrad.produce,
+                (operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND),
+            ),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

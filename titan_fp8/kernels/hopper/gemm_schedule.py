@@ -1,9 +1,16 @@
-"""What the FP8 GEMM kernels are built of; `gemm.py` tells how they work.
+"""What the FP8 GEMM kernels share; `gemm_blockwise.py` explains the whole.
 
-A kernel has three partitions, and two things connect them. The ring is the data: STAGES places in
-shared memory, each for one block of 128 along the contraction and its scales, if it has any, filled
-by TMA and emptied by both consumers. The notes are the schedule: the producer alone works out which
-tile comes next and where its group ends, and leaves the consumers a note of seven integers.
+A kernel has three warp-specialised partitions: a producer warp and two consumer warpgroups. Two
+structures in shared memory connect them, both guarded by pairs of mbarriers:
+
+    ring        STAGES stages, each with one block of 128 along the contraction and its scales. The
+                producer waits on `empty`, issues TMA loads that complete on `full`, and moves on.
+                Each consumer waits on `full` and arrives at `empty`, which takes two arrivals.
+    tile queue  QUEUE_SLOTS slots, each with one tile as seven integers, and the same two barriers.
+
+A stage or slot is used again and again, so a barrier alternates between phases 0 and 1, and
+whoever waits keeps the phase that it waits for. `full` is waited for in phase 0 first. `empty` is
+waited for with the phase flipped, so the first round finds every stage empty.
 """
 
 from triton.experimental import gluon
@@ -24,16 +31,16 @@ PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterp
 WAVE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 )
-"""Who holds what of a wave, 64 x 128 results of one consumer."""
+"""The registers of a consumer's 64 x 128 results of a wave."""
 ROWS = gl.constexpr(gl.SliceLayout(1, WAVE.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, WAVE.value))
 VECTOR = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 SCALAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 FIELDS = gl.constexpr(7)
-"""Of a note: row, first and end row of what may be stored, column, blocks to contract (for rowwise
-wgrad halves of them), waves and group."""
-NOTES = gl.constexpr(2)
+"""Of a tile: its row, the first and the end row that may be stored, its column, the blocks to
+contract (rowwise wgrad: halves of blocks), its waves and its group."""
+QUEUE_SLOTS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -55,36 +62,36 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def make_notes():
-    """The notes with their barriers: left by the producer, read by both consumers."""
-    notes = gl.allocate_shared_memory(gl.int32, [NOTES * FIELDS, 1], SCALAR)
-    return notes, make_barriers(NOTES, 1), make_barriers(NOTES, 2)
+def make_tile_queue():
+    """The tile queue: its slots, and their barriers `full` and `empty`."""
+    queue = gl.allocate_shared_memory(gl.int32, [QUEUE_SLOTS * FIELDS, 1], SCALAR)
+    return queue, make_barriers(QUEUE_SLOTS, 1), make_barriers(QUEUE_SLOTS, 2)
 
 
 @gluon.jit
-def advance(place, phase, COUNT: gl.constexpr):
-    """The next place of a ring of COUNT, and the phase its barriers are in."""
-    wraps = place == COUNT - 1
-    return gl.where(wraps, 0, place + 1), gl.where(wraps, phase ^ 1, phase)
+def advance(stage, phase, COUNT: gl.constexpr):
+    """The next stage or slot of COUNT, and the phase of its barriers: flipped after the last."""
+    wraps = stage == COUNT - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
 
 
 @gluon.jit
-def leave_note(notes, slot, phase, row, row_begin, row_end, column, blocks, waves, group):
-    """Producer: tell the consumers of a tile; negative `blocks`: there is none left."""
-    values, full, empty = notes
+def publish_tile(queue, slot, phase, row, row_begin, row_end, column, blocks, waves, group):
+    """Producer: pass a tile to the consumers; negative `blocks` ends their loops."""
+    values, full, empty = queue
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(empty.index(slot), phase ^ 1)
     fields = (row, row_begin, row_end, column, blocks, waves, group)
     for i in gl.static_range(FIELDS):
         values.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LANES))
     mbarrier.arrive(full.index(slot), count=1)
-    return advance(slot, phase, NOTES)
+    return advance(slot, phase, QUEUE_SLOTS)
 
 
 @gluon.jit
-def read_note(notes, slot, phase):
-    """Consumer: the next tile (row, row_begin, row_end, column, blocks, waves, group)."""
-    values, full, empty = notes
+def receive_tile(queue, slot, phase):
+    """Consumer: the next tile, and the slot after it."""
+    values, full, empty = queue
     mbarrier.wait(full.index(slot), phase)
     row = _field(values, slot, 0)
     row_begin = _field(values, slot, 1)
@@ -94,7 +101,7 @@ def read_note(notes, slot, phase):
     waves = _field(values, slot, 5)
     group = _field(values, slot, 6)
     mbarrier.arrive(empty.index(slot), count=1)
-    slot, phase = advance(slot, phase, NOTES)
+    slot, phase = advance(slot, phase, QUEUE_SLOTS)
     return row, row_begin, row_end, column, blocks, waves, group, slot, phase
 
 
@@ -105,7 +112,10 @@ def _field(values, slot, FIELD: gl.constexpr):
 
 @gluon.jit
 def next_ticket(ticket_ptr, ticket):
-    """Tiles that differ in length, those of groups, are given to whoever asks; others in turn."""
+    """The program's next ticket: from a shared counter, or without one in turns of all programs.
+
+    Groups make tiles of different length, which a counter balances.
+    """
     if ticket_ptr is None:
         return ticket + gl.num_programs(0)
     else:
@@ -114,10 +124,10 @@ def next_ticket(ticket_ptr, ticket):
 
 @gluon.jit
 def part_of(ticket, tiles):
-    """The tile that a ticket stands for, and how much of it: 2 is all, 0 and 1 are its waves.
+    """The tile of a ticket, and its part: 2 is the whole tile, 0 and 1 are its waves.
 
-    Where the last round would leave half of the programs idle, its tiles are given out as waves.
-    No tile is left once `tile >= tiles`.
+    If the last round of tiles leaves half of the programs idle, its tiles are split into waves.
+    There is no tile left if `tile >= tiles`.
     """
     rest = tiles % gl.num_programs(0)
     whole = gl.where(2 * rest <= gl.num_programs(0), tiles - rest, tiles)
@@ -127,8 +137,10 @@ def part_of(ticket, tiles):
 
 @gluon.jit
 def in_bands(tile, m_tiles, n_tiles, BAND: gl.constexpr):
-    """(m, n) of a group's tile, column by column within bands of BAND rows, so that the tiles in
-    flight share what they read in the L2 cache."""
+    """(m, n) of a group's tile: column by column within bands of BAND rows of tiles.
+
+    The tiles in flight then share rows of A and columns of B in the L2 cache.
+    """
     tiles_in_band = BAND * n_tiles
     band = tile // tiles_in_band
     rest = tile - band * tiles_in_band
@@ -139,7 +151,7 @@ def in_bands(tile, m_tiles, n_tiles, BAND: gl.constexpr):
 
 @gluon.jit
 def start_product(a, b):
-    """Sets the tensor cores to a (64, K) times b (128, K)^T, in fresh accumulators."""
+    """Start the asynchronous WGMMA a (64, K) times b (128, K)ᵀ, in fresh accumulators."""
     zeros = gl.zeros([64, 128], gl.float32, WAVE)
     return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
@@ -148,9 +160,9 @@ def start_product(a, b):
 def store_wave(
     c_desc, c_ptr, buffer, wave, row, row_begin, row_end, column, N, PENDING: gl.constexpr
 ):
-    """A wave to C at (row, column); rows outside [row_begin, row_end) belong to somebody else.
+    """Store a wave to C at (row, column), but no rows outside [row_begin, row_end): other tiles'.
 
-    PENDING: TMA stores that may still be reading other buffers than this one.
+    PENDING: the number of later TMA stores, from other buffers, that may still be in flight.
     """
     result = wave.to(c_desc.dtype)
     if (row >= row_begin) & (row + 64 <= row_end):
@@ -159,11 +171,12 @@ def store_wave(
         fence_async_shared()
         tma_store(c_desc, [row, column], buffer)
     else:
-        # So that the next TMA store need not know whether this one was one.
+        # The next TMA store counts on PENDING stores at most, whichever way this one goes.
         tma.store_wait(0)
         rows = row + gl.arange(0, 64, ROWS)
         mine = (rows >= row_begin) & (rows < row_end)
-        # By 16 columns, and constants apart from what varies: few registers live over a tile.
+        # N is a multiple of 16, so one predicate serves 16 columns. Constant and variable parts of
+        # the address are kept apart to save registers.
         columns = gl.arange(0, 128, COLUMNS)
         inside = columns // 16 * 16 < N - column
         address = (c_ptr + column + rows.to(gl.int64) * N)[:, None] + columns[None, :]
