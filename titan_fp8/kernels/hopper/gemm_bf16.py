@@ -15,6 +15,7 @@ def bf16_wgrad(
 ) -> Tensor:
     """gᵀ x of bf16 g (M, N) and x (M, K): (N, K), with groups (E, N, K); see `reference.py`.
 
+    The tensor cores accumulate bf16 products in FP32: only FP8 has fast and slow accumulation.
     Groups may start at any row, so `aligned` makes no difference.
     """
     if offs is None:

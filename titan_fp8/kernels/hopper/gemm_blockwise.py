@@ -62,7 +62,8 @@ from titan_fp8.kernels.launch import Box, multiprocessors
 from titan_fp8.reference import BLOCK, E4M3, round_up
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
-"""12 warps start with 168 registers a thread; then consumers have 240 and the producer 24."""
+"""A program has 12 warps: two consumers of 4, the producer, and 3 that complete its warpgroup and
+are idle. All start with 168 registers per thread; then consumers have 240 and the others 24."""
 BAND = 8
 """Rows of tiles in a band of the rasterisation (`in_bands`)."""
 
@@ -146,16 +147,21 @@ def mm_launch(
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
 
-    def described(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple[Box, ...]:
+    def boxes(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple[Box, ...]:
         assert a.shape == (m, k) and a.is_contiguous() and b.is_contiguous()
         assert b.shape[-2:] == (n, k) and b.numel() == groups * n * k
         assert a.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
         box = (128, 128)
-        return matrix(a, box), _vector(_by_columns(sa), 128), matrix(b, box), _rows_of(sb)
+        return (
+            matrix(a, box),
+            _scale_vector(_column_major(sa), 128),
+            matrix(b, box),
+            _scale_matrix(sb),
+        )
 
     args = (
-        *described(a_MK, sa, b, sb),
-        *((None,) * 4 if second is None else described(*second)),
+        *boxes(a_MK, sa, b, sb),
+        *((None,) * 4 if second is None else boxes(*second)),
         matrix(c_MN, (64, 128)),
         c_MN,
         offs,
@@ -175,14 +181,14 @@ def wgrad_launch(
     """The launch that writes `blockwise_wgrad` to `c`, (N, K) or (E, N, K)."""
     (n, width), k = a_NM.shape, b_KM.shape[0]
     groups = 1 if offs is None else offs.shape[0]
-    sa, sb = _by_columns(sa), _by_columns(sb)
     assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
     assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
+    sa, sb = _column_major(sa), _column_major(sb)
     args = (
         matrix(a_NM, (128, 128)),
-        _vector(sa, 256),
+        _scale_vector(sa, 256),
         matrix(b_KM, (128, 128)),
-        _vector(sb, 128),
+        _scale_vector(sb, 128),
         matrix(c, (64, 128)),
         c,
         offs,
@@ -212,7 +218,7 @@ def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
 
 
-def _by_columns(s: Tensor) -> Tensor:
+def _column_major(s: Tensor) -> Tensor:
     """A 1x128 scale (rows, blocks) in the layout of the quantisers, stride 1 along the rows.
 
     A copy if its layout differs: hooks for saved tensors may return a contiguous one.
@@ -223,15 +229,15 @@ def _by_columns(s: Tensor) -> Tensor:
     return scales_1x128(s, rows, blocks * BLOCK).copy_(s)
 
 
-def _vector(s: Tensor, box: int) -> Box:
-    """TMA's view of a 1x128 scale (rows, blocks), as the one vector it is in memory."""
+def _scale_vector(s: Tensor, box: int) -> Box:
+    """TMA's view of a column-major 1x128 scale (rows, blocks) as a vector: column after column."""
     rows, blocks = s.shape
     stride = s.stride(1)
     assert s.dtype == torch.float32 and s.stride(0) == 1 and stride % 4 == 0
     return Box(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
 
 
-def _rows_of(s: Tensor) -> Box:
+def _scale_matrix(s: Tensor) -> Box:
     """TMA's view of a 128x128 scale (..., row blocks, column blocks) as a matrix of all rows."""
     *lead, rows, blocks = s.shape
     stride = s.stride(-2)

@@ -18,15 +18,21 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     ROWS,
     SCALAR_2D,
     WAVE,
+    Operands,
+    Output,
+    Ring,
+    Tile,
     advance,
     as_boxes,
     in_bands,
     make_barriers,
     make_tile_queue,
     next_ticket,
-    part_of,
+    pipeline_start,
+    publish_end,
     publish_tile,
     receive_tile,
+    split_last_round,
     start_product,
     store_wave,
     tma_load,
@@ -36,37 +42,38 @@ from titan_fp8.kernels.launch import kernel
 
 
 @gluon.jit
-def part_of_dense(ticket, offs_ptr, M, n_tiles):
-    """`part_of` for a dense GEMM; with groups the number of tiles is unknown, and all are whole."""
+def tile_of_ticket(ticket, offs_ptr, M, n_tiles):
+    """The tile of a ticket and its part, see `split_last_round`.
+
+    With groups the number of tiles is unknown until all group ends are read, so none is split.
+    """
     if offs_ptr is None:
-        return part_of(ticket, gl.cdiv(M, 128) * n_tiles)
+        return split_last_round(ticket, gl.cdiv(M, 128) * n_tiles)
     else:
         return ticket, ticket * 0 + 2
 
 
 @gluon.jit
-def produce(
-    operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr, PRODUCTS: gl.constexpr
-):
+def produce(products, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr):
     """The producer warp: finds the program's tiles and loads their blocks as stages become free.
 
-    `operands`: the TMA descriptors of a, sa, b and sb, for each of PRODUCTS products. Rowwise
-    products have no descriptors of scales.
+    `products`: the `Operands` of one product, or of two that are added up.
     """
     M, N, K, E, lda = sizes
-    a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
-    STAGES: gl.constexpr = a_ring.shape[0]
-    SCALES: gl.constexpr = 0 if operands[1] is None else 128 * 4 + 2 * 16 * 4
+    STAGES: gl.constexpr = ring.a.shape[0]
+    PRODUCTS: gl.constexpr = len(products)
+    SCALES: gl.constexpr = 0 if ring.sa is None else 128 * 4 + 2 * 16 * 4
     BYTES: gl.constexpr = 128 * 128 + SCALES
     n_tiles = gl.cdiv(N, 256)
     zero = gl.to_tensor(0)
-    stage, phase, slot, slot_phase = zero, zero, zero, zero
+    stage, slot = pipeline_start(), pipeline_start()
     ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
-    tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
+    tile, part = tile_of_ticket(ticket, offs_ptr, M, n_tiles)
     group, first, row_begin, row_end = group_of_tile(
         tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
     )
     while group <= E:
+        # TMA loads of a scale vector must start at a multiple of 16 bytes, which is 4 rows.
         top = row_begin // 4 * 4
         m, n = in_bands(tile - first, gl.cdiv(row_end - top, 128), n_tiles, BAND)
         row = top + m * 128
@@ -74,111 +81,114 @@ def produce(
         both = (part == 2) & (column + 128 < N)
         waves = gl.where(both, 2, 1)
         blocks = gl.where(group < E, gl.cdiv(K, 128), 0)
-        slot, slot_phase = publish_tile(
-            queue, slot, slot_phase,
-            row, row_begin, row_end, column, PRODUCTS * blocks, waves, group,
-        )  # fmt: skip
+        slot = publish_tile(
+            queue, slot, Tile(row, row_begin, row_end, column, PRODUCTS * blocks, waves, group)
+        )
         b_row = group * N + column
         sb_row = group * gl.cdiv(N, 128) + column // 128
         for i in gl.static_range(PRODUCTS):
-            a_desc, sa_desc = operands[4 * i], operands[4 * i + 1]
-            b_desc, sb_desc = operands[4 * i + 2], operands[4 * i + 3]
+            x = products[i]
             for k in range(blocks):
+                s = stage.index
                 # Both consumers have released the stage; in the first round nobody holds it.
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                bar = full.index(stage)
+                mbarrier.wait(ring.empty.index(s), stage.phase ^ 1)
+                bar = ring.full.index(s)
                 # `full` completes when all bytes have arrived; the second wave is optional.
                 mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
                 mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
-                tma_load(a_desc, [row, k * 128], bar, a_ring.index(stage))
-                if sa_desc is not None:
-                    tma_load(sa_desc, [k * lda + row], bar, sa_ring.index(stage))
-                    tma_load(sb_desc, [sb_row, k // 16 * 16], bar, sb_ring.index(stage))
-                tma_load(b_desc, [b_row, k * 128], bar, b_ring.index(2 * stage))
-                tma_load(
-                    b_desc, [b_row + 128, k * 128], bar, b_ring.index(2 * stage + 1), pred=both
-                )
-                stage, phase = advance(stage, phase, STAGES)
+                tma_load(x.a, [row, k * 128], bar, ring.a.index(s))
+                if ring.sa is not None:
+                    tma_load(x.sa, [k * lda + row], bar, ring.sa.index(s))
+                    # 2 x 16 scales of B: a row for each wave, and in it 16 blocks that include
+                    # block k, because a TMA load must start at a multiple of 16 bytes.
+                    tma_load(x.sb, [sb_row, k // 16 * 16], bar, ring.sb.index(s))
+                tma_load(x.b, [b_row, k * 128], bar, ring.b.index(2 * s))
+                tma_load(x.b, [b_row + 128, k * 128], bar, ring.b.index(2 * s + 1), pred=both)
+                stage = advance(stage, STAGES)
         ticket = next_ticket(ticket_ptr, ticket)
-        tile, part = part_of_dense(ticket, offs_ptr, M, n_tiles)
+        tile, part = tile_of_ticket(ticket, offs_ptr, M, n_tiles)
         group, first, row_begin, row_end = group_of_tile(
             tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles
         )
-    publish_tile(queue, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
+    publish_end(queue, slot)
 
 
 @gluon.jit
-def multiply(a, b, turn, turn_phase, PART: gl.constexpr):
+def multiply(a, b, turn, turn_phase, CONSUMER: gl.constexpr):
     """One WGMMA of a wave, issued after the other consumer has issued its own.
 
     `turn` has a barrier for each consumer, at which the other one arrives when it has issued a
     WGMMA. So the tensor cores alternate, and one consumer promotes while the other's WGMMA runs.
     """
-    mbarrier.wait(turn.index(PART), turn_phase)
+    mbarrier.wait(turn.index(CONSUMER), turn_phase)
     p = start_product(a, b)
-    mbarrier.arrive(turn.index(1 - PART), count=1)
+    mbarrier.arrive(turn.index(1 - CONSUMER), count=1)
     return warpgroup_mma_wait(0, [p]), turn_phase ^ 1
 
 
 @gluon.jit
 def contract(
-    blocks, stage, phase, turn_phase, ring, sb_values, turn,
-    PART: gl.constexpr, WAVES: gl.constexpr, PRODUCTS: gl.constexpr,
+    blocks, stage, turn_phase, ring, sb_values, turn,
+    CONSUMER: gl.constexpr, WAVES: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
     """One consumer's 64 rows of a tile, WAVES x 128 columns, promoted block by block."""
-    a_ring, sa_ring, b_ring, _, full, empty = ring
     left = gl.zeros([64, 128], gl.float32, WAVE)
     right = gl.zeros([64, 128], gl.float32, WAVE)
     for k in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        a = a_ring.index(stage).slice(PART * 64, 64)
-        sa = sa_ring.index(stage).slice(PART * 64, 64)
+        i = stage.index
+        # All of the block's bytes have arrived.
+        mbarrier.wait(ring.full.index(i), stage.phase)
+        a = ring.a.index(i).slice(CONSUMER * 64, 64)
+        sa = ring.sa.index(i).slice(CONSUMER * 64, 64)
+        # Of the 2 x 16 scales of B in a stage, this is wave 0's for block k; wave 1's comes 16
+        # later. The second product counts its blocks from 0 again.
         if PRODUCTS == 1:
-            place = stage * 32 + k % 16
+            sb = i * 32 + k % 16
         else:
-            place = stage * 32 + (k - gl.where(k < blocks // 2, 0, blocks // 2)) % 16
-        s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place).load(WAVE)
-        p, turn_phase = multiply(a, b_ring.index(2 * stage), turn, turn_phase, PART)
+            sb = i * 32 + (k - gl.where(k < blocks // 2, 0, blocks // 2)) % 16
+        s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(sb).load(WAVE)
+        p, turn_phase = multiply(a, ring.b.index(2 * i), turn, turn_phase, CONSUMER)
         left += p * s
         if WAVES == 2:
             # Loading sa again is cheaper than a register that is live across the first wave.
-            s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(place + 16).load(WAVE)
-            p, turn_phase = multiply(a, b_ring.index(2 * stage + 1), turn, turn_phase, PART)
-            mbarrier.arrive(empty.index(stage), count=1)
+            s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(sb + 16).load(WAVE)
+            p, turn_phase = multiply(a, ring.b.index(2 * i + 1), turn, turn_phase, CONSUMER)
+            # The WGMMAs have read the stage, and its scales are in registers: the producer may
+            # refill it while this consumer promotes.
+            mbarrier.arrive(ring.empty.index(i), count=1)
             right += p * s
         else:
-            mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, a_ring.shape[0])
-    return left, right, stage, phase, turn_phase
+            mbarrier.arrive(ring.empty.index(i), count=1)
+        stage = advance(stage, ring.a.shape[0])
+    return left, right, stage, turn_phase
 
 
 @gluon.jit
 def consume(
-    c_desc, c_ptr, N, ring, sb_values, queue, turn, buffers,
-    PART: gl.constexpr, PRODUCTS: gl.constexpr,
-):  # fmt: skip
+    c, ring, sb_values, queue, turn, buffers, CONSUMER: gl.constexpr, PRODUCTS: gl.constexpr
+):
     """A consumer warpgroup: computes and stores 64 rows of each tile in the queue."""
-    zero = gl.to_tensor(0)
-    stage, phase = zero, zero
-    turn_phase = gl.to_tensor(1 - PART)
-    buffer = buffers.index(PART)
-    row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(queue, zero, zero)
-    while blocks >= 0:
-        mine = row + PART * 64
-        if waves == 2:
-            left, right, stage, phase, turn_phase = contract(
-                blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 2, PRODUCTS
+    stage = pipeline_start()
+    # Consumer 0 goes first: waiting for phase 1 of a fresh barrier succeeds at once. Consumer 1
+    # waits for phase 0, which completes when consumer 0 has issued its first WGMMA.
+    turn_phase = gl.to_tensor(1 - CONSUMER)
+    buffer = buffers.index(CONSUMER)
+    tile, slot = receive_tile(queue, pipeline_start())
+    while tile.blocks >= 0:
+        row = tile.row + CONSUMER * 64
+        if tile.waves == 2:
+            left, right, stage, turn_phase = contract(
+                tile.blocks, stage, turn_phase, ring, sb_values, turn, CONSUMER, 2, PRODUCTS
             )
-            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-            store_wave(c_desc, c_ptr, buffer, right, mine, begin, end, column + 128, N, 0)
+            store_wave(c, buffer, left, tile, row, tile.column, 0)
+            store_wave(c, buffer, right, tile, row, tile.column + 128, 0)
         else:
-            left, right, stage, phase, turn_phase = contract(
-                blocks, stage, phase, turn_phase, ring, sb_values, turn, PART, 1, PRODUCTS
+            left, right, stage, turn_phase = contract(
+                tile.blocks, stage, turn_phase, ring, sb_values, turn, CONSUMER, 1, PRODUCTS
             )
-            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-        row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(
-            queue, slot, slot_phase
-        )
+            store_wave(c, buffer, left, tile, row, tile.column, 0)
+        tile, slot = receive_tile(queue, slot)
+    # Shared memory must outlive the TMA stores that read it.
     tma.store_wait(0)
 
 
@@ -205,7 +215,8 @@ def blockwise_fprop_dgrad_kernel(
 ):
     """Tiles of 128 x 256: two consumers of 64 rows each, two waves of 128 columns.
 
-    a2_desc to sb2_desc are the operands of a second product, or None.
+    a2_desc to sb2_desc are the operands of a second product, or None. `launcher.c` takes tensors
+    and numbers only, so the operands are single arguments here and aggregates from here on.
     """
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], b_desc.layout)
@@ -218,15 +229,18 @@ def blockwise_fprop_dgrad_kernel(
     turn = make_barriers(2, 1)
     queue = make_tile_queue()
     fence_async_shared()
-    ring = (a_ring, sa_ring, b_ring, sb_ring, full, empty)
-    PRODUCTS: gl.constexpr = 1 if a2_desc is None else 2
-    operands = (a_desc, sa_desc, b_desc, sb_desc, a2_desc, sa2_desc, b2_desc, sb2_desc)
+    ring = Ring(a_ring, sa_ring, b_ring, sb_ring, full, empty)
+    first = Operands(a_desc, sa_desc, b_desc, sb_desc)
+    second = None if a2_desc is None else Operands(a2_desc, sa2_desc, b2_desc, sb2_desc)
+    products = (first,) if a2_desc is None else (first, second)
+    PRODUCTS: gl.constexpr = len(products)
+    c = Output(c_desc, c_ptr, N)
     sizes = (M, N, K, E, lda)
     gl.warp_specialize(
         [
-            (consume, (c_desc, c_ptr, N, ring, sb_values, queue, turn, buffers, 0, PRODUCTS)),
-            (consume, (c_desc, c_ptr, N, ring, sb_values, queue, turn, buffers, 1, PRODUCTS)),
-            (produce, (operands, offs_ptr, None, sizes, ring, queue, BAND, PRODUCTS)),
+            (consume, (c, ring, sb_values, queue, turn, buffers, 0, PRODUCTS)),
+            (consume, (c, ring, sb_values, queue, turn, buffers, 1, PRODUCTS)),
+            (produce, (products, offs_ptr, None, sizes, ring, queue, BAND)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],

@@ -16,14 +16,20 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     COLUMNS,
     ROWS,
     WAVE,
+    Operands,
+    Output,
+    Ring,
+    Tile,
     advance,
     in_bands,
     make_barriers,
     make_tile_queue,
     next_ticket,
-    part_of,
+    pipeline_start,
+    publish_end,
     publish_tile,
     receive_tile,
+    split_last_round,
     start_product,
     store_wave,
     tma_load,
@@ -36,21 +42,20 @@ from titan_fp8.kernels.launch import kernel
 def produce(operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr):
     """The producer warp: finds the program's tiles and loads their blocks as stages become free.
 
-    Rowwise products have no descriptors of scales, and the queue counts halves of blocks.
+    Rowwise products have no scales per block, and their tiles count halves of blocks.
     """
-    a_desc, sa_desc, b_desc, sb_desc = operands
     width, N, K, E, lda, ldb = sizes
-    a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
-    STAGES: gl.constexpr = b_ring.shape[0]
-    SCALES: gl.constexpr = 0 if sa_desc is None else 128 * 4 + 256 * 4
+    STAGES: gl.constexpr = ring.b.shape[0]
+    SCALES: gl.constexpr = 0 if ring.sa is None else 128 * 4 + 256 * 4
     BYTES: gl.constexpr = 128 * 128 + SCALES
     n_tiles = gl.cdiv(N, 256)
     k_tiles = gl.cdiv(K, 128)
     zero = gl.to_tensor(0)
-    stage, phase, slot, slot_phase, first = zero, zero, zero, zero, zero
+    stage, slot = pipeline_start(), pipeline_start()
+    first = zero
     group, end, block, blocks, halves = next_group(zero - 1, zero, zero, zero, offs_ptr, width, E)
     ticket = next_ticket(ticket_ptr, gl.program_id(0) - gl.num_programs(0))
-    tile, part = part_of(ticket, E * n_tiles * k_tiles)
+    tile, part = split_last_round(ticket, E * n_tiles * k_tiles)
     while tile < E * n_tiles * k_tiles:
         while tile >= first + n_tiles * k_tiles:
             first += n_tiles * k_tiles
@@ -63,78 +68,83 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constex
         both = (part == 2) & (row + 128 < N)
         waves = gl.where(both, 2, 1)
         top = group * N
-        length = halves if sa_desc is None else blocks
-        slot, slot_phase = publish_tile(
-            queue, slot, slot_phase, top + row, top, top + N, column, length, waves, group
+        length = halves if ring.sa is None else blocks
+        # dW (E, N, K) is stored as one matrix of E * N rows.
+        slot = publish_tile(
+            queue, slot, Tile(top + row, top, top + N, column, length, waves, group)
         )
         for i in range(block, block + blocks):
+            s = stage.index
             # Both consumers have released the stage; in the first round nobody holds it.
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            bar = full.index(stage)
+            mbarrier.wait(ring.empty.index(s), stage.phase ^ 1)
+            bar = ring.full.index(s)
             # `full` completes when all bytes have arrived; the second wave is optional.
             mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
             mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
-            tma_load(b_desc, [column, i * 128], bar, b_ring.index(stage))
-            if sa_desc is not None:
-                tma_load(sb_desc, [i * ldb + column], bar, sb_ring.index(stage))
-                tma_load(sa_desc, [i * lda + row], bar, sa_ring.index(stage))
-            tma_load(a_desc, [row, i * 128], bar, a_ring.index(2 * stage))
-            tma_load(a_desc, [row + 128, i * 128], bar, a_ring.index(2 * stage + 1), pred=both)
-            stage, phase = advance(stage, phase, STAGES)
+            tma_load(operands.b, [column, i * 128], bar, ring.b.index(s))
+            if ring.sa is not None:
+                # Scales are stored by columns: block i of all rows, then block i + 1.
+                tma_load(operands.sb, [i * ldb + column], bar, ring.sb.index(s))
+                tma_load(operands.sa, [i * lda + row], bar, ring.sa.index(s))
+            tma_load(operands.a, [row, i * 128], bar, ring.a.index(2 * s))
+            tma_load(operands.a, [row + 128, i * 128], bar, ring.a.index(2 * s + 1), pred=both)
+            stage = advance(stage, STAGES)
         ticket = next_ticket(ticket_ptr, ticket)
-        tile, part = part_of(ticket, E * n_tiles * k_tiles)
-    publish_tile(queue, slot, slot_phase, zero, zero, zero, zero, zero - 1, zero, zero)
+        tile, part = split_last_round(ticket, E * n_tiles * k_tiles)
+    publish_end(queue, slot)
 
 
 @gluon.jit
-def contract(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
+def contract(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
     """One consumer's rows of a tile, WAVES x 64 by 128 columns, promoted block by block."""
-    a_ring, sa_ring, b_ring, sb_ring, full, empty = ring
     upper = gl.zeros([64, 128], gl.float32, WAVE)
     lower = gl.zeros([64, 128], gl.float32, WAVE)
     for _ in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        b = b_ring.index(stage)
-        p = start_product(a_ring.index(2 * stage).slice(PART * 64, 64), b)
+        i = stage.index
+        # All of the block's bytes have arrived.
+        mbarrier.wait(ring.full.index(i), stage.phase)
+        b = ring.b.index(i)
+        p = start_product(ring.a.index(2 * i).slice(CONSUMER * 64, 64), b)
         # In registers for both waves: the WGMMAs need nearly all of the shared-memory bandwidth.
-        sb = gl.expand_dims(sb_ring.index(stage).load(COLUMNS), 0)
-        sa = sa_ring.index(stage)
-        s = gl.expand_dims(sa.slice(PART * 64, 64).load(ROWS), 1)
+        sb = gl.expand_dims(ring.sb.index(i).load(COLUMNS), 0)
+        sa = ring.sa.index(i)
+        s = gl.expand_dims(sa.slice(CONSUMER * 64, 64).load(ROWS), 1)
         p = warpgroup_mma_wait(0, [p])
         upper += p * sb * s
         if WAVES == 2:
-            p = start_product(a_ring.index(2 * stage + 1).slice(PART * 64, 64), b)
-            s = gl.expand_dims(sa.slice(128 + PART * 64, 64).load(ROWS), 1)
+            p = start_product(ring.a.index(2 * i + 1).slice(CONSUMER * 64, 64), b)
+            s = gl.expand_dims(sa.slice(128 + CONSUMER * 64, 64).load(ROWS), 1)
             p = warpgroup_mma_wait(0, [p])
-            mbarrier.arrive(empty.index(stage), count=1)
+            # The WGMMAs have read the stage, and its scales are in registers: the producer may
+            # refill it while this consumer promotes.
+            mbarrier.arrive(ring.empty.index(i), count=1)
             lower += p * sb * s
         else:
-            mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, b_ring.shape[0])
-    return upper, lower, stage, phase
+            mbarrier.arrive(ring.empty.index(i), count=1)
+        stage = advance(stage, ring.b.shape[0])
+    return upper, lower, stage
 
 
 @gluon.jit
-def consume(c_desc, c_ptr, K, ring, queue, buffers, PART: gl.constexpr):
+def consume(c, ring, queue, buffers, CONSUMER: gl.constexpr):
     """A consumer warpgroup: computes and stores 64 rows of each wave of the tiles in the queue."""
+    # bf16 results have an epilogue buffer for each wave; FP32 ones share it (LAST is 0).
     LAST: gl.constexpr = buffers.shape[0] // 2 - 1
-    zero = gl.to_tensor(0)
-    stage, phase = zero, zero
-    first = buffers.index(PART * (LAST + 1))
-    last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(queue, zero, zero)
-    while blocks >= 0:
-        mine = row + PART * 64
-        if waves == 2:
-            upper, lower, stage, phase = contract(blocks, stage, phase, ring, PART, 2)
-            store_wave(c_desc, c_ptr, first, upper, mine, begin, end, column, K, LAST)
-            store_wave(c_desc, c_ptr, last, lower, mine + 128, begin, end, column, K, LAST)
+    stage = pipeline_start()
+    first = buffers.index(CONSUMER * (LAST + 1))
+    last = buffers.index(CONSUMER * (LAST + 1) + LAST)
+    tile, slot = receive_tile(queue, pipeline_start())
+    while tile.blocks >= 0:
+        row = tile.row + CONSUMER * 64
+        if tile.waves == 2:
+            upper, lower, stage = contract(tile.blocks, stage, ring, CONSUMER, 2)
+            store_wave(c, first, upper, tile, row, tile.column, LAST)
+            store_wave(c, last, lower, tile, row + 128, tile.column, LAST)
         else:
-            upper, lower, stage, phase = contract(blocks, stage, phase, ring, PART, 1)
-            store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, blocks, waves, _, slot, slot_phase = receive_tile(
-            queue, slot, slot_phase
-        )
+            upper, lower, stage = contract(tile.blocks, stage, ring, CONSUMER, 1)
+            store_wave(c, last, upper, tile, row, tile.column, 0)
+        tile, slot = receive_tile(queue, slot)
+    # Shared memory must outlive the TMA stores that read it.
     tma.store_wait(0)
 
 
@@ -168,13 +178,14 @@ def blockwise_wgrad_kernel(
     empty = make_barriers(STAGES, 2)
     queue = make_tile_queue()
     fence_async_shared()
-    ring = (a_ring, sa_ring, b_ring, sb_ring, full, empty)
-    operands = (a_desc, sa_desc, b_desc, sb_desc)
+    ring = Ring(a_ring, sa_ring, b_ring, sb_ring, full, empty)
+    operands = Operands(a_desc, sa_desc, b_desc, sb_desc)
+    c = Output(c_desc, c_ptr, K)
     sizes = (width, N, K, E, lda, ldb)
     gl.warp_specialize(
         [
-            (consume, (c_desc, c_ptr, K, ring, queue, buffers, 0)),
-            (consume, (c_desc, c_ptr, K, ring, queue, buffers, 1)),
+            (consume, (c, ring, queue, buffers, 0)),
+            (consume, (c, ring, queue, buffers, 1)),
             (produce, (operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND)),
         ],
         worker_num_warps=[4, 1],

@@ -5,8 +5,8 @@ Dense products run as `torch._scaled_mm` (CUTLASS). With 64 groups, wgrad by
 up to 1.4 times. So grouped products have kernels of their own (gemm_rowwise_grouped.py), with the
 structure of the blockwise ones:
 
-    M-grouped  `rowwise_mm`     fprop, dgrad   c[m] = a[m] b[e]^T          a row by a row
-    K-grouped  `rowwise_wgrad`  wgrad          c[e] = a[:, e] b[:, e]^T    a row and group, likewise
+    rowwise_mm      fprop, dgrad   c[m] = a[m] b[e]ᵀ         M-grouped, scales per row
+    rowwise_wgrad   wgrad          c[e] = a[:, e] b[:, e]ᵀ   K-grouped, scales per group and row
 
 Accumulation. fprop and dgrad use fast accumulation (`use_fast_accum` for dense ones): the sums stay
 in the tensor cores, with about 14 bits. wgrad uses slow accumulation, because it sums over all
@@ -36,8 +36,8 @@ def rowwise_mm(
 ) -> Tensor:
     """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
 
-    A scale a row: sa (M,), sb (N,) or (E, N). Returns (M, N); rows of no group are zero. Groups may
-    start at any row, so `aligned` makes no difference.
+    One scale per row: sa (M,), sb (N,) or (E, N). Fast accumulation. Returns (M, N); rows of no
+    group are zero. Groups may start at any row, so `aligned` makes no difference.
     """
     m, n = a_MK.shape[0], b.shape[-2]
     if offs is None and m:
@@ -60,9 +60,9 @@ def rowwise_wgrad(
 ) -> Tensor:
     """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
 
-    A scale a row, or a row and group: sa (N,) or (E, N), sb (K,) or (E, K). Returns (N, K), or
-    (E, N, K) with zeros for empty groups. The columns at which groups start follow from `offs`,
-    `aligned` or not.
+    One scale per row, or per group and row: sa (N,) or (E, N), sb (K,) or (E, K). Slow accumulation
+    (with groups, FP32 every 128 tokens). Returns (N, K), or (E, N, K) with zeros for empty groups.
+    The columns at which groups start follow from `offs`, `aligned` or not.
     """
     (n, width), k = a_NM.shape, b_KM.shape[0]
     if offs is None and width:

@@ -26,10 +26,14 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     COLUMNS,
     ROWS,
     WAVE,
+    Operands,
+    Output,
+    Ring,
     advance,
     as_boxes,
     make_barriers,
     make_tile_queue,
+    pipeline_start,
     receive_tile,
     start_product,
     store_wave,
@@ -39,7 +43,7 @@ from titan_fp8.kernels.launch import kernel
 WIDE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
 )
-"""The registers of both waves of one consumer, 64 x 256 results."""
+"""Layout of the 64 x 256 accumulator that a consumer has for both waves."""
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """One column scale per thread: in the layout COLUMNS it would be 32, live over a whole tile."""
 
@@ -58,78 +62,74 @@ def scaled(wave, sa, sb):
 
 
 @gluon.jit
-def accumulate(blocks, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
+def accumulate(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
     """One consumer's 64 rows of an M-grouped tile, WAVES x 128 columns, in one accumulator.
 
     One WGMMA is in flight while the next is issued, so a stage is released one block later.
     """
-    a_ring, b_ring, full, empty = ring
     LAYOUT: gl.constexpr = WIDE if WAVES == 2 else WAVE
     sums = gl.zeros([64, WAVES * 128], gl.float32, LAYOUT)
     # A value of its own: Triton does not carry an alias of `stage` through the loop.
     before = gl.to_tensor(0)
     for i in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        a = a_ring.index(stage).slice(PART * 64, 64)
-        b = b_ring.index(stage).slice(0, WAVES * 128)
+        # All of the block's bytes have arrived.
+        mbarrier.wait(ring.full.index(stage.index), stage.phase)
+        a = ring.a.index(stage.index).slice(CONSUMER * 64, 64)
+        b = ring.b.index(stage.index).slice(0, WAVES * 128)
         sums = warpgroup_mma(a, b.permute([1, 0]), sums, is_async=True)
+        # The previous WGMMA is done with its stage.
         sums = warpgroup_mma_wait(1, [sums])
-        mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
-        before = stage
-        stage, phase = advance(stage, phase, a_ring.shape[0])
+        mbarrier.arrive(ring.empty.index(before), count=1, pred=i > 0)
+        before = stage.index
+        stage = advance(stage, ring.a.shape[0])
     sums = warpgroup_mma_wait(0, [sums])
-    mbarrier.arrive(empty.index(before), count=1, pred=blocks > 0)
+    mbarrier.arrive(ring.empty.index(before), count=1, pred=blocks > 0)
     if WAVES == 2:
         left, right = sums.reshape([64, 2, 128]).permute([0, 2, 1]).split()
         left = gl.convert_layout(left, WAVE, assert_trivial=True)
         right = gl.convert_layout(right, WAVE, assert_trivial=True)
-        return left, right, stage, phase
+        return left, right, stage
     else:
-        return sums, sums, stage, phase
+        return sums, sums, stage
 
 
 @gluon.jit
-def skip(blocks, stage, phase, ring):
+def skip(blocks, stage, ring):
     """Release the stages of a tile in which this consumer has no rows."""
-    a_ring, _, full, empty = ring
     for _ in range(blocks):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, a_ring.shape[0])
-    return stage, phase
+        mbarrier.wait(ring.full.index(stage.index), stage.phase)
+        mbarrier.arrive(ring.empty.index(stage.index), count=1)
+        stage = advance(stage, ring.a.shape[0])
+    return stage
 
 
 @gluon.jit
-def consume_rows(c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, queue, buffers, PART: gl.constexpr):
+def consume_rows(c, sa_ptr, sb_ptr, ring, queue, buffers, CONSUMER: gl.constexpr):
     """A consumer warpgroup: computes and stores 64 rows of each M-grouped tile in the queue."""
-    zero = gl.to_tensor(0)
-    stage, phase = zero, zero
-    buffer = buffers.index(PART)
-    row, begin, end, column, blocks, waves, group, slot, slot_phase = receive_tile(
-        queue, zero, zero
-    )
-    while blocks >= 0:
-        mine = row + PART * 64
+    stage = pipeline_start()
+    buffer = buffers.index(CONSUMER)
+    tile, slot = receive_tile(queue, pipeline_start())
+    while tile.blocks >= 0:
+        row, column = tile.row + CONSUMER * 64, tile.column
         # Rows of no group have no blocks and read no scales, so they are zero.
-        sa = read_scales(sa_ptr, mine, gl.where(blocks > 0, end, 0), 64, ROWS)
-        columns_end = gl.where(blocks > 0, N, 0)
-        sb = read_scales(sb_ptr + group * N, column, columns_end, 128, LANES)
-        if mine >= end:
+        sa = read_scales(sa_ptr, row, gl.where(tile.blocks > 0, tile.row_end, 0), 64, ROWS)
+        columns_end = gl.where(tile.blocks > 0, c.N, 0)
+        sb = read_scales(sb_ptr + tile.group * c.N, column, columns_end, 128, LANES)
+        if row >= tile.row_end:
             # The last tile of a group may have rows for the first consumer only.
-            stage, phase = skip(blocks, stage, phase, ring)
-        elif waves == 2:
-            sb_right = read_scales(sb_ptr + group * N, column + 128, columns_end, 128, LANES)
-            left, right, stage, phase = accumulate(blocks, stage, phase, ring, PART, 2)
+            stage = skip(tile.blocks, stage, ring)
+        elif tile.waves == 2:
+            sb_right = read_scales(sb_ptr + tile.group * c.N, column + 128, columns_end, 128, LANES)
+            left, right, stage = accumulate(tile.blocks, stage, ring, CONSUMER, 2)
             left, right = scaled(left, sa, sb), scaled(right, sa, sb_right)
-            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-            store_wave(c_desc, c_ptr, buffer, right, mine, begin, end, column + 128, N, 0)
+            store_wave(c, buffer, left, tile, row, column, 0)
+            store_wave(c, buffer, right, tile, row, column + 128, 0)
         else:
-            left, right, stage, phase = accumulate(blocks, stage, phase, ring, PART, 1)
+            left, right, stage = accumulate(tile.blocks, stage, ring, CONSUMER, 1)
             left = scaled(left, sa, sb)
-            store_wave(c_desc, c_ptr, buffer, left, mine, begin, end, column, N, 0)
-        row, begin, end, column, blocks, waves, group, slot, slot_phase = receive_tile(
-            queue, slot, slot_phase
-        )
+            store_wave(c, buffer, left, tile, row, column, 0)
+        tile, slot = receive_tile(queue, slot)
+    # Shared memory must outlive the TMA stores that read it.
     tma.store_wait(0)
 
 
@@ -158,17 +158,19 @@ def rowwise_fprop_dgrad_kernel(
     empty = make_barriers(STAGES, 2)
     queue = make_tile_queue()
     fence_async_shared()
-    ring = (a_ring, b_ring, full, empty)
-    halves = (a_ring, None, as_boxes(b_ring, b_desc, 2 * STAGES), None, full, empty)
-    operands = (a_desc, None, b_desc, None)
+    # Consumers read B of both waves as one box of 256 rows; the producer fills two boxes of 128.
+    ring = Ring(a_ring, None, b_ring, None, full, empty)
+    halves = Ring(a_ring, None, as_boxes(b_ring, b_desc, 2 * STAGES), None, full, empty)
+    products = (Operands(a_desc, None, b_desc, None),)
+    c = Output(c_desc, c_ptr, N)
     sizes = (M, N, K, E, None)
     gl.warp_specialize(
         [
-            (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, queue, buffers, 0)),
-            (consume_rows, (c_desc, c_ptr, sa_ptr, sb_ptr, N, ring, queue, buffers, 1)),
+            (consume_rows, (c, sa_ptr, sb_ptr, ring, queue, buffers, 0)),
+            (consume_rows, (c, sa_ptr, sb_ptr, ring, queue, buffers, 1)),
             (
                 gemm_blockwise_fprop_dgrad.produce,
-                (operands, offs_ptr, ticket_ptr, sizes, halves, queue, BAND, 1),
+                (products, offs_ptr, ticket_ptr, sizes, halves, queue, BAND),
             ),
         ],
         worker_num_warps=[4, 1],
@@ -177,72 +179,72 @@ def rowwise_fprop_dgrad_kernel(
 
 
 @gluon.jit
-def add_block(stage, upper, lower, ring, PART: gl.constexpr, WAVES: gl.constexpr, K: gl.constexpr):
+def add_block(
+    stage, upper, lower, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr, K: gl.constexpr
+):
     """Adds the product of the first K tokens of a block."""
-    a_ring, _, b_ring, _, _, empty = ring
-    b = b_ring.index(stage).slice(0, K, 1)
-    a = a_ring.index(2 * stage).slice(PART * 64, 64).slice(0, K, 1)
+    i = stage.index
+    b = ring.b.index(i).slice(0, K, 1)
+    a = ring.a.index(2 * i).slice(CONSUMER * 64, 64).slice(0, K, 1)
     p = warpgroup_mma_wait(0, [start_product(a, b)])
     upper += p
     if WAVES == 2:
-        a = a_ring.index(2 * stage + 1).slice(PART * 64, 64).slice(0, K, 1)
+        a = ring.a.index(2 * i + 1).slice(CONSUMER * 64, 64).slice(0, K, 1)
         p = warpgroup_mma_wait(0, [start_product(a, b)])
-        mbarrier.arrive(empty.index(stage), count=1)
+        # The WGMMAs have read the stage, so the producer may refill it.
+        mbarrier.arrive(ring.empty.index(i), count=1)
         lower += p
     else:
-        mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(ring.empty.index(i), count=1)
     return upper, lower
 
 
 @gluon.jit
-def add_up(halves, stage, phase, ring, PART: gl.constexpr, WAVES: gl.constexpr):
+def add_up(halves, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
     """One consumer's rows of a K-grouped tile, WAVES x 64, promoted to FP32 block by block."""
-    STAGES: gl.constexpr = ring[2].shape[0]
-    full = ring[4]
+    STAGES: gl.constexpr = ring.b.shape[0]
     upper = gl.zeros([64, 128], gl.float32, WAVE)
     lower = gl.zeros([64, 128], gl.float32, WAVE)
     for _ in range(halves // 2):
-        mbarrier.wait(full.index(stage), phase)
-        upper, lower = add_block(stage, upper, lower, ring, PART, WAVES, 128)
-        stage, phase = advance(stage, phase, STAGES)
+        mbarrier.wait(ring.full.index(stage.index), stage.phase)
+        upper, lower = add_block(stage, upper, lower, ring, CONSUMER, WAVES, 128)
+        stage = advance(stage, STAGES)
+    # The last block has tokens in its first half only.
     if halves % 2 == 1:
-        mbarrier.wait(full.index(stage), phase)
-        upper, lower = add_block(stage, upper, lower, ring, PART, WAVES, 64)
-        stage, phase = advance(stage, phase, STAGES)
-    return upper, lower, stage, phase
+        mbarrier.wait(ring.full.index(stage.index), stage.phase)
+        upper, lower = add_block(stage, upper, lower, ring, CONSUMER, WAVES, 64)
+        stage = advance(stage, STAGES)
+    return upper, lower, stage
 
 
 @gluon.jit
-def consume_columns(c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, queue, buffers, PART: gl.constexpr):
+def consume_columns(c, sa_ptr, sb_ptr, ring, queue, buffers, CONSUMER: gl.constexpr):
     """A consumer warpgroup: computes and stores 64 rows of each wave of the K-grouped tiles."""
+    # bf16 results have an epilogue buffer for each wave; FP32 ones share it (LAST is 0).
     LAST: gl.constexpr = buffers.shape[0] // 2 - 1
-    zero = gl.to_tensor(0)
-    stage, phase = zero, zero
-    first = buffers.index(PART * (LAST + 1))
-    last = buffers.index(PART * (LAST + 1) + LAST)
-    row, begin, end, column, halves, waves, group, slot, slot_phase = receive_tile(
-        queue, zero, zero
-    )
-    while halves >= 0:
-        mine = row + PART * 64
+    stage = pipeline_start()
+    first = buffers.index(CONSUMER * (LAST + 1))
+    last = buffers.index(CONSUMER * (LAST + 1) + LAST)
+    tile, slot = receive_tile(queue, pipeline_start())
+    while tile.blocks >= 0:
+        row, column, halves = tile.row + CONSUMER * 64, tile.column, tile.blocks
         # The dW of an empty group is zero, whatever its scales.
-        rows_end = gl.where(halves > 0, end, 0)
-        columns_end = gl.where(halves > 0, K, 0)
-        sa = read_scales(sa_ptr, mine, rows_end, 64, ROWS)
-        sb = read_scales(sb_ptr + group * K, column, columns_end, 128, LANES)
-        if waves == 2:
-            sa_lower = read_scales(sa_ptr, mine + 128, rows_end, 64, ROWS)
-            upper, lower, stage, phase = add_up(halves, stage, phase, ring, PART, 2)
+        rows_end = gl.where(halves > 0, tile.row_end, 0)
+        columns_end = gl.where(halves > 0, c.N, 0)
+        sa = read_scales(sa_ptr, row, rows_end, 64, ROWS)
+        sb = read_scales(sb_ptr + tile.group * c.N, column, columns_end, 128, LANES)
+        if tile.waves == 2:
+            sa_lower = read_scales(sa_ptr, row + 128, rows_end, 64, ROWS)
+            upper, lower, stage = add_up(halves, stage, ring, CONSUMER, 2)
             upper, lower = scaled(upper, sa, sb), scaled(lower, sa_lower, sb)
-            store_wave(c_desc, c_ptr, first, upper, mine, begin, end, column, K, LAST)
-            store_wave(c_desc, c_ptr, last, lower, mine + 128, begin, end, column, K, LAST)
+            store_wave(c, first, upper, tile, row, column, LAST)
+            store_wave(c, last, lower, tile, row + 128, column, LAST)
         else:
-            upper, lower, stage, phase = add_up(halves, stage, phase, ring, PART, 1)
+            upper, lower, stage = add_up(halves, stage, ring, CONSUMER, 1)
             upper = scaled(upper, sa, sb)
-            store_wave(c_desc, c_ptr, last, upper, mine, begin, end, column, K, 0)
-        row, begin, end, column, halves, waves, group, slot, slot_phase = receive_tile(
-            queue, slot, slot_phase
-        )
+            store_wave(c, last, upper, tile, row, column, 0)
+        tile, slot = receive_tile(queue, slot)
+    # Shared memory must outlive the TMA stores that read it.
     tma.store_wait(0)
 
 
@@ -272,13 +274,14 @@ def rowwise_wgrad_kernel(
     empty = make_barriers(STAGES, 2)
     queue = make_tile_queue()
     fence_async_shared()
-    ring = (a_ring, None, b_ring, None, full, empty)
-    operands = (a_desc, None, b_desc, None)
+    ring = Ring(a_ring, None, b_ring, None, full, empty)
+    operands = Operands(a_desc, None, b_desc, None)
+    c = Output(c_desc, c_ptr, K)
     sizes = (width, N, K, E, None, None)
     gl.warp_specialize(
         [
-            (consume_columns, (c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, queue, buffers, 0)),
-            (consume_columns, (c_desc, c_ptr, sa_ptr, sb_ptr, K, ring, queue, buffers, 1)),
+            (consume_columns, (c, sa_ptr, sb_ptr, ring, queue, buffers, 0)),
+            (consume_columns, (c, sa_ptr, sb_ptr, ring, queue, buffers, 1)),
             (
                 gemm_blockwise_wgrad.produce,
                 (operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND),

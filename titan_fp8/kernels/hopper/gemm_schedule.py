@@ -6,12 +6,17 @@ structures in shared memory connect them, both guarded by pairs of mbarriers:
     ring        STAGES stages, each with one block of 128 along the contraction and its scales. The
                 producer waits on `empty`, issues TMA loads that complete on `full`, and moves on.
                 Each consumer waits on `full` and arrives at `empty`, which takes two arrivals.
-    tile queue  QUEUE_SLOTS slots, each with one tile as seven integers, and the same two barriers.
+    tile queue  QUEUE_SLOTS slots, each with one `Tile`, and the same two barriers.
 
-A stage or slot is used again and again, so a barrier alternates between phases 0 and 1, and
-whoever waits keeps the phase that it waits for. `full` is waited for in phase 0 first. `empty` is
-waited for with the phase flipped, so the first round finds every stage empty.
+A stage or slot is used again and again, so its barriers alternate between phases 0 and 1. Each
+partition keeps a `PipelineState`: the stage or slot that is next, and the phase to wait for. `full`
+is waited for in phase 0 first. `empty` is waited for with the phase flipped, so the first round
+finds every stage empty.
+
+Aggregates name values that belong together. They exist at compile time only.
 """
+
+from typing import TYPE_CHECKING
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma,
 )
+from triton.language import core
 
 # Renamed after Triton 3.6, as was `shared_memory_descriptor._reinterpret`.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -31,16 +37,101 @@ PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterp
 WAVE = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 )
-"""The registers of a consumer's 64 x 128 results of a wave."""
+"""Layout of the 64 x 128 accumulator that a consumer has for a wave."""
 ROWS = gl.constexpr(gl.SliceLayout(1, WAVE.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, WAVE.value))
+"""ROWS, COLUMNS: layouts of a vector along the rows or the columns of WAVE."""
 VECTOR = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 SCALAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-FIELDS = gl.constexpr(7)
-"""Of a tile: its row, the first and the end row that may be stored, its column, the blocks to
-contract (rowwise wgrad: halves of blocks), its waves and its group."""
 QUEUE_SLOTS = gl.constexpr(2)
+FIELDS = gl.constexpr(7)
+"""Integers in a slot of the tile queue: the fields of a `Tile`."""
+
+
+# To a type checker, aggregates are dataclasses.
+if TYPE_CHECKING:
+    from dataclasses import dataclass as aggregate
+else:
+
+    def aggregate(cls):
+        """`gluon.aggregate`, with the constructor that Triton 3.6 does not generate."""
+
+        def init(self, *values):
+            for field, value in zip(cls.__annotations__, values, strict=True):
+                is_value = isinstance(value, core.base_value)
+                setattr(self, field, value if is_value else gl.constexpr(value))
+
+        init.__triton_builtin__ = True
+        cls.__init__ = init
+        return core._aggregate(cls)
+
+
+@aggregate
+class Operands:
+    """TMA descriptors of A, B and their scales; no scales for rowwise products."""
+
+    a: tma.tensor_descriptor
+    sa: tma.tensor_descriptor | gl.constexpr
+    b: tma.tensor_descriptor
+    sb: tma.tensor_descriptor | gl.constexpr
+
+
+@aggregate
+class Output:
+    """C as a matrix with rows of N elements: its TMA descriptor and its address."""
+
+    desc: tma.tensor_descriptor
+    ptr: gl.tensor
+    N: gl.tensor
+
+
+@aggregate
+class Ring:
+    """Shared memory of A, B and their scales, and the barriers of each stage.
+
+    The operand whose halves are the two waves has two boxes per stage, at 2 * stage + wave.
+    """
+
+    a: gl.shared_memory_descriptor
+    sa: gl.shared_memory_descriptor | gl.constexpr
+    b: gl.shared_memory_descriptor
+    sb: gl.shared_memory_descriptor | gl.constexpr
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+@aggregate
+class TileQueue:
+    """Shared memory for the fields of QUEUE_SLOTS tiles, and the barriers of each slot."""
+
+    fields: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+@aggregate
+class Tile:
+    """A tile of C, as the producer describes it to the consumers."""
+
+    row: gl.tensor
+    row_begin: gl.tensor
+    """Rows from here to `row_end` may be stored; the tile may extend beyond them."""
+    row_end: gl.tensor
+    column: gl.tensor
+    blocks: gl.tensor
+    """Blocks to contract (rowwise wgrad: halves of blocks); -1 ends the consumers' loops."""
+    waves: gl.tensor
+    """2, or 1 at the edge of C and where a tile is split between programs."""
+    group: gl.tensor
+
+
+@aggregate
+class PipelineState:
+    """The next stage of the ring or slot of the queue, and the phase of its barriers."""
+
+    index: gl.tensor
+    phase: gl.tensor
 
 
 @gluon.jit
@@ -63,58 +154,71 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_tile_queue():
-    """The tile queue: its slots, and their barriers `full` and `empty`."""
-    queue = gl.allocate_shared_memory(gl.int32, [QUEUE_SLOTS * FIELDS, 1], SCALAR)
-    return queue, make_barriers(QUEUE_SLOTS, 1), make_barriers(QUEUE_SLOTS, 2)
+    fields = gl.allocate_shared_memory(gl.int32, [QUEUE_SLOTS * FIELDS, 1], SCALAR)
+    return TileQueue(fields, make_barriers(QUEUE_SLOTS, 1), make_barriers(QUEUE_SLOTS, 2))
 
 
 @gluon.jit
-def advance(stage, phase, COUNT: gl.constexpr):
-    """The next stage or slot of COUNT, and the phase of its barriers: flipped after the last."""
-    wraps = stage == COUNT - 1
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+def pipeline_start():
+    """Stage or slot 0, in the first round."""
+    return PipelineState(gl.to_tensor(0), gl.to_tensor(0))
 
 
 @gluon.jit
-def publish_tile(queue, slot, phase, row, row_begin, row_end, column, blocks, waves, group):
-    """Producer: pass a tile to the consumers; negative `blocks` ends their loops."""
-    values, full, empty = queue
+def advance(state, COUNT: gl.constexpr):
+    """The next stage or slot of COUNT; the phase flips after the last."""
+    wraps = state.index == COUNT - 1
+    index = gl.where(wraps, 0, state.index + 1)
+    return PipelineState(index, gl.where(wraps, state.phase ^ 1, state.phase))
+
+
+@gluon.jit
+def publish_tile(queue, slot, tile):
+    """Producer: pass a tile to the consumers. Returns the slot after it."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(empty.index(slot), phase ^ 1)
-    fields = (row, row_begin, row_end, column, blocks, waves, group)
+    # Both consumers have read what the slot held; in the first round it held nothing.
+    mbarrier.wait(queue.empty.index(slot.index), slot.phase ^ 1)
+    values = (
+        tile.row, tile.row_begin, tile.row_end, tile.column, tile.blocks, tile.waves, tile.group,
+    )  # fmt: skip
     for i in gl.static_range(FIELDS):
-        values.index(slot * FIELDS + i).store(gl.full([1], fields[i], gl.int32, LANES))
-    mbarrier.arrive(full.index(slot), count=1)
-    return advance(slot, phase, QUEUE_SLOTS)
+        field = queue.fields.index(slot.index * FIELDS + i)
+        field.store(gl.full([1], values[i], gl.int32, LANES))
+    mbarrier.arrive(queue.full.index(slot.index), count=1)
+    return advance(slot, QUEUE_SLOTS)
 
 
 @gluon.jit
-def receive_tile(queue, slot, phase):
+def publish_end(queue, slot):
+    """Producer: tell the consumers that there are no more tiles."""
+    zero = gl.to_tensor(0)
+    publish_tile(queue, slot, Tile(zero, zero, zero, zero, zero - 1, zero, zero))
+
+
+@gluon.jit
+def receive_tile(queue, slot):
     """Consumer: the next tile, and the slot after it."""
-    values, full, empty = queue
-    mbarrier.wait(full.index(slot), phase)
-    row = _field(values, slot, 0)
-    row_begin = _field(values, slot, 1)
-    row_end = _field(values, slot, 2)
-    column = _field(values, slot, 3)
-    blocks = _field(values, slot, 4)
-    waves = _field(values, slot, 5)
-    group = _field(values, slot, 6)
-    mbarrier.arrive(empty.index(slot), count=1)
-    slot, phase = advance(slot, phase, QUEUE_SLOTS)
-    return row, row_begin, row_end, column, blocks, waves, group, slot, phase
+    mbarrier.wait(queue.full.index(slot.index), slot.phase)
+    tile = Tile(
+        _field(queue, slot, 0), _field(queue, slot, 1), _field(queue, slot, 2),
+        _field(queue, slot, 3), _field(queue, slot, 4), _field(queue, slot, 5),
+        _field(queue, slot, 6),
+    )  # fmt: skip
+    mbarrier.arrive(queue.empty.index(slot.index), count=1)
+    return tile, advance(slot, QUEUE_SLOTS)
 
 
 @gluon.jit
-def _field(values, slot, FIELD: gl.constexpr):
-    return gl.sum(values.index(slot * FIELDS + FIELD).load(ROWS), 0)
+def _field(queue, slot, FIELD: gl.constexpr):
+    # A sum over one element makes a scalar of it.
+    return gl.sum(queue.fields.index(slot.index * FIELDS + FIELD).load(ROWS), 0)
 
 
 @gluon.jit
 def next_ticket(ticket_ptr, ticket):
-    """The program's next ticket: from a shared counter, or without one in turns of all programs.
+    """The program's next ticket: drawn from a counter, or without one the next of a fixed share.
 
-    Groups make tiles of different length, which a counter balances.
+    A counter balances the load where groups make some tiles take longer than others.
     """
     if ticket_ptr is None:
         return ticket + gl.num_programs(0)
@@ -123,11 +227,11 @@ def next_ticket(ticket_ptr, ticket):
 
 
 @gluon.jit
-def part_of(ticket, tiles):
+def split_last_round(ticket, tiles):
     """The tile of a ticket, and its part: 2 is the whole tile, 0 and 1 are its waves.
 
-    If the last round of tiles leaves half of the programs idle, its tiles are split into waves.
-    There is no tile left if `tile >= tiles`.
+    If the last round of tiles leaves at least half of the programs idle, its tiles are split into
+    waves, one per ticket. There is no tile left if `tile >= tiles`.
     """
     rest = tiles % gl.num_programs(0)
     whole = gl.where(2 * rest <= gl.num_programs(0), tiles - rest, tiles)
@@ -157,27 +261,25 @@ def start_product(a, b):
 
 
 @gluon.jit
-def store_wave(
-    c_desc, c_ptr, buffer, wave, row, row_begin, row_end, column, N, PENDING: gl.constexpr
-):
-    """Store a wave to C at (row, column), but no rows outside [row_begin, row_end): other tiles'.
+def store_wave(c, buffer, wave, tile, row, column, PENDING: gl.constexpr):
+    """Store a wave to C at (row, column), but only rows that the tile may store.
 
-    PENDING: the number of later TMA stores, from other buffers, that may still be in flight.
+    `buffer` is free when at most PENDING TMA stores, those from other buffers, are in flight.
     """
-    result = wave.to(c_desc.dtype)
-    if (row >= row_begin) & (row + 64 <= row_end):
+    result = wave.to(c.desc.dtype)
+    if (row >= tile.row_begin) & (row + 64 <= tile.row_end):
         tma.store_wait(PENDING)
         buffer.store(result)
         fence_async_shared()
-        tma_store(c_desc, [row, column], buffer)
+        tma_store(c.desc, [row, column], buffer)
     else:
-        # The next TMA store counts on PENDING stores at most, whichever way this one goes.
+        # Callers count stores in flight as if every wave left by TMA. Waiting for all is safe.
         tma.store_wait(0)
         rows = row + gl.arange(0, 64, ROWS)
-        mine = (rows >= row_begin) & (rows < row_end)
+        may_store = (rows >= tile.row_begin) & (rows < tile.row_end)
         # N is a multiple of 16, so one predicate serves 16 columns. Constant and variable parts of
         # the address are kept apart to save registers.
         columns = gl.arange(0, 128, COLUMNS)
-        inside = columns // 16 * 16 < N - column
-        address = (c_ptr + column + rows.to(gl.int64) * N)[:, None] + columns[None, :]
-        gl.store(address, result, mask=mine[:, None] & inside[None, :])
+        inside = columns // 16 * 16 < c.N - column
+        address = (c.ptr + column + rows.to(gl.int64) * c.N)[:, None] + columns[None, :]
+        gl.store(address, result, mask=may_store[:, None] & inside[None, :])

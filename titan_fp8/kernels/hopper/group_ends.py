@@ -26,8 +26,8 @@ def group_of_tile(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tile
     """The group that a tile of a GEMM is in; starts at `group`, whose first tile is `first`.
 
     Returns the group, its first tile, its first row and its end row. A group has `n_tiles` tiles
-    for each 128 of its rows, counted from its first row rounded down to a multiple of 4, because
-    TMA reads the scales 16 bytes at a time.
+    for each 128 of its rows, counted from its first row rounded down to a multiple of 4: TMA loads
+    of scales must start at a multiple of 16 bytes.
     """
     tiles = gl.cdiv(row_end - row_begin // 4 * 4, 128) * n_tiles
     while (group <= E) & (tile >= first + tiles):
@@ -64,7 +64,7 @@ def next_group(group, end, block, blocks, offs_ptr, width, E):
 
 @functools.cache
 def group_lanes(groups: int) -> int:
-    """Of how many groups, a power of two, `locate` reads the ends; 0 of none."""
+    """How many group ends `locate` reads: a power of two of at least 32, or 0 without groups."""
     return groups and max(32, 1 << (groups - 1).bit_length())
 
 
@@ -78,7 +78,7 @@ def locate(
     tile, offs, M, MT, E,
     TOKENS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile of TOKENS columns of the transposed copy lies, and how much its group owns.
+    """The place of a tile of TOKENS columns of the transposed copy, and its group.
 
     Tiles are numbered group by group, from the first column of each. GROUPS is a power of two not
     below E, or 0 without groups. ALIGNED: the first rows of groups are multiples of 128, as their
@@ -91,9 +91,11 @@ def locate(
     if GROUPS == 0:
         return row, row, M - row, MT - row, tile * 0
     elif ALIGNED:
+        # Rows and columns coincide. Callers need to know only whether the rows have a group.
         group = gl.where(row < gl.load(offs + E - 1), 0, E)
         return row, row, M - row, MT - row, group
     else:
+        # Each lane has one group: its rows, ends cut to M, its width in columns and its tiles.
         g = gl.arange(0, GROUPS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         end = gl.load(offs + g, mask=g < E, other=0)
         begin = gl.load(offs + g - 1, mask=(g > 0) & (g < E), other=0)
@@ -102,6 +104,7 @@ def locate(
         size = gl.maximum(end - begin, 0)
         width = (size + 127) // 128 * 128
         tiles = (width + TOKENS - 1) // TOKENS
+        # `here` selects the group of this tile, `before` those that end before it.
         after = gl.associative_scan(tiles, 0, _sum)
         before = (g < E) & (after <= tile)
         here = (g < E) & (after > tile) & (after - tiles <= tile)
