@@ -14,11 +14,11 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
+from titan_fp8.patches import RECOMPUTABLE_QUANTISERS
 from titan_fp8.recipe import BF16, RECIPES
+from titan_fp8.recomputation import with_recomputable_quantisers
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.patches import RECOMPUTABLE_QUANTISERS
-from titan_fp8.torchtitan_0_2.recomputation import with_recomputable_quantisers
 
 KINDS = (BF16, *RECIPES)
 ABOUT = "Memory of one Llama3-8B block at 8192 tokens: saved for backward, and peaks beyond that."

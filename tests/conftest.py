@@ -24,6 +24,7 @@ def fresh_torchtitan(monkeypatch):
     """torchtitan as in a new process: what conversions and trainers change is put back after."""
     from torchtitan.models.moe import moe
 
+    from titan_fp8.patches import restore
     from titan_fp8.torchtitan_0_2 import converters, patches
 
     converters.announce_emulation.cache_clear()
@@ -32,7 +33,7 @@ def fresh_torchtitan(monkeypatch):
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
     with torch._functorch.config.patch(activation_memory_budget=1.0):
         yield
-    patches.restore(patches.ON_CONVERSION)
+    restore(patches.ON_CONVERSION)
     torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
     gc.enable()

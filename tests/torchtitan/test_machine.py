@@ -36,7 +36,7 @@ from torchtitan.distributed import activation_checkpoint
 from torchtitan.tools import utils
 
 import titan_fp8
-from titan_fp8.torchtitan_0_2 import recomputation
+from titan_fp8 import recomputation
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 OPS = torch.ops.titan_fp8

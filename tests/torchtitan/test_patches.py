@@ -29,9 +29,9 @@ from titan import (
 from torchtitan.models.moe.moe import GroupedExperts
 
 import titan_fp8
+from titan_fp8.patches import Patch, Target, restore
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
-from titan_fp8.torchtitan_0_2.patches import Patch, Target
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -125,11 +125,11 @@ def test_the_last_replacement_counts_and_starts_from_the_original():
     Owner.value = "another's"
     assert patch.apply(lambda value: f"{value}, patched") and Owner.value == "another's, patched"
     for _ in range(2):
-        patches.restore([patch])
+        restore([patch])
         assert Owner.value == "another's"
     patch.apply(lambda value: f"{value}, patched")
     Owner.value = "original"
-    patches.restore([patch])
+    restore([patch])
     assert Owner.value == "original"
 
 
@@ -137,7 +137,7 @@ def test_what_was_absent_is_absent_again():
     patch = patch_of("new", may_be_absent=True)
     for _ in range(2):
         assert patch.apply(lambda original: 1) and Owner.new == 1
-    patches.restore([patch])
+    restore([patch])
     assert not hasattr(Owner, "new")
 
 
@@ -191,7 +191,7 @@ EXPERTS = (patches.TOKEN_GROUP_ALIGNMENT, patches.PERMUTATION, patches.SINGLE_RA
 
 
 def gradients(folder: Path, text: Path, model: str, *flags: object) -> dict[str, torch.Tensor]:
-    patches.restore(patches.ON_CONVERSION)
+    restore(patches.ON_CONVERSION)
     flags = (*training(text, folder), "--debug.deterministic", *flags)
     with trainer(parse(folder, toml(model, CONVERTERS[model]), *flags)) as t:
         return loss_and_gradients(t)

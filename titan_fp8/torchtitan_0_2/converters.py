@@ -13,17 +13,12 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport
 from titan_fp8.linear import convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import (
-    activation_checkpointing,
-    fsdp,
-    patches,
-    permutation,
-    recomputation,
-)
+from titan_fp8.torchtitan_0_2 import fsdp, patches, permutation
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import convert_experts

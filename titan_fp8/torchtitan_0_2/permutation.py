@@ -3,11 +3,7 @@
 The all-to-all delivers a rank's tokens sorted by source rank. torchtitan's `_permute` sorts them by
 expert and pads each expert's group to a multiple of the alignment; `_unpermute` inverts it. Both
 scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
-row that stands for padding.
-
-Since each token has exactly one place, either direction can be a gather: by the token of each
-place, -1 for padding, or by the place of each token. Forward uses one index and backward the other,
-and padding is zero in both.
+row that stands for padding. Here both are gathers in both passes (`gathers.Permute`).
 
 The indices equal those of torchtitan's `generate_permute_indices`. It computes them by some twenty
 operations on short vectors, each of which would pass through the dispatch mode of activation
@@ -15,25 +11,15 @@ checkpointing, in forward and again when recomputed, and cost more CPU time than
 `places_of_tokens` computes them at once, by one kernel on a GPU.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torchtitan.models.moe import utils as moe_utils
 
-import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
-from titan_fp8.functional import differentiable_once
+from titan_fp8.gathers import Permute
 
 _ops = torch.ops.titan_fp8
-
-
-def wait_for_collective(x: Tensor) -> Tensor:
-    """The plain tensor of an AsyncCollectiveTensor; any other x as it is.
-
-    An op would wait by itself, but dispatching the tensor subclass takes more CPU time than the op.
-    """
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def token_group_alignment() -> int:
@@ -54,21 +40,6 @@ class Permutation(NamedTuple):
     """(S,) int32: the place of each token."""
 
 
-class _Gather(torch.autograd.Function):
-    """x[index] in forward, g[inverse] in backward; an index of -1 gives a row of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return _ops.gather_rows(wait_for_collective(x), index)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return _ops.gather_rows(g, inverse), None, None
-
-
 def permute(
     x: Tensor, num_tokens_per_expert: Tensor, ep_degree: int, num_local_experts: int
 ) -> tuple[torch.Size, Tensor, Permutation, Tensor]:
@@ -85,9 +56,9 @@ def permute(
         num_tokens_per_expert, num_local_experts, ep_degree, x.shape[0], rows, alignment
     )
     permutation = Permutation(*permutation)
-    return x.shape, _Gather.apply(x, *permutation), permutation, sizes
+    return x.shape, Permute.apply(x, *permutation), permutation, sizes
 
 
 def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:
     """torchtitan's `_unpermute`: rows (R, dim), sorted by expert, to `input_shape` (S, dim)."""
-    return _Gather.apply(out, permutation.places, permutation.tokens)
+    return Permute.apply(out, permutation.places, permutation.tokens)

@@ -1,0 +1,89 @@
+"""Moving token rows to experts and back by gathers, in forward and in backward.
+
+Each token has k slots, one for each of its experts. torchtitan copies the tokens into slots sorted
+by expert, and afterwards sums the slots of each token; the router's scores weight the slots before
+or after the experts. It uses `index_put`, which has to sort its indices to accumulate, or
+`scatter_add`, and FP32 copies of all slots, one of which it saves.
+
+`Expand` and `Combine` do this by three ops, each of which reads the row of every slot once:
+`gather_rows`, `combine_rows` (the weighted sum of each token's slots) and `dot_rows` (the gradient
+of the scores). They sum in FP32 and round once.
+
+`Permute` reorders rows, each of which has exactly one place. So either direction is a gather: by
+the token of each place, -1 for padding, or by the place of each token. Forward uses one index and
+backward the other, and padding is zero in both.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+from titan_fp8.functional import differentiable_once
+
+_ops = torch.ops.titan_fp8
+
+
+def wait_for_collective(x: Tensor) -> Tensor:
+    """The plain tensor of an AsyncCollectiveTensor; any other x as it is.
+
+    An op would wait by itself, but dispatching the tensor subclass takes more CPU time than the op.
+    """
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
+class Expand(torch.autograd.Function):
+    """Copies x (T, dim) into rows (R, dim), one for each of `slots` (R,), times its score if given.
+
+    Slot k · t + i is choice i of token t. `rows` (T, k) is the inverse of `slots`, -1 for a slot
+    without a row. scores (T, k) FP32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, *(() if scores is None else (x, scores)))
+        return _ops.gather_rows(x, slots, scores, rows.shape[1])
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weighted = ctx.saved_tensors
+        if not weighted:
+            return _ops.combine_rows(g, rows), None, None, None
+        x, scores = weighted
+        return _ops.combine_rows(g, rows, scores), None, None, _ops.dot_rows(x, g, rows)
+
+
+class Combine(torch.autograd.Function):
+    """Sums each token's rows of y (R, dim), times their scores if given, to (T, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
+        y = wait_for_collective(y)
+        ctx.save_for_backward(slots, rows, *(() if scores is None else (y, scores)))
+        return _ops.combine_rows(y, rows, scores)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        slots, rows, *weighted = ctx.saved_tensors
+        y, scores = weighted or (None, None)
+        dy = _ops.gather_rows(g, slots, scores, rows.shape[1])
+        return dy, None, None, None if scores is None else _ops.dot_rows(g, y, rows)
+
+
+class Permute(torch.autograd.Function):
+    """x[index] in forward, g[inverse] in backward; an index of -1 gives a row of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return _ops.gather_rows(wait_for_collective(x), index)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return _ops.gather_rows(g, inverse), None, None

@@ -1,0 +1,228 @@
+"""How titan_fp8 replaces what is torchtitan's or PyTorch's, and the patches of both hosts.
+
+Each `Patch` names its targets, why they are replaced, the versions it was tried with, what it gains
+and when it can go. The code that needs a patch applies it: search for the name of the record to
+find the replacement. The patches here serve torchtitan 0.2 and 0.3; those of one of them, and the
+list of all that it gets, are in `torchtitan_0_2/patches.py` and `torchtitan_0_3/patches.py`.
+
+`Patch.apply` first checks that every target exists and takes the parameters that the replacement
+relies on. Where that fails, a required patch raises; any other is left out with one warning, and
+the results of training stay the same.
+
+Nothing here imports torchtitan: `cpu_host` applies its patches before torchtitan is imported.
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+_logger = logging.getLogger()  # torchtitan's own
+_ABSENT = object()
+
+
+class _Replaced(NamedTuple):
+    original: Any
+    replacement: Any
+
+
+_replaced: dict[str, _Replaced] = {}
+"""What is replaced now, by the target's path."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An attribute, as "package.module:attribute" or "package.module:Class.attribute"."""
+
+    path: str
+
+    parameters: tuple[str | EllipsisType, ...] | None = None
+    """The names of a function's parameters; a final `...` allows others. None: not checked."""
+
+    may_be_absent: bool = False
+
+    def locate(self) -> tuple[Any, str]:
+        """The object that has the attribute, and the attribute's name."""
+        module, _, path = self.path.partition(":")
+        *parents, attribute = path.split(".")
+        return functools.reduce(getattr, parents, importlib.import_module(module)), attribute
+
+    def original(self) -> Any:
+        """The value without our replacement. A later replacement by others counts as original."""
+        owner, attribute = self.locate()
+        value = getattr(owner, attribute, _ABSENT)
+        if value is _ABSENT and not self.may_be_absent:
+            raise AttributeError(self.path)
+        # Compared by value: torch's config modules copy theirs.
+        replaced = _replaced.get(self.path)
+        return replaced.original if replaced and replaced.replacement == value else value
+
+    def problem(self) -> str | None:
+        """What keeps us from replacing it, if anything."""
+        try:
+            original = self.original()
+        except (ImportError, AttributeError):
+            return f"{self.path} is missing"
+        if self.parameters is None:
+            return None
+        found = list(inspect.signature(original).parameters)
+        expected = [name for name in self.parameters if name is not ...]
+        if found != expected and not (... in self.parameters and set(expected) <= set(found)):
+            return f"{self.path} takes ({', '.join(found)}), expected ({', '.join(expected)})"
+        return None
+
+    def replace(self, make: Callable[[Any], Any]) -> None:
+        """Puts `make(original)` in place; from the original again if it has been replaced."""
+        owner, attribute = self.locate()
+        original = self.original()
+        replacement = make(original)
+        setattr(owner, attribute, replacement)
+        _replaced[self.path] = _Replaced(original, replacement)
+
+    def restore(self) -> None:
+        """Puts the original back, if our replacement is still there."""
+        replaced = _replaced.pop(self.path, None)
+        owner, attribute = self.locate()
+        if replaced is None or getattr(owner, attribute, _ABSENT) != replaced.replacement:
+            return
+        if replaced.original is _ABSENT:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, replaced.original)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Targets that are replaced together or not at all."""
+
+    name: str
+    targets: tuple[Target, ...]
+    why: str
+    without: str
+    """What changes for the user where the patch cannot be applied."""
+    versions: str
+    """Those with which it was tried."""
+    gain: str
+    until: str
+    """When it can go."""
+    required: bool = False
+    relies_on: tuple[Target, ...] = ()
+    """What the replacement uses and leaves as it is."""
+
+    def apply(self, *makes: Callable[[Any], Any]) -> bool:
+        """Replaces each target by what its `make` returns for the original.
+
+        Applying it again starts from the originals, so the last call counts.
+
+        Returns:
+            Whether it was applied.
+
+        Raises:
+            RuntimeError: the patch is required, and a target is missing or has changed.
+        """
+        assert len(makes) == len(self.targets)
+        problems = [target.problem() for target in (*self.targets, *self.relies_on)]
+        if problem := next(filter(None, problems), None):
+            message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.without}"
+            if self.required:
+                raise RuntimeError(f"{message} Tried with {self.versions}.")
+            _log_once(logging.WARNING, message)
+            return False
+        for target, make in zip(self.targets, makes):
+            target.replace(make)
+        replaced = ", ".join(target.path for target in self.targets)
+        _log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
+        return True
+
+
+def restore(patches: Iterable[Patch]) -> None:
+    """Puts back the originals of all `patches`; for tests."""
+    for patch in patches:
+        for target in patch.targets:
+            target.restore()
+    _log_once.cache_clear()
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
+    _logger.log(level, message)
+
+
+TORCH = "torch 2.11 and 2.13"
+
+SAC_POLICY = Patch(
+    name="selective checkpointing policy",
+    targets=(
+        Target(
+            "torchtitan.distributed.activation_checkpoint:ptd_checkpoint_wrapper",
+            ("module", "checkpoint_impl", "checkpoint_fn", "checkpoint_fn_kwargs"),
+        ),
+    ),
+    relies_on=(Target("torch.utils.checkpoint:_CachingTorchDispatchMode", ("policy_fn", ...)),),
+    why="torchtitan's op-level policy saves every second aten.mm and recomputes ops it does not "
+    "know. Dense FP8 GEMMs are reported to it as aten.mm (activation_checkpointing.py).",
+    without="Op-level activation checkpointing recomputes every FP8 GEMM: slower, less memory.",
+    versions=f"torchtitan 0.2.2 and 0.3.0, {TORCH}",
+    gain="Llama3-8B, 1 H200, op-level checkpointing: 12,070 tokens/s instead of 11,450, with the "
+    "memory of bf16 (63.8 GiB; 61.0 without). DeepSeekV3-16B, 2 H200s: nothing beyond the noise.",
+    until="torchtitan's policy counts ops of a list that converters can extend.",
+)
+
+RECOMPUTABLE_QUANTISERS = Patch(
+    name="recomputable quantisers",
+    targets=(Target("torch._functorch.partitioners:get_default_op_list", ()),),
+    relies_on=(
+        Target("torch._functorch.partitioners:OpTypes", ("fusible_ops", "recomputable_ops", ...)),
+    ),
+    why="AOTAutograd's partitioner never recomputes a custom op, so it would save the transposed "
+    "FP8 copy of every input for wgrad. It has no public list of recomputable ops "
+    "(recomputation.py).",
+    without="torch.compile saves FP8 copies of the layers' inputs for backward: more memory.",
+    versions=TORCH,
+    gain="Llama3-8B, 1 H200, no checkpointing: 72.6 GiB instead of 75.3, the same speed.",
+    until="torch.library has a tag for ops that are cheap to recompute.",
+)
+
+CPU_DEVICE_TYPE = Patch(
+    name="CPU device type",
+    targets=(Target("torch._utils:_get_available_device_type", ()),),
+    why="torchtitan.tools.utils asks it once, on import, and takes None for CUDA.",
+    without="torchtitan cannot run on this machine, which has no accelerator.",
+    versions="torchtitan 0.2.2 and 0.3.0, torch 2.13",
+    gain="torchtitan runs without an accelerator.",
+    until="torchtitan takes a machine without accelerators for a CPU.",
+    required=True,
+)
+
+CPU_DEVICE_MODULE = Patch(
+    name="CPU device module",
+    targets=tuple(
+        Target(f"torch.cpu:{name}", may_be_absent=True)
+        for name in (
+            *("get_device_name", "get_device_properties", "memory_stats"),
+            *("reset_peak_memory_stats", "empty_cache", "current_device"),
+        )
+    ),
+    why="The trainer calls these of its device module, and torch.cpu lacks them. current_device "
+    "is there and returns a string, where a barrier takes a number.",
+    without="torchtitan's trainer fails in its first call of torch.cpu.",
+    versions="torchtitan 0.2.2 and 0.3.0, torch 2.13",
+    gain="torchtitan runs without an accelerator. Memory is unknown and logged as -0.00.",
+    until="torch.cpu has them.",
+)
+
+CPU_GRADIENT_SUM = Patch(
+    name="CPU gradient sum",
+    targets=(
+        Target("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")),
+    ),
+    why="For a gradient divide factor FSDP2 reduces by PREMUL_SUM, which gloo lacks.",
+    without="FSDP2 fails in its first reduction on the CPU.",
+    versions="torch 2.13",
+    gain="FSDP2 runs on gloo.",
+    until="gloo has PREMUL_SUM, or FSDP2 does without where it is missing.",
+)
