@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import RECIPE_NAMES
@@ -106,16 +106,24 @@ def check_shards(name: str, param: Tensor | None, before: Tensor | None) -> None
         and (param.device_mesh, param.placements) == (before.device_mesh, before.placements)
     ):
         return
-    for dim in (param.dim() - 2, param.dim() - 1):
-        sizes = {param.shape[dim]}
-        for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+    mesh_shape = tuple(param.device_mesh.shape)
+    check_shard_sizes(name, param.shape, mesh_shape, param.placements)
+
+
+def check_shard_sizes(
+    name: str, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> None:
+    """As `check_shards`, for a parameter of this shape before it is sharded."""
+    for dim in (len(shape) - 2, len(shape) - 1):
+        sizes = {shape[dim]}
+        for ranks, placement in zip(mesh_shape, placements, strict=True):
             if placement.is_shard(dim):
                 sizes = {part for size in sizes for part in _shard_sizes(size, ranks)}
         ragged = sorted(size for size in sizes if size % 16 or not size)
         if ragged:
             raise ValueError(
-                f"{name}: dimension {dim} of {tuple(param.shape)}, sharded as "
-                f"{param.placements} over {tuple(param.device_mesh.shape)} ranks, leaves "
+                f"{name}: dimension {dim} of {tuple(shape)}, sharded as "
+                f"{tuple(placements)} over {tuple(mesh_shape)} ranks, leaves "
                 f"{ragged} to a rank; FP8 GEMMs need positive multiples of 16. Use another degree "
                 "of parallelism or leave the module out by filter_fqns or fqns"
             )
