@@ -6,6 +6,7 @@ Importing this module registers the two model converters with torchtitan 0.2 and
 
 from titan_fp8.torchtitan_0_2 import (
     converters,  # noqa: F401  (registers the converters)
+    hf_checkpoint,
     patches,
 )
 from titan_fp8.torchtitan_0_2.config import JobConfig, checked_cli
@@ -13,3 +14,4 @@ from titan_fp8.torchtitan_0_2.config import JobConfig, checked_cli
 __all__ = ["JobConfig"]
 
 patches.CONFIG_CHECK.apply(checked_cli)
+patches.FP8_CHECKPOINTS.apply(hf_checkpoint.with_scales)

@@ -31,6 +31,22 @@ CONFIG_CHECK = Patch(
     required=True,
 )
 
+FP8_CHECKPOINTS = Patch(
+    name="FP8 Hugging Face checkpoints",
+    targets=(
+        Target(
+            "torchtitan.components.checkpoint:CheckpointManager.dcp_load",
+            ("self", "state_dict", "checkpoint_id", "from_hf", "from_quantized"),
+        ),
+    ),
+    why="Only the adapter of deepseek_v3 has a reader for block-FP8 weights, and without "
+    "initial_load_in_hf_quantized no adapter uses one (hf_checkpoint.py).",
+    without="An FP8 checkpoint given as initial_load_path may be loaded without its scales.",
+    versions=f"{TORCHTITAN}, {TORCH}",
+    gain="llama3 and qwen3 start from FP8 exports; a forgotten flag is an error.",
+    until="torchtitan's StateDictAdapter reads quantised checkpoints and refuses what it cannot.",
+)
+
 TOKEN_GROUP_ALIGNMENT = Patch(
     name="token group alignment",
     targets=(Target("torchtitan.models.moe.utils:TOKEN_GROUP_ALIGN_SIZE_M"),),
@@ -125,7 +141,7 @@ CPU_SEED_WARNING = Patch(
     until="DTensor draws random numbers on CPU meshes.",
 )
 
-ON_IMPORT = (CONFIG_CHECK,)
+ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 ON_CONVERSION = (
     *(TOKEN_GROUP_ALIGNMENT, PERMUTATION, SAC_POLICY, RECOMPUTABLE_QUANTISERS),
     *(CHECKPOINT_MARKS, SINGLE_RANK_COPY),

@@ -1,0 +1,59 @@
+"""Block-FP8 Hugging Face checkpoints, such as exports, as `checkpoint.initial_load_path`.
+
+torchtitan reads them with `initial_load_in_hf` and `initial_load_in_hf_quantized`, but only its
+adapter of deepseek_v3 has a reader that multiplies by the scales. That of any other model warns and
+copies the FP8 numbers as they are, and so does the adapter of deepseek_v3 without the second flag.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from titan_fp8.layouts import BLOCK
+
+QUANTIZED = "checkpoint.initial_load_in_hf_quantized"
+
+
+def with_scales(load: Callable) -> Callable:
+    """Wraps `CheckpointManager.dcp_load`: FP8 weights are loaded with their scales or not at all.
+
+    The wrapped function raises ValueError where torchtitan would load them without.
+    """
+
+    @functools.wraps(load)
+    def dcp_load(
+        self: Any, state_dict: dict, checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        if from_hf and _is_fp8(Path(checkpoint_id)):
+            if not from_quantized:
+                raise ValueError(
+                    f"{checkpoint_id} has FP8 weights (quantization_config in its config.json), and"
+                    f" {QUANTIZED} = false would load them without their scales: set it to true"
+                )
+            adapter = self.sd_adapter
+            if type(adapter).get_hf_storage_reader is StateDictAdapter.get_hf_storage_reader:
+                adapter.get_hf_storage_reader = _dequantising_reader
+        load(self, state_dict, checkpoint_id, from_hf, from_quantized)
+
+    return dcp_load
+
+
+def _dequantising_reader(path: str, from_quantized: bool) -> QuantizedHuggingFaceStorageReader:
+    """The reader that torchtitan's adapter of deepseek_v3 returns."""
+    return QuantizedHuggingFaceStorageReader(
+        path, thread_count=4, target_dtype=torch.float32, block_size=BLOCK
+    )
+
+
+def _is_fp8(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return False
+    return config.get("quantization_config", {}).get("quant_method") == "fp8"
