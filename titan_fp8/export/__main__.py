@@ -1,0 +1,46 @@
+"""`python -m titan_fp8.export`; see the docstring of the package."""
+
+import argparse
+import sys
+
+import torch
+
+from titan_fp8 import cpu_host
+
+USAGE = "python -m titan_fp8.export CHECKPOINT OUT --config CONFIG [--section.key value ...]"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 after an error that the user can mend."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_fp8.export",
+        usage=USAGE,
+        description="Write a torchtitan checkpoint as Hugging Face safetensors in block-FP8.",
+        epilog="Other arguments are torchtitan's own and override CONFIG, such as "
+        "--model.flavor 8B; without CONFIG, --model.name and --model.flavor are needed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of one step, in DCP")
+    parser.add_argument("out", metavar="OUT", help="folder to create")
+    parser.add_argument("--config", metavar="CONFIG", help="the TOML of the run")
+    parser.add_argument(
+        "--shard_gb", type=float, default=5.0, help="largest file in GB (default: %(default)s)"
+    )
+    options, flags = parser.parse_known_args(argv)
+    # Before torchtitan is imported, which otherwise takes this machine for one with GPUs.
+    if not torch.cuda.is_available():
+        cpu_host.prepare()
+    from titan_fp8.export.config import job_config
+    from titan_fp8.export.exporter import export
+
+    try:
+        config = job_config(options.checkpoint, options.config, flags)
+        export(options.checkpoint, options.out, config, shard_bytes=int(options.shard_gb * 1e9))
+    except (ValueError, OSError) as error:
+        print(f"titan_fp8.export: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

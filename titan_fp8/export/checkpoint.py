@@ -1,0 +1,82 @@
+"""Reads a DCP checkpoint tensor by tensor, or some experts of a tensor, and nothing else of it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+METADATA = ".metadata"
+"""DCP writes this file last: a folder without it is no checkpoint, or not a whole one."""
+
+
+class Checkpoint:
+    """The tensors of one step, by name; `tensors` has their shapes and dtypes."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not (self.folder / METADATA).is_file():
+            raise ValueError(f"CHECKPOINT = {self.folder} {_why_not(self.folder)}")
+        self._reader = FileSystemReader(self.folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """The tensor `name`, or its `rows` along dimension 0, on the CPU in the dtype as saved.
+
+        The parts that ranks have saved are read one at a time, each as a whole.
+        """
+        saved = self.tensors[name]
+        start, stop = (rows.start, rows.stop) if rows is not None else (0, saved.size[0])
+        wanted = ChunkStorageMetadata(
+            offsets=torch.Size((start, *[0] * (len(saved.size) - 1))),
+            sizes=torch.Size((stop - start, *saved.size[1:])),
+        )
+        items = create_read_items_for_chunk_list(name, saved, [wanted])
+        found = sum(item.lengths.numel() for item in items)
+        if found != wanted.sizes.numel():
+            raise ValueError(
+                f"CHECKPOINT = {self.folder}: {name} has {found} of {wanted.sizes.numel()} elements"
+            )
+        target = torch.empty(wanted.sizes, dtype=saved.properties.dtype)
+        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        return target
+
+
+class _Into(DefaultLoadPlanner):
+    """Lets the reader write to one tensor, which need not be the whole of what was saved."""
+
+    def __init__(self, target: Tensor):
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self.target
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+
+def _why_not(folder: Path) -> str:
+    """What is wrong with a folder that has no DCP metadata."""
+    if not folder.is_dir():
+        return "is not a folder"
+    steps = sorted(
+        (child.parent.name for child in folder.glob(f"step-*/{METADATA}")),
+        key=lambda name: int(name.rpartition("-")[2]) if name[5:].isdecimal() else -1,
+    )
+    if steps:
+        return f"has the checkpoints of several steps; name one of {', '.join(steps)}"
+    if any(folder.glob("*.safetensors")):
+        return (
+            "has safetensors already; allowed is a DCP checkpoint, as torchtitan saves by default"
+        )
+    return f"has no {METADATA}; allowed is the folder of one step, such as checkpoint/step-1000"

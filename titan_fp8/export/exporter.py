@@ -1,0 +1,83 @@
+"""The export itself: checks, the plan of files, then one file after the other."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan_fp8.export import files, hf_config
+from titan_fp8.export.checkpoint import Checkpoint
+from titan_fp8.export.run import Run
+from titan_fp8.export.tensors import into_shards, plan_tensors, produce
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    config: Any,
+    *,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    log: Callable[[str], None] = print,
+) -> None:
+    """Write the checkpoint of a run to the new folder `out`, in block-FP8.
+
+    Files appear under their names once they are complete, config.json and the index last, so a
+    folder without config.json is an export that was broken off.
+
+    Args:
+        checkpoint: the folder of one step, such as outputs/checkpoint/step-1000.
+        out: a folder that does not exist; its parent is created if need be.
+        config: torchtitan's JobConfig of the run, for the model, the modules that are left out, the
+            recipe, the sequence length and the tokenizer.
+        shard_bytes: the most bytes of tensors in a file, unless one tensor has more.
+        log: gets a line per file, and warnings.
+
+    Raises:
+        ValueError: the model, the checkpoint or a value in `config` cannot be exported.
+        OSError: `out` exists or has too little space, or a file cannot be read or written.
+    """
+    out = Path(out)
+    if shard_bytes <= 0:
+        raise ValueError(f"shard_bytes = {shard_bytes}: allowed are positive numbers")
+    if out.exists():
+        whole = (
+            "" if (out / files.CONFIG).exists() else f", without {files.CONFIG}: not a whole one"
+        )
+        raise FileExistsError(f"OUT = {out} exists{whole}; name a new folder or delete it")
+    saved = Checkpoint(checkpoint)
+    run = Run(config)
+    tensors = plan_tensors(run, saved)
+    model_config = hf_config.of(run, tensors)
+    for warning in (*run.warnings, *hf_config.warnings(run, tensors)):
+        log(f"warning: {warning}")
+
+    total = sum(tensor.nbytes for tensor in tensors)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < total:
+        raise OSError(f"OUT = {out} needs {_size(total)}, and {out.parent} has {_size(free)} left")
+    out.mkdir()
+    for source in run.tokenizer_files:
+        with files.complete(out / source.name) as file:
+            file.write(source.read_bytes())
+
+    shards = into_shards(tensors, shard_bytes)
+    names = [files.shard_name(i, len(shards)) for i in range(len(shards))]
+    start, done = time.monotonic(), 0
+    for name, shard in zip(names, shards, strict=True):
+        files.write_safetensors(out / name, shard, produce(shard, run, saved, shard_bytes))
+        done += sum(tensor.nbytes for tensor in shard)
+        seconds = time.monotonic() - start
+        log(f"{name}: {_size(done)} of {_size(total)} in {seconds:.0f} s")
+    files.write_index(out, dict(zip(names, shards, strict=True)))
+    files.write_json(out / files.CONFIG, model_config)
+    fp8 = sum(tensor.quantised for tensor in tensors)
+    log(f"{out}: {fp8} weights in FP8, {len(tensors) - fp8} tensors in high precision")
+
+
+def _size(count: int) -> str:
+    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
+    return f"{count / unit:.1f} {name}"

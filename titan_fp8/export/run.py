@@ -1,0 +1,149 @@
+"""What an export needs to know of a run, from torchtitan's JobConfig: the model and its names."""
+
+import copy
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+
+from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
+
+MODELS = ("llama3", "qwen3", "deepseek_v3")
+
+_SCALE_FMTS = {"blockwise": "fp32", "blockwise_pow2": "ue8m0"}
+"""Those of the recipes whose weights have 128x128 blocks, as exports have."""
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+
+
+class Run:
+    """The model of a run.
+
+    Attributes:
+        name, flavor: of the model, in torchtitan.
+        args: the model's arguments, with what the config sets in them.
+        flavor_seq_len: what its max_seq_len was before: the longest sequence of the flavour.
+        state: the tensors of the model's state dict by name, on the meta device.
+        linears: names of the weights of linears and experts.
+        quantised: those that are exported in FP8, as a run with this config would convert them.
+        buffers: names of tensors that are no parameters and keep their dtype.
+        dtype: in which the run computes, and that of tensors that are not quantised.
+        scale_fmt: of the scales, as in `titan_fp8.reference.scale_of`.
+        tied: whether the output layer shares the weight of the embedding.
+        bos_id, eos_id: of the tokenizer, None if there is none.
+        tokenizer_files: what to copy.
+        warnings: what the user should know before the export.
+
+    Raises:
+        ValueError: the config's model cannot be exported.
+    """
+
+    def __init__(self, config: JobConfig):
+        self.warnings: list[str] = []
+        if config.experimental.custom_import:  # as torchtitan's trainer does
+            importlib.import_module(config.experimental.custom_import)
+        self.name, self.flavor = config.model.name, config.model.flavor
+        spec = _spec(self.name, self.flavor)
+        self.args: Any = copy.deepcopy(spec.model_args[self.flavor])
+        self.flavor_seq_len = self.args.max_seq_len
+        self.args.update_from_config(config)
+        self.tied = getattr(self.args, "enable_weight_tying", False)
+        self.dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+        assert spec.state_dict_adapter is not None
+        self._adapter: Any = spec.state_dict_adapter(self.args, None)
+
+        with torch.device("meta"):
+            model = spec.model_cls(self.args)
+        assert isinstance(model, nn.Module)
+        self.state: dict[str, Tensor] = model.state_dict()
+        self.buffers = {name for name, _ in model.named_buffers()}
+        self.scale_fmt = self._read_recipe(config)
+        self._read_modules(config, model)
+        self._read_tokenizer(Path(config.model.hf_assets_path))
+
+    @property
+    def description(self) -> str:
+        return f"{self.name} {self.flavor}"
+
+    def to_hf(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
+        """The tensor or, of stacked experts, the tensors that Hugging Face's model has for one."""
+        try:
+            return self._adapter.to_hf({name: value})
+        except KeyError:
+            raise ValueError(
+                f"{name}: torchtitan's adapter for {self.name} has no Hugging Face name for it"
+            ) from None
+
+    def _read_recipe(self, config: Any) -> str:
+        linear = _section(config, "linear")
+        recipe = linear.recipe if linear is not None else "blockwise"
+        if recipe not in _SCALE_FMTS:
+            self.warnings.append(
+                f'the run has recipe "{recipe}", whose GEMMs did not read the weights in 128x128 '
+                "blocks: compare the exported model's loss with the run's"
+            )
+        return _SCALE_FMTS.get(recipe, "fp32")
+
+    def _read_modules(self, config: Any, model: nn.Module) -> None:
+        """Converts the model, to see which modules are converted."""
+        linears = [name for name, m in model.named_modules() if type(m) is nn.Linear]
+        section = _section(config, "linear")
+        filter_fqns = DEFAULT_FILTER_FQNS if section is None else section.filter_fqns
+        convert_linears(model, filter_fqns=filter_fqns)
+        experts = {name.rpartition(".")[0] for name, t in self.state.items() if t.dim() == 3}
+        if experts:
+            section = _section(config, "grouped_mm")
+            convert_experts(model, fqns=["experts"] if section is None else section.fqns)
+        converted = (FP8Linear, FP8GroupedExperts)
+        names = {name for name, module in model.named_modules() if isinstance(module, converted)}
+        self.linears = self._weights({*linears, *experts})
+        self.quantised = self._weights(names)
+
+    def _weights(self, modules: set[str]) -> set[str]:
+        return {
+            name
+            for name, tensor in self.state.items()
+            if tensor.dim() >= 2 and name.rpartition(".")[0] in modules
+        }
+
+    def _read_tokenizer(self, folder: Path) -> None:
+        self.bos_id = self.eos_id = None
+        self.tokenizer_files = [
+            folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()
+        ]
+        if any(file.name.startswith(("tokenizer.", "vocab")) for file in self.tokenizer_files):
+            tokenizer = HuggingFaceTokenizer(str(folder))
+            self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
+        else:
+            self.warnings.append(
+                f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
+                "none, and no bos_token_id and eos_token_id in its config.json"
+            )
+
+
+def _spec(name: str, flavor: str) -> TrainSpec:
+    if name not in MODELS:
+        raise ValueError(f"model.name = {name!r}: allowed are {', '.join(map(repr, MODELS))}")
+    spec = get_train_spec(name)
+    if flavor not in spec.model_args:
+        allowed = ", ".join(map(repr, spec.model_args))
+        raise ValueError(f"model.flavor = {flavor!r}: allowed for {name} are {allowed}")
+    return spec
+
+
+def _section(config: Any, name: str) -> Any:
+    """[quantize.<name>.titan_fp8] of a run that loads the plugin; None of any other."""
+    if f"quantize.{name}.titan_fp8" not in config.model.converters:
+        return None
+    return getattr(getattr(config.quantize, name), "titan_fp8", None)
