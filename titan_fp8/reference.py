@@ -129,14 +129,9 @@ def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tens
 
 
 def swiglu_backward_1x128_128x1_t(
-    dh: Tensor,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    *,
-    scale_fmt: str = "fp32",
-) -> tuple[Tensor, ...]:
+    dh: Tensor, a: Tensor, b: Tensor,
+    offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32",
+) -> tuple[Tensor, ...]:  # fmt: skip
     """The operands of backward of a SwiGLU of a, b (M, H), given dh (M, H): ten tensors.
 
     `quantize_1x128_128x1_t` of da (4) and of db (4), `quantize_128x1_t` of h (2).
@@ -196,6 +191,11 @@ def quantize_row_col_t_pair(
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
     """One scale per column of w (..., N, K), written transposed: q (..., K, N), s (..., K)."""
     return quantize_row(w.mT.contiguous())
+
+
+def transpose_fp8(q: Tensor) -> Tensor:
+    """q (..., R, C), transposed and contiguous: (..., C, R)."""
+    return q.mT.contiguous()
 
 
 # Dequantisers: not ops, but what the GEMMs below and the tests mean by q · s

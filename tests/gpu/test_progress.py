@@ -132,6 +132,7 @@ def quantiser_inputs(offs: Tensor | None) -> dict[str, tuple]:
         "quantize_weight_col_t": (w,),
         "swiglu_1x128": (x, normal(M, K)),
         "swiglu_backward_1x128_128x1_t": (x, normal(M, K), normal(M, K), offs),
+        "transpose_fp8": (w.to(torch.float8_e4m3fn),),
     }
 
 
@@ -170,7 +171,9 @@ def permutation_inputs() -> dict[str, tuple]:
     }
 
 
-QUANTISERS = sorted(name for name in hopper.__all__ if name.startswith(("quantize", "swiglu")))
+QUANTISERS = sorted(
+    name for name in hopper.__all__ if name.startswith(("quantize", "swiglu", "transpose"))
+)
 GEMMS = sorted(set(hopper.__all__) - set(QUANTISERS))
 each_layout = pytest.mark.parametrize("ends", [None, (1000, 1000, 2500, 4000)], ids=str)
 

@@ -64,6 +64,7 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
             yield op, (torch.randn(shape),)
         for op in (ops.quantize_128x128_t, ops.quantize_weight_col_t):
             yield op, (torch.randn(shape, dtype=torch.bfloat16),)
+        yield ops.transpose_fp8, (torch.randn(shape).to(E4M3),)
     for (m, n, k), (offs, aligned), dtype in itertools.product(gemms, LAYOUTS.values(), DTYPES):
         if m > 256 or not aligned:
             yield from gemm_calls(m, n, k, offs, aligned, dtype)
@@ -102,6 +103,11 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
     yield ops.blockwise_mm_pair, (*left, *left, *end)
     yield ops.rowwise_fprop, (*ops.quantize_row(x), w, *end)
     yield ops.rowwise_dgrad, (*ops.quantize_row(g), w, *end)
+    (wq, _), (_, sw_t) = ops.quantize_128x128(w), ops.quantize_128x128_t(w)
+    left = *ops.quantize_1x128(g), wq, sw_t
+    yield ops.blockwise_dgrad_fp8, (*left, *end)
+    yield ops.blockwise_dgrad_pair_fp8, (*left, *left, *end)
+    yield ops.rowwise_dgrad_fp8, (*ops.quantize_row(g), wq, ops.quantize_weight_col_t(w)[1], *end)
     operands = *ops.quantize_128x1_t(g, *layout), *ops.quantize_128x1_t(x, *layout)
     yield ops.blockwise_wgrad, (*operands, *end)
     operands = *ops.quantize_col_t(g, *layout), *ops.quantize_col_t(x, *layout)
@@ -112,3 +118,9 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
         yield ops.blockwise_swiglu, (x.to(dtype), *weights, *layout)
         kept = *torch.randn(2, m, n), *ops.quantize_128x1_t(x, *layout)
         yield ops.blockwise_swiglu_backward, (torch.randn(m, 48), *kept, *weights, *end)
+        rows = [t for each in weights for t in ops.quantize_128x128(each)]
+        yield ops.blockwise_swiglu_fp8, (x.to(dtype), *rows, *layout)
+        for i, each in enumerate(weights):
+            rows[2 * i + 1] = ops.quantize_128x128_t(each)[1]
+        arguments = torch.randn(m, 48), *kept, *rows, *layout, dtype, dtype
+        yield ops.blockwise_swiglu_backward_fp8, arguments

@@ -1,10 +1,10 @@
 """The ops as `torch.ops.titan_fp8.*`, for autograd, torch.compile and benchmarks.
 
 Importing this package defines them. `registry.py` says how an op is defined; the other modules
-define them: `quantize`, `gemm`, `swiglu`, `permute`.
+define them: `quantize`, `gemm`, `swiglu`, `gathered`, `permute`.
 """
 
-from titan_fp8.ops import gemm, permute, quantize, swiglu  # noqa: F401  (define the ops)
+from titan_fp8.ops import gathered, gemm, permute, quantize, swiglu  # noqa: F401  (define the ops)
 from titan_fp8.ops.registry import DTYPES, NAMES, implementation, kernels_for
 
 __all__ = ["DTYPES", "NAMES", "implementation", "kernels_for"]

@@ -9,11 +9,19 @@ checkpointing. Dense layers do not use them, because op-level checkpointing save
 GEMMs, and because the compiler frees tensors between the smaller ops.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from titan_fp8.ops.quantize import quantize_1x128, quantize_1x128_128x1_t, quantize_128x1_t
 from titan_fp8.ops.registry import composite, implementation, primitive
+
+Operand = tuple[Tensor, Tensor]
+"""q and its scale, as a GEMM reads them."""
+Weight = Any
+"""A weight in high precision, or an Operand."""
 
 
 @primitive(checked=("a", "b"))
@@ -60,16 +68,12 @@ def blockwise_swiglu(
     Returns:
         y (M, N); a and b (M, H) in x's dtype; columns of x, q (K, Mt) and s (K, Mt/128).
     """
-    impl, layout = implementation(x, emulate), (offs, aligned, x.dtype)
+    impl = implementation(x, emulate)
 
-    def multiply(q: Tensor, s: Tensor, w: Tensor) -> Tensor:
-        w = w.to(x.dtype).contiguous()
-        return impl.blockwise_mm(q, s, *impl.quantize_128x128(w, scale_fmt=scale_fmt), *layout)
+    def quantised(w: Tensor) -> Operand:
+        return impl.quantize_128x128(w.to(x.dtype).contiguous(), scale_fmt=scale_fmt)
 
-    q, s, q_t, s_t = impl.quantize_1x128_128x1_t(x, offs, aligned, scale_fmt=scale_fmt)
-    a, b = multiply(q, s, w1), multiply(q, s, w3)
-    h_q, h_s = impl.swiglu_1x128(a, b, scale_fmt=scale_fmt)
-    return multiply(h_q, h_s, w2), a, b, q_t, s_t
+    return experts_forward(impl, x, (w1, w2, w3), quantised, offs, aligned, scale_fmt)
 
 
 @composite(checked=("g",))
@@ -90,23 +94,65 @@ def blockwise_swiglu_backward(
     emulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The experts' backward: dx (M, K), dW1, dW2, dW3, from g (M, N) and the forward's outputs."""
-    impl, layout = implementation(g, emulate), (offs, aligned)
+    impl, weights = implementation(g, emulate), (w1, w2, w3)
 
-    def weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    def quantised(w: Tensor) -> Operand:
         return impl.quantize_128x128_t(w.to(g.dtype).contiguous(), scale_fmt=scale_fmt)
 
+    kept = a, b, x_q_t, x_s_t
+    dtypes = dx_dtype, (w1.dtype, w2.dtype, w3.dtype)
+    return experts_backward(impl, g, kept, weights, quantised, offs, aligned, *dtypes, scale_fmt)
+
+
+def experts_forward(
+    impl: Any,
+    x: Tensor,
+    weights: tuple[Weight, Weight, Weight],
+    operand: Callable[[Weight], Operand],
+    offs: Tensor,
+    aligned: bool,
+    scale_fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`blockwise_swiglu` of weights w1, w2, w3, of which `operand` makes what fprop reads."""
+    w1, w2, w3 = weights
+    layout = offs, aligned, x.dtype
+    q, s, q_t, s_t = impl.quantize_1x128_128x1_t(x, offs, aligned, scale_fmt=scale_fmt)
+    a = impl.blockwise_mm(q, s, *operand(w1), *layout)
+    b = impl.blockwise_mm(q, s, *operand(w3), *layout)
+    h_q, h_s = impl.swiglu_1x128(a, b, scale_fmt=scale_fmt)
+    return impl.blockwise_mm(h_q, h_s, *operand(w2), *layout), a, b, q_t, s_t
+
+
+def experts_backward(
+    impl: Any,
+    g: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: tuple[Weight, Weight, Weight],
+    operand: Callable[[Weight], Operand],
+    offs: Tensor,
+    aligned: bool,
+    dx_dtype: torch.dtype,
+    dw_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    scale_fmt: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`blockwise_swiglu_backward` of weights, of which `operand` makes what dgrad reads."""
+    a, b, x_q_t, x_s_t = kept
+    w1, w2, w3 = weights
+    dtype1, dtype2, dtype3 = dw_dtypes
+    layout = offs, aligned
     # Large tensors are dropped as soon as they have been read.
     q, s, q_t, s_t = impl.quantize_1x128_128x1_t(g, *layout, scale_fmt=scale_fmt)
-    dh = impl.blockwise_mm(q, s, *weight(w2), *layout, g.dtype)
+    dh = impl.blockwise_mm(q, s, *operand(w2), *layout, g.dtype)
     operands = impl.swiglu_backward_1x128_128x1_t(dh, a, b, *layout, scale_fmt=scale_fmt)
     del q, s, dh
     *operands, h_q_t, h_s_t = operands
-    dw2 = impl.blockwise_wgrad(q_t, s_t, h_q_t, h_s_t, *layout, w2.dtype)
+    dw2 = impl.blockwise_wgrad(q_t, s_t, h_q_t, h_s_t, *layout, dtype2)
     del q_t, s_t, h_q_t, h_s_t
     da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t = operands
     del operands
-    dw1 = impl.blockwise_wgrad(da_q_t, da_s_t, x_q_t, x_s_t, *layout, w1.dtype)
-    dw3 = impl.blockwise_wgrad(db_q_t, db_s_t, x_q_t, x_s_t, *layout, w3.dtype)
+    dw1 = impl.blockwise_wgrad(da_q_t, da_s_t, x_q_t, x_s_t, *layout, dtype1)
+    dw3 = impl.blockwise_wgrad(db_q_t, db_s_t, x_q_t, x_s_t, *layout, dtype3)
     del da_q_t, db_q_t
-    dx = impl.blockwise_mm_pair(da_q, da_s, *weight(w1), db_q, db_s, *weight(w3), *layout, dx_dtype)
+    left, right = operand(w1), operand(w3)
+    dx = impl.blockwise_mm_pair(da_q, da_s, *left, db_q, db_s, *right, *layout, dx_dtype)
     return dx, dw1, dw2, dw3

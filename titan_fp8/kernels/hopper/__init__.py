@@ -22,6 +22,7 @@ from titan_fp8.kernels.hopper.quantize_rowwise_columns import (
     quantize_weight_col_t,
 )
 from titan_fp8.kernels.hopper.swiglu_quantize import swiglu_1x128, swiglu_backward_1x128_128x1_t
+from titan_fp8.kernels.hopper.transpose import transpose_fp8
 
 __all__ = [
     "bf16_wgrad",
@@ -42,4 +43,5 @@ __all__ = [
     "rowwise_wgrad",
     "swiglu_1x128",
     "swiglu_backward_1x128_128x1_t",
+    "transpose_fp8",
 ]

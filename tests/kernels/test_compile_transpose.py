@@ -1,0 +1,22 @@
+"""The transpose of FP8 compiles for Hopper: wide accesses, no shared memory, no spill."""
+
+import pytest
+import torch
+from compile_utils import Compiler, needs_cuobjdump
+
+from titan_fp8.kernels import hopper
+from titan_fp8.kernels.hopper import transpose
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("shape", [(4096, 14336), (8, 5120, 8192), (48, 16)], ids=str)
+def test_transposes_in_registers(monkeypatch, shape):
+    compiled = []
+    kernel = Compiler(transpose.transpose_fp8_kernel, compiled)
+    monkeypatch.setattr(transpose, "transpose_fp8_kernel", kernel)
+    hopper.transpose_fp8(torch.empty(shape, dtype=torch.float8_e4m3fn, device="cpu"))
+    (result,) = compiled
+    print(result)
+    assert (result.spills, result.shared) == (0, 0)
+    assert result.sass.count("LDG.E.128") == result.sass.count("STG.E.128") == 16
+    assert result.sass.count("PRMT") >= 8 * 16

@@ -1,0 +1,131 @@
+"""Products with weights that come in FP8, as FSDP2 gathers them (`titan_fp8/fsdp.py`).
+
+They do what the ops of the same names without `_fp8` do with a weight in high precision. A weight
+is q (N, K) or (E, N, K) with the scales that the GEMM reads. Gathered weights have one layout, that
+of the parameter: fprop reads it as it is, dgrad reads its transpose.
+
+The transpose is made inside the ops of backward. If it were an op of its own, torch.compile's
+partitioner could move it to forward and keep a transposed copy of every weight until backward.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_fp8.ops.quantize import new_fp8
+from titan_fp8.ops.registry import composite, implementation, primitive
+from titan_fp8.ops.swiglu import experts_backward, experts_forward
+
+
+@primitive
+def transpose_fp8(q: Tensor, *, emulate: bool = False) -> Tensor:
+    """q (..., R, C) in FP8, transposed and contiguous: (..., C, R). R and C: multiples of 16."""
+    return new_fp8(q, (*q.shape[:-2], q.shape[-1], q.shape[-2]))
+
+
+@composite
+def blockwise_dgrad_fp8(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    sw_t: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """dx = a W for a (M, N), W (N, K) or (E, N, K), sw_t (..., ⌈K/128⌉, ⌈N/128⌉); (M, K)."""
+    impl = implementation(a, emulate)
+    return impl.blockwise_mm(a, sa, impl.transpose_fp8(w), sw_t, offs, aligned, out_dtype)
+
+
+@composite
+def blockwise_dgrad_pair_fp8(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    sw_t: Tensor,
+    a2: Tensor,
+    sa2: Tensor,
+    w2: Tensor,
+    sw2_t: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """dx = a W + a2 W2, for operands as in `blockwise_dgrad_fp8`, rounded once; (M, K)."""
+    impl = implementation(a, emulate)
+    left, right = (impl.transpose_fp8(w), sw_t), (impl.transpose_fp8(w2), sw2_t)
+    return impl.blockwise_mm_pair(a, sa, *left, a2, sa2, *right, offs, aligned, out_dtype)
+
+
+@composite
+def rowwise_dgrad_fp8(
+    a: Tensor,
+    sa: Tensor,
+    w: Tensor,
+    sw_t: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """dx = a W for a (M, N), W (N, K) or (E, N, K), scales of columns sw_t (..., K); (M, K)."""
+    impl = implementation(a, emulate)
+    return impl.rowwise_mm(a, sa, impl.transpose_fp8(w), sw_t, offs, aligned, out_dtype)
+
+
+@composite(checked=("x",))
+def blockwise_swiglu_fp8(
+    x: Tensor,
+    w1: Tensor,
+    sw1: Tensor,
+    w2: Tensor,
+    sw2: Tensor,
+    w3: Tensor,
+    sw3: Tensor,
+    offs: Tensor,
+    aligned: bool = False,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`blockwise_swiglu`: y, a, b and the columns of x. Scales as of `quantize_128x128`."""
+    weights = (w1, sw1), (w2, sw2), (w3, sw3)
+    impl = implementation(x, emulate)
+    return experts_forward(impl, x, weights, lambda w: w, offs, aligned, scale_fmt)
+
+
+@composite(checked=("g",))
+def blockwise_swiglu_backward_fp8(
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    x_q_t: Tensor,
+    x_s_t: Tensor,
+    w1: Tensor,
+    sw1_t: Tensor,
+    w2: Tensor,
+    sw2_t: Tensor,
+    w3: Tensor,
+    sw3_t: Tensor,
+    offs: Tensor,
+    aligned: bool = False,
+    dx_dtype: torch.dtype = torch.bfloat16,
+    dw_dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`blockwise_swiglu_backward`: dx (M, K), dW1, dW2, dW3. Scales as of `quantize_128x128_t`."""
+    impl = implementation(g, emulate)
+    kept, weights = (a, b, x_q_t, x_s_t), ((w1, sw1_t), (w2, sw2_t), (w3, sw3_t))
+
+    def transposed(w: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return impl.transpose_fp8(w[0]), w[1]
+
+    dtypes = dx_dtype, (dw_dtype, dw_dtype, dw_dtype)
+    return experts_backward(impl, g, kept, weights, transposed, offs, aligned, *dtypes, scale_fmt)
