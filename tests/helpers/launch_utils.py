@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels import launch
 from titan_fp8.kernels.hopper.quantize_tile import tile_layout
-from titan_fp8.kernels.launch import Box, Typed
+from titan_fp8.kernels.launch import TensorMap
 
 
 def shared(swizzle, bits, rank=2):
@@ -28,14 +28,14 @@ def tensor(rows=32, dtype=torch.float8_e4m3fn, first=0):
 
 
 def box(x, box=(16, 128), layout=BOX):
-    return Box(x, tuple(x.shape), x.stride(), box, layout)
+    return x, TensorMap(tuple(x.shape), x.stride(), box, layout)
 
 
 def arguments(rows=32, **others) -> dict:
     """Arguments and options of `example`; Triton compiles the same for any `rows`."""
     x, s = tensor(rows), torch.zeros(rows * 4)
-    values = {"desc": box(x), "vector": Box(s, (rows * 4,), (1,), (64,), VECTOR), "x": x}
-    values |= {"words": Typed(x, torch.int32), "offs": None}
+    values = {"desc": box(x), "vector": (s, TensorMap((rows * 4,), (1,), (64,), VECTOR)), "x": x}
+    values |= {"words": (x, torch.int32), "offs": None}
     values |= {"m": 16 * rows, "big": -rows - 7 - 2**40, "n": rows + 1}
     values |= {"FLAG": True, "LAYOUT": TALL, "num_warps": 4, "maxnreg": 168}
     return values | others

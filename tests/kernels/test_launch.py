@@ -18,8 +18,6 @@ import torch
 from launch_utils import arguments, box, example, shared, start, tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from titan_fp8.kernels.launch import Box
-
 
 def i32(number) -> bytes:
     return struct.pack("=i", number)
@@ -33,13 +31,14 @@ def padded(numbers, length) -> list:
     return [*numbers, *[0] * (length - len(numbers))]
 
 
-def box_parameters(desc: Box, kind: int, swizzle: int) -> list[bytes]:
-    """The kernel parameters of a Box; `kind` and `swizzle` are the driver's numbers."""
+def box_parameters(pair: tuple, kind: int, swizzle: int) -> list[bytes]:
+    """The kernel parameters of (tensor, TensorMap); `kind` and `swizzle` are the driver's."""
+    base, desc = pair
     rank = len(desc.shape)
-    steps = [desc.base.itemsize * stride for stride in desc.strides[-2::-1]]
+    steps = [base.itemsize * stride for stride in desc.strides[-2::-1]]
     made = struct.pack(
         "=Q5Q4Q5I5I6B2x",
-        desc.base.data_ptr(),
+        base.data_ptr(),
         *padded(desc.shape[::-1], 5),
         *padded(steps, 4),
         *padded(desc.box[::-1], 5),
@@ -55,7 +54,7 @@ def launch_parameters(values: dict, kind: int, swizzle: int) -> list[bytes]:
         *box_parameters(values["desc"], kind, swizzle),
         *box_parameters(values["vector"], 7, 0),
         i64(values["x"].data_ptr()),
-        i64(values["words"].base.data_ptr()),
+        i64(values["words"][0].data_ptr()),
         *([] if values["m"] == 1 else [i32(values["m"])]),
         i64(values["big"]),
         i32(values["n"]),
@@ -238,10 +237,11 @@ def test_only_constexprs_may_be_keywords(cuda, triton_launches):
     assert not triton_launches and not cuda.record.launches
 
 
-def test_a_box_has_one_rank(cuda, triton_launches):
-    for desc in (box(tensor())._replace(strides=(1,)), box(tensor())._replace(shape=[32, 128])):
+def test_a_tensor_map_has_one_rank(cuda, triton_launches):
+    base, seen_as = box(tensor())
+    for bad in (seen_as._replace(strides=(1,)), seen_as._replace(shape=[32, 128])):
         with pytest.raises(TypeError, match="three tuples of one length"):
-            start(arguments(desc=desc))
+            start(arguments(desc=(base, bad)))
     assert not triton_launches and not cuda.record.launches
 
 
@@ -251,7 +251,7 @@ def test_no_tensor_is_kept_alive(cuda, compilations):
     start(values)
     assert cuda.record.launches == 1
     tensors = [values[name] for name in ("x", "offs")]
-    tensors += [values[name].base for name in ("desc", "vector", "words")]
+    tensors += [values[name][0] for name in ("desc", "vector", "words")]
     kept = [weakref.ref(x) for x in tensors]
     del values, tensors
     compilations.kernels.clear()
@@ -264,7 +264,7 @@ def test_layouts_stay_alive(cuda, triton_launches, positional):
     """Keys contain their addresses, which a later layout must not get."""
     values = arguments(desc=box(tensor(), layout=shared(32, 8)), LAYOUT=shared(32, 16))
     start(values, positional=positional)
-    kept = [weakref.ref(value) for value in (values["desc"].layout, values["LAYOUT"])]
+    kept = [weakref.ref(value) for value in (values["desc"][1].layout, values["LAYOUT"])]
     del values
     triton_launches.clear()
     gc.collect()

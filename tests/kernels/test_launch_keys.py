@@ -7,7 +7,7 @@ from launch_utils import NARROW, VECTOR, WIDE, arguments, box, example, start, t
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from titan_fp8.kernels.launch import Box, Typed, for_triton
+from titan_fp8.kernels.launch import TensorMap, for_triton
 
 BIND = create_function_from_signature(example.signature, example.params, make_backend(HOPPER))
 
@@ -28,8 +28,8 @@ def test_the_first_launch_passes_its_arguments_to_triton(triton_launches):
         assert got[name] is values[name]
     assert got["words"].dtype == torch.int32
     assert got["words"].data_ptr() == values["x"].data_ptr()
-    desc, given = got["desc"], values["desc"]
-    assert desc.base is given.base and desc.layout is given.layout
+    desc, (base, seen_as) = got["desc"], values["desc"]
+    assert desc.base is base and desc.layout is seen_as.layout
     assert (desc.shape, desc.strides, desc.block_shape) == ([32, 128], [128, 1], [16, 128])
 
 
@@ -37,10 +37,10 @@ def test_the_first_launch_passes_its_arguments_to_triton(triton_launches):
     "name, other",
     [
         ("desc", box(torch.zeros(16, 128, dtype=torch.float8_e4m3fn))),
-        ("vector", Box(torch.zeros(99), (17,), (1,), (64,), VECTOR)),
+        ("vector", (torch.zeros(99), TensorMap((17,), (1,), (64,), VECTOR))),
         ("x", tensor(first=16)),
         ("words", torch.zeros(4, dtype=torch.int32)),
-        ("words", Typed(torch.zeros(4, dtype=torch.int64), torch.int32)),
+        ("words", (torch.zeros(4, dtype=torch.int64), torch.int32)),
         ("m", 160),
         ("m", 0),
         ("m", -(2**31)),
@@ -67,8 +67,8 @@ def test_arguments_that_share_a_kernel(cuda, triton_launches, name, other):
         ("x", tensor(dtype=torch.int8)),
         ("x", tensor(first=8)),
         ("x", None),
-        ("words", Typed(tensor(), torch.int16)),
-        ("words", Typed(tensor(first=8), torch.int32)),
+        ("words", (tensor(), torch.int16)),
+        ("words", (tensor(first=8), torch.int32)),
         ("words", None),
         ("offs", torch.zeros(4, dtype=torch.int32)),
         ("m", 1),

@@ -8,7 +8,9 @@ Here Triton compiles a kernel and launches it the first time. After that `launch
 compiled kernel by the properties of the arguments that Triton specialises on, packs the parameters
 and calls the CUDA driver. Triton's launch hooks see only the first launch.
 
-Arguments are cheap to make: `Typed` and `Box` are tuples, which neither PyTorch nor Triton checks.
+An argument is a tensor, a number, None or a pair: (tensor, dtype) for a tensor whose bytes the
+kernel sees as another dtype, (tensor, TensorMap) for one that it accesses by TMA. Pairs are cheap:
+neither PyTorch nor Triton checks them.
 """
 
 import functools
@@ -21,7 +23,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
@@ -34,23 +35,18 @@ _log = logging.getLogger(__name__)
 POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters, the same numbers as in `launcher.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
+CACHED_SHAPES = 1024
+"""How many shapes the caches of launch arguments hold. With expert parallelism the number of tokens
+differs from step to step."""
 
 
-class Typed(NamedTuple):
-    """A tensor that the kernel sees as `dtype`, reinterpreting its bytes."""
-
-    base: Tensor
-    dtype: torch.dtype
-
-
-class Box(NamedTuple):
-    """A tensor map: TMA's view of the memory that starts at `base`, accessed in boxes.
+class TensorMap(NamedTuple):
+    """How TMA sees the memory of a tensor: an array, which it accesses in boxes.
 
     The caller ensures that rows start at multiples of 16 bytes and that no dimension is 0. The
     driver refuses other shapes and strides that TMA does not support.
     """
 
-    base: Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
@@ -58,13 +54,14 @@ class Box(NamedTuple):
 
 
 def for_triton(value: Any) -> Any:
-    """An argument in the form that Triton takes: a view for Typed, a TensorDescriptor for Box."""
-    if isinstance(value, Typed):
-        return value.base.view(value.dtype)
-    if isinstance(value, Box):
-        base, shape, strides, box, layout = value
-        return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
-    return value
+    """An argument in the form that Triton takes; a pair becomes a view or a TensorDescriptor."""
+    if not isinstance(value, tuple):
+        return value
+    base, seen_as = value
+    if isinstance(seen_as, torch.dtype):
+        return base.view(seen_as)
+    shape, strides, box, layout = seen_as
+    return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
 
 
 @functools.cache
@@ -130,7 +127,8 @@ class Kernel(GluonJITFunction):
         # others could get their addresses. The compiled kernel must stay loaded.
         runtime = {p.name for p in self.params if not p.is_constexpr}
         kept += (value for name, value in named.items() if name not in runtime)
-        kept += (value.layout for value in args if isinstance(value, Box))
+        pairs = (value[1] for value in args if isinstance(value, tuple))
+        kept += (seen_as.layout for seen_as in pairs if isinstance(seen_as, TensorMap))
         kept.append(compiled)
         plans[key] = known or b""
 
@@ -155,7 +153,7 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
             words += [NUMBER, index]
             sizes.append(_BYTES[kind])
         elif kind.startswith("tensordesc") and (box := next(boxes, None)) is not None:
-            rank = len(arguments[name].shape)
+            rank = len(arguments[name][1].shape)
             kind = nvidia.TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]]
             words += [BOX, index, kind, box["swizzle"], box["elem_size"], rank, *box["block_size"]]
             sizes += [128, *[4] * rank, *[8] * rank]

@@ -2,8 +2,8 @@
 // Triton specialises on, looks up the plan for this key, and launches. Without a plan it calls
 // `Kernel._launch_first` in Python.
 //
-// An argument is a tensor, a number, None, a constant, or a tuple: `Typed` (tensor, dtype) or `Box`
-// (tensor, shape, strides, box, layout).
+// An argument is a tensor, a number, None, a constant, or a pair: (tensor, dtype) or (tensor,
+// TensorMap), where a TensorMap is the tuple (shape, strides, box, layout).
 //
 // A plan is an array of int64_t, written by `launch.plan`:
 //   CUfunction, threads per block, bytes of shared memory,
@@ -109,22 +109,21 @@ static bool add_constant(Launch *launch, PyObject *value) {
   return add_word(launch, PyBool_Check(value) ? 'b' : 'i') && add_word(launch, (uint64_t)number);
 }
 
-static bool add_box(Launch *launch, PyObject *box, uint64_t *address) {
-  PyObject *dimensions = PyTuple_GET_ITEM(box, 3);
-  for (int i = 1; i < 4; i++) {
-    PyObject *sizes = PyTuple_GET_ITEM(box, i);
-    if (!PyTuple_Check(sizes) || PyTuple_GET_SIZE(sizes) != PyTuple_Size(dimensions)) {
-      PyErr_SetString(PyExc_TypeError, "titan_fp8: a Box has three tuples of one length");
+static bool add_tensor_map(Launch *launch, PyObject *map) {
+  PyObject *box = PyTuple_GET_ITEM(map, 2);
+  for (int i = 0; i < 3; i++) {
+    PyObject *sizes = PyTuple_GET_ITEM(map, i);
+    if (!PyTuple_Check(sizes) || PyTuple_GET_SIZE(sizes) != PyTuple_Size(box)) {
+      PyErr_SetString(PyExc_TypeError, "titan_fp8: a TensorMap has three tuples of one length");
       return false;
     }
   }
-  if (!add_word(launch, 'B') || !add_dtype(launch, PyTuple_GET_ITEM(box, 0)) ||
-      !add_word(launch, (uintptr_t)PyTuple_GET_ITEM(box, 4)))
+  if (!add_word(launch, 'B') || !add_word(launch, (uintptr_t)PyTuple_GET_ITEM(map, 3)))
     return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dimensions); i++)
-    if (!add_constant(launch, PyTuple_GET_ITEM(dimensions, i)))
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(box); i++)
+    if (!add_constant(launch, PyTuple_GET_ITEM(box, i)))
       return false;
-  return address_of(PyTuple_GET_ITEM(box, 0), address);
+  return true;
 }
 
 static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
@@ -139,16 +138,17 @@ static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
     bool wide = number > INT32_MAX || number < INT32_MIN;
     return add_word(launch, number == 1 ? 1 : (number % 16 == 0) * 16 + wide * 32);
   }
-  if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 5)
-    return add_box(launch, value, out);
-  bool added;
-  if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 2) {
-    added = add_word(launch, (uintptr_t)PyTuple_GET_ITEM(value, 1));
-    value = PyTuple_GET_ITEM(value, 0);
-  } else {
-    added = add_dtype(launch, value);
+  if (!PyTuple_Check(value))
+    return add_dtype(launch, value) && address_of(value, out) && add_word(launch, *out % 16 == 0);
+  if (PyTuple_GET_SIZE(value) != 2) {
+    PyErr_SetString(PyExc_TypeError, "titan_fp8: a pair is (tensor, dtype) or (tensor, TensorMap)");
+    return false;
   }
-  return added && address_of(value, out) && add_word(launch, *out % 16 == 0);
+  PyObject *tensor = PyTuple_GET_ITEM(value, 0), *seen_as = PyTuple_GET_ITEM(value, 1);
+  if (PyTuple_Check(seen_as) && PyTuple_GET_SIZE(seen_as) == 4)
+    return add_dtype(launch, tensor) && add_tensor_map(launch, seen_as) && address_of(tensor, out);
+  return add_word(launch, (uintptr_t)seen_as) && address_of(tensor, out) &&
+         add_word(launch, *out % 16 == 0);
 }
 
 static bool encode(CUtensorMap *map, const int64_t *word, uint64_t address, PyObject *shape,
@@ -196,8 +196,8 @@ static PyObject *launch_plan(Launcher *self, Launch *launch, PyObject *plan, uns
       count++;
       continue;
     }
-    PyObject *shape = PyTuple_GET_ITEM(arguments[index], 1);
-    PyObject *strides = PyTuple_GET_ITEM(arguments[index], 2);
+    PyObject *map = PyTuple_GET_ITEM(arguments[index], 1);
+    PyObject *shape = PyTuple_GET_ITEM(map, 0), *strides = PyTuple_GET_ITEM(map, 1);
     int rank = (int)word[5];
     if (!encode(&maps[boxes], word + 2, launch->values[index], shape, strides))
       return NULL;

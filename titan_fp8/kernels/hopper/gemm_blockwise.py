@@ -48,7 +48,7 @@ than the noise (docs/log.md).
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,14 +58,20 @@ from titan_fp8.kernels.hopper.gemm_blockwise_fprop_dgrad import blockwise_fprop_
 from titan_fp8.kernels.hopper.gemm_blockwise_wgrad import blockwise_wgrad_kernel
 from titan_fp8.kernels.hopper.gemm_schedule import VECTOR
 from titan_fp8.kernels.hopper.quantize_blockwise import scales_1x128
-from titan_fp8.kernels.launch import Box, multiprocessors
-from titan_fp8.reference import BLOCK, E4M3, round_up
+from titan_fp8.kernels.launch import CACHED_SHAPES, TensorMap, multiprocessors
+from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
 
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A program has 12 warps: two consumers of 4, the producer, and 3 that complete its warpgroup and
 are idle. All start with 168 registers per thread; then consumers have 240 and the others 24."""
 BAND = 8
 """Rows of tiles in a band of the rasterisation (`in_bands`)."""
+# FP32 results need an epilogue buffer twice as large, in place of one stage.
+MM_OPTIONS = {size: {"STAGES": 5 - size // 2, "BAND": BAND, **OPTIONS} for size in (2, 4)}
+WGRAD_OPTIONS = {
+    size: {"STAGES": 3, "BUFFERS": 4 // size, "BAND": BAND, **OPTIONS} for size in (2, 4)
+}
+"""Bytes of a result -> options of the launch."""
 
 Launch = tuple[Any, tuple, dict]
 """A kernel with the arguments and options of one launch."""
@@ -146,33 +152,24 @@ def mm_launch(
     """The launch that writes `blockwise_mm` to `c_MN`, or its sum with the product of `second`."""
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
+    maps = _mm_maps(m, n, k, groups, c_MN.itemsize)
 
-    def boxes(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple[Box, ...]:
-        assert a.shape == (m, k) and a.is_contiguous() and b.is_contiguous()
-        assert b.shape[-2:] == (n, k) and b.numel() == groups * n * k
-        assert a.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
-        box = (128, 128)
-        return (
-            matrix(a, box),
-            _scale_vector(_column_major(sa), 128),
-            matrix(b, box),
-            _scale_matrix(sb),
-        )
+    def operands(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
+        assert a.shape == (m, k) and b.shape[-2:] == (n, k) and b.numel() == groups * n * k
+        assert a.dtype == b.dtype == E4M3 and a.is_contiguous() and b.is_contiguous()
+        assert sa.dtype == sb.dtype == torch.float32 and sb.stride()[-2:] == maps.sb.strides
+        assert sb.dim() == 2 or sb.stride(0) == sb.shape[1] * sb.stride(1)
+        return (a, maps.a), (_column_major(sa), maps.sa), (b, maps.b), (sb, maps.sb)
 
     args = (
-        *boxes(a_MK, sa, b, sb),
-        *((None,) * 4 if second is None else boxes(*second)),
-        matrix(c_MN, (64, 128)),
+        *operands(a_MK, sa, b, sb),
+        *((None,) * 4 if second is None else operands(*second)),
+        (c_MN, maps.c),
         c_MN,
         offs,
         *(m, n, k, groups, round_up(m, 4)),
     )
-    # FP32 results need an epilogue buffer twice as large, in place of one stage.
-    return (
-        blockwise_fprop_dgrad_kernel,
-        args,
-        {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS},
-    )
+    return blockwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
 
 def wgrad_launch(
@@ -181,41 +178,92 @@ def wgrad_launch(
     """The launch that writes `blockwise_wgrad` to `c`, (N, K) or (E, N, K)."""
     (n, width), k = a_NM.shape, b_KM.shape[0]
     groups = 1 if offs is None else offs.shape[0]
-    assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
+    assert b_KM.shape[1] == width and sa.dtype == sb.dtype == torch.float32
     assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
-    sa, sb = _column_major(sa), _column_major(sb)
+    maps = _wgrad_maps(width, n, k, groups, c.itemsize)
     args = (
-        matrix(a_NM, (128, 128)),
-        _scale_vector(sa, 256),
-        matrix(b_KM, (128, 128)),
-        _scale_vector(sb, 128),
-        matrix(c, (64, 128)),
+        (a_NM, maps.a),
+        (_column_major(sa), maps.sa),
+        (b_KM, maps.b),
+        (_column_major(sb), maps.sb),
+        (c, maps.c),
         c,
         offs,
-        None if offs is None else torch.zeros(1, dtype=torch.int32, device=c.device),
-        *(width, n, k, groups, sa.stride(1), sb.stride(1)),
+        None if offs is None else first_ticket(c),
+        *(width, n, k, groups, n, k),
     )
-    buffers = 4 // c.itemsize
-    return blockwise_wgrad_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
+    return blockwise_wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
+
+
+def first_ticket(c: Tensor) -> Tensor:
+    """The counter that programs draw tiles from, on the device of c."""
+    return torch.zeros(1, dtype=torch.int32, device=c.device)
 
 
 def run(launch: Launch) -> None:
     kernel, args, options = launch
-    kernel[(multiprocessors(args[0].base.device),)](*args, **options)
+    kernel[(multiprocessors(args[0][0].device),)](*args, **options)
 
 
-def matrix(x: Tensor, box: tuple[int, int]) -> Box:
-    """TMA's view of x (..., K), contiguous, as one matrix, in boxes.
+# How TMA sees the operands. Making these takes the host longer than a launch, so they are cached.
 
-    A row of a box is 128 bytes, swizzled.
+
+class Maps(NamedTuple):
+    a: TensorMap
+    sa: TensorMap
+    b: TensorMap
+    sb: TensorMap
+    c: TensorMap
+
+
+@functools.lru_cache(CACHED_SHAPES)
+def _mm_maps(m: int, n: int, k: int, groups: int, itemsize: int) -> Maps:
+    assert n % 16 == 0 and k % 16 == 0
+    return Maps(
+        a=matrix(m, k, 1),
+        sa=_scale_vector(m, k, 128),
+        b=matrix(groups * n, k, 1),
+        sb=_scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK)),
+        c=matrix(m, n, itemsize),
+    )
+
+
+@functools.lru_cache(CACHED_SHAPES)
+def _wgrad_maps(width: int, n: int, k: int, groups: int, itemsize: int) -> Maps:
+    assert width % 128 == 0 and n % 16 == 0 and k % 16 == 0
+    return Maps(
+        a=matrix(n, width, 1),
+        sa=_scale_vector(n, width, 256),
+        b=matrix(k, width, 1),
+        sb=_scale_vector(k, width, 128),
+        c=matrix(groups * n, k, itemsize),
+    )
+
+
+def matrix(rows: int, columns: int, itemsize: int) -> TensorMap:
+    """A contiguous matrix of FP8 (itemsize 1), in boxes of 128 rows, or of results, of 64.
+
+    A row of a box is 128 FP8 elements or 128 results; it is swizzled.
     """
-    k = x.shape[-1]
-    return Box(x, (x.numel() // k, k), (k, 1), box, _shared_layout(128, x.itemsize * 8))
+    box = (128 if itemsize == 1 else 64, 128)
+    return TensorMap((rows, columns), (columns, 1), box, _shared_layout(128, itemsize * 8))
 
 
 @functools.cache
 def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+
+
+def _scale_vector(rows: int, columns: int, box: int) -> TensorMap:
+    """The 1x128 scales of an operand (rows, columns) as a vector: column after column."""
+    blocks = cdiv(columns, BLOCK)
+    return TensorMap(((blocks - 1) * round_up(rows, 4) + rows,), (1,), (box,), VECTOR.value)
+
+
+def _scale_matrix(rows: int, columns: int) -> TensorMap:
+    """128x128 scales, those of all groups below each other, as a matrix with padded rows."""
+    strides = (round_up(columns, 4), 1)
+    return TensorMap((rows, columns), strides, (2, 16), _shared_layout(0, 32))
 
 
 def _column_major(s: Tensor) -> Tensor:
@@ -227,21 +275,3 @@ def _column_major(s: Tensor) -> Tensor:
     if s.stride() == (1, round_up(rows, 4)):
         return s
     return scales_1x128(s, rows, blocks * BLOCK).copy_(s)
-
-
-def _scale_vector(s: Tensor, box: int) -> Box:
-    """TMA's view of a column-major 1x128 scale (rows, blocks) as a vector: column after column."""
-    rows, blocks = s.shape
-    stride = s.stride(1)
-    assert s.dtype == torch.float32 and s.stride(0) == 1 and stride % 4 == 0
-    return Box(s, ((blocks - 1) * stride + rows,), (1,), (box,), VECTOR.value)
-
-
-def _scale_matrix(s: Tensor) -> Box:
-    """TMA's view of a 128x128 scale (..., row blocks, column blocks) as a matrix of all rows."""
-    *lead, rows, blocks = s.shape
-    stride = s.stride(-2)
-    assert s.dtype == torch.float32 and s.stride(-1) == 1 and stride % 4 == 0
-    assert not lead or s.shape[0] == 1 or s.stride(0) == rows * stride
-    shape = s.numel() // blocks, blocks
-    return Box(s, shape, (stride, 1), (2, 16), _shared_layout(0, 32))

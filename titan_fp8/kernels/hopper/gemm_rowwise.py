@@ -14,15 +14,25 @@ tokens of a batch and its error goes into every later step: partial sums are pro
 the grouped kernel every 128 tokens.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
-from titan_fp8.kernels.hopper.gemm_blockwise import BAND, OPTIONS, Launch, matrix, run
+from titan_fp8.kernels.hopper.gemm_blockwise import (
+    MM_OPTIONS,
+    WGRAD_OPTIONS,
+    Launch,
+    first_ticket,
+    matrix,
+    run,
+)
 from titan_fp8.kernels.hopper.gemm_rowwise_grouped import (
     rowwise_fprop_dgrad_kernel,
     rowwise_wgrad_kernel,
 )
-from titan_fp8.reference import E4M3
+from titan_fp8.kernels.launch import CACHED_SHAPES, TensorMap
+from titan_fp8.layouts import E4M3
 
 
 def rowwise_mm(
@@ -80,26 +90,11 @@ def mm_launch(
 ) -> Launch:
     """The launch that writes the grouped `rowwise_mm` to `c_MN`."""
     (m, k), (groups, n, _) = a_MK.shape, b.shape
-    assert b.shape[2] == k and a_MK.is_contiguous() and b.is_contiguous()
-    assert a_MK.dtype == b.dtype == E4M3 and n % 16 == 0 and k % 16 == 0
+    assert b.shape[2] == k and n % 16 == 0 and k % 16 == 0
     assert sa.shape == (m,) and sb.shape == (groups, n)
-    args = (
-        matrix(a_MK, (128, 128)),
-        _scales(sa),
-        matrix(b, (128, 128)),
-        _scales(sb),
-        matrix(c_MN, (64, 128)),
-        c_MN,
-        offs,
-        _first_ticket(c_MN),
-        *(m, n, k, groups),
-    )
-    # FP32 results need an epilogue buffer twice as large, in place of one stage.
-    return (
-        rowwise_fprop_dgrad_kernel,
-        args,
-        {"STAGES": 5 - c_MN.itemsize // 2, "BAND": BAND, **OPTIONS},
-    )
+    maps = _maps(m, groups * n, k, m, n, c_MN.itemsize)
+    args = (*_operands(a_MK, sa, b, sb, c_MN, maps), offs, first_ticket(c_MN), m, n, k, groups)
+    return rowwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
 
 def wgrad_launch(
@@ -108,35 +103,35 @@ def wgrad_launch(
     """The launch that writes the grouped `rowwise_wgrad` to `c_ENK`."""
     (n, width), k, groups = a_NM.shape, b_KM.shape[0], offs.shape[0]
     assert b_KM.shape[1] == width and width % 128 == 0 and n % 16 == 0 and k % 16 == 0
-    assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
     assert sa.shape == (groups, n) and sb.shape == (groups, k)
-    args = (
-        matrix(a_NM, (128, 128)),
-        _scales(sa),
-        matrix(b_KM, (128, 128)),
-        _scales(sb),
-        matrix(c_ENK, (64, 128)),
-        c_ENK,
-        offs,
-        _first_ticket(c_ENK),
-        *(width, n, k, groups),
+    maps = _maps(n, k, width, groups * n, k, c_ENK.itemsize)
+    args = _operands(a_NM, sa, b_KM, sb, c_ENK, maps)
+    args = (*args, offs, first_ticket(c_ENK), width, n, k, groups)
+    return rowwise_wgrad_kernel, args, WGRAD_OPTIONS[c_ENK.itemsize]
+
+
+@functools.lru_cache(CACHED_SHAPES)
+def _maps(
+    a_rows: int, b_rows: int, contracted: int, c_rows: int, c_columns: int, itemsize: int
+) -> tuple[TensorMap, TensorMap, TensorMap]:
+    return (
+        matrix(a_rows, contracted, 1),
+        matrix(b_rows, contracted, 1),
+        matrix(c_rows, c_columns, itemsize),
     )
-    buffers = 4 // c_ENK.itemsize
-    return rowwise_wgrad_kernel, args, {"STAGES": 3, "BUFFERS": buffers, "BAND": BAND, **OPTIONS}
 
 
-def _first_ticket(c: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=c.device)
-
-
-def _scales(s: Tensor) -> Tensor:
-    assert s.dtype == torch.float32 and s.is_contiguous()
-    return s
+def _operands(
+    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor, maps: tuple[TensorMap, ...]
+) -> tuple:
+    assert a.dtype == b.dtype == E4M3 and sa.dtype == sb.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (a, sa, b, sb, c))
+    return (a, maps[0]), sa, (b, maps[1]), sb, (c, maps[2]), c
 
 
 def _scaled_mm(
     a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    scales = {"scale_a": sa[:, None], "scale_b": sb[None, :]}
-    y = torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    return y.to(out_dtype)
+    scales = sa[:, None], sb[None, :]
+    y = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return y if out_dtype == torch.bfloat16 else y.to(out_dtype)

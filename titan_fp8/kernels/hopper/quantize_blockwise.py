@@ -44,7 +44,7 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     transpose,
     wait_for_loads,
 )
-from titan_fp8.kernels.launch import Typed, kernel
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up, transposed_width
 
 ROWS = {
@@ -213,27 +213,19 @@ def quantize_128x128_t_kernel(
             store_columns(q_t, values, row, N - row, (word + v) * PACK + i, PACK, K, N)
 
 
-def _empty_padded_scales(x: Tensor, *shape: int) -> Tensor:
-    """New scales whose last dimension is padded to a multiple of 4."""
-    return x.new_empty(*shape[:-1], round_up(shape[-1], 4), dtype=torch.float32)
-
-
 def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
-    """New 1x128 scales (rows, blocks) in their layout: stride 1 along the rows."""
-    blocks = cdiv(columns, BLOCK)
-    if rows % 4:
-        return _empty_padded_scales(x, blocks, rows)[:, :rows].t()
-    return _empty_column_major(x, rows, blocks)
+    """New 1x128 scales (rows, blocks) on x's device, stride 1 along the rows (`layouts.py`)."""
+    shape, strides = (rows, cdiv(columns, BLOCK)), (1, max(round_up(rows, 4), 1))
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
 
 
-def scales_128x1_t(x: Tensor, channels: int, width: int) -> Tensor:
-    """New 128x1 scales (channels, blocks) in the same layout; channels are a multiple of 4."""
-    return _empty_column_major(x, channels, width // BLOCK)
-
-
-def _empty_column_major(x: Tensor, rows: int, blocks: int) -> Tensor:
-    strides = (1, max(rows, 1))
-    return torch.empty_strided((rows, blocks), strides, dtype=torch.float32, device=x.device)
+def _scales_128x128(w: Tensor, rows: int, columns: int) -> Tensor:
+    """New 128x128 scales (..., row blocks, column blocks) for w (..., N, K) (`layouts.py`)."""
+    lead, n, k = w.shape[:-2], cdiv(rows, BLOCK), cdiv(columns, BLOCK)
+    stride = round_up(k, 4)
+    if not lead:
+        return torch.empty_strided((n, k), (stride, 1), dtype=torch.float32, device=w.device)
+    return w.new_empty(*lead, n, stride, dtype=torch.float32)[..., :k]
 
 
 def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
@@ -268,13 +260,14 @@ def quantize_1x128_128x1_t(
 def _quantize_columns(
     x: Tensor, with_rows: bool, offs: Tensor | None, aligned: bool, scale_fmt: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, s of the rows (empty tensors unless `with_rows`), then q, s of the columns."""
+    """q, s of the rows (meaningless unless `with_rows`), then q, s of the columns."""
     m, k = x.shape
     width = transposed_width(m, offs, aligned, BLOCK)
     blocks = cdiv(k, BLOCK)
-    q = x.new_empty((m, k) if with_rows else 0, dtype=E4M3)
-    s = scales_1x128(x, m if with_rows else 0, k)
-    q_t, s_t = x.new_empty(k, width, dtype=E4M3), scales_128x1_t(x, k, width)
+    q_t, s_t = x.new_empty(k, width, dtype=E4M3), scales_1x128(x, k, width)
+    q, s = q_t, s_t
+    if with_rows:
+        q, s = torch.empty_like(x, dtype=E4M3), scales_1x128(x, m, k)
     words, out, pack = words_of(x, q)
     groups = 0 if offs is None else offs.shape[0]
     # With rows, tokens of no group need tiles too, in addition to the tiles that fill `width`.
@@ -282,8 +275,8 @@ def _quantize_columns(
     layouts, warps = TILES[pack]
     if tiles:
         quantize_128x1_t_kernel[(tiles * blocks,)](
-            words, out, s, Typed(q_t, torch.int8), s_t, offs,
-            m, k, k // pack, width, s.stride(1), groups, tiles, blocks,
+            words, out, s, (q_t, torch.int8), s_t, offs,
+            m, k, k // pack, width, round_up(m, 4), groups, tiles, blocks,
             pack, SCALE_FMTS[scale_fmt], with_rows, group_lanes(groups), aligned, layouts,
             maxnreg=ROWS_MAXNREG if with_rows and pack == 2 else MAXNREG, num_warps=warps,
         )  # fmt: skip
@@ -293,28 +286,24 @@ def _quantize_columns(
 def quantize_128x128(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """Quantises w (..., N, K) in tiles of 128x128: q (..., N, K), s (..., ⌈N/128⌉, ⌈K/128⌉)."""
     *lead, n, k = w.shape
-    rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
-    q = torch.empty_like(w, dtype=E4M3)
-    s = _empty_padded_scales(w, *lead, rows, blocks)
+    q, s = torch.empty_like(w, dtype=E4M3), _scales_128x128(w, n, k)
     words, out, pack = words_of(w, q)
     layout, warps = SQUARE[pack]
-    quantize_128x128_kernel[(blocks, rows, math.prod(lead))](
-        words, out, s, n, k // pack, s.shape[-1],
+    quantize_128x128_kernel[(cdiv(k, BLOCK), cdiv(n, BLOCK), math.prod(lead))](
+        words, out, s, n, k // pack, s.stride(-2),
         pack, SCALE_FMTS[scale_fmt], layout, num_warps=warps,
     )  # fmt: skip
-    return q, s[..., :blocks]
+    return q, s
 
 
 def quantize_128x128_t(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """The same tiles, transposed: q (..., K, N), s (..., ⌈K/128⌉, ⌈N/128⌉)."""
     *lead, n, k = w.shape
-    rows, blocks = cdiv(n, BLOCK), cdiv(k, BLOCK)
-    q_t = w.new_empty(*lead, k, n, dtype=E4M3)
-    s_t = _empty_padded_scales(w, *lead, blocks, rows)
+    q_t, s_t = w.new_empty(*lead, k, n, dtype=E4M3), _scales_128x128(w, k, n)
     words, _, pack = words_of(w, q_t)
     layouts, warps = TILES[pack]
-    quantize_128x128_t_kernel[(rows, blocks, math.prod(lead))](
-        words, Typed(q_t, torch.int8), s_t, n, k, k // pack, s_t.shape[-1],
+    quantize_128x128_t_kernel[(cdiv(n, BLOCK), cdiv(k, BLOCK), math.prod(lead))](
+        words, (q_t, torch.int8), s_t, n, k, k // pack, s_t.stride(-2),
         pack, SCALE_FMTS[scale_fmt], layouts, maxnreg=MAXNREG, num_warps=warps,
     )  # fmt: skip
-    return q_t, s_t[..., :rows]
+    return q_t, s_t

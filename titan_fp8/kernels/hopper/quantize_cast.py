@@ -21,8 +21,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8.kernels.launch import Typed
-
 AMAX_MIN = gl.constexpr(0x2B8CBCCC)
 """The bits of 1e-12."""
 INF = gl.constexpr(0x7F800000)
@@ -175,12 +173,18 @@ def cast_columns(words, r, mask, i: gl.constexpr, PACK: gl.constexpr):
     )
 
 
-def as_words(x: Tensor) -> Typed:
+FP8_WORDS = {2: torch.int16, 1: torch.int8}
+"""PACK -> the integer type of as many FP8 values."""
+
+
+def as_words(x: Tensor) -> tuple[Tensor, torch.dtype]:
     """x (contiguous) as int32 words; a copy of x if it starts between two words."""
-    return Typed(x.clone() if x.data_ptr() % 4 else x, torch.int32)
+    return (x.clone() if x.data_ptr() % 4 else x), torch.int32
 
 
-def words_of(x: Tensor, q: Tensor) -> tuple[Typed, Typed, int]:
-    """x as int32 words, the FP8 tensor q in integers of one word's bytes, and PACK."""
-    pack = 4 // x.element_size()
-    return as_words(x), Typed(q, (torch.int8, torch.int16)[pack - 1]), pack
+def words_of(
+    x: Tensor, q: Tensor
+) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype], int]:
+    """x as int32 words, the FP8 tensor q in integers of one word's values, and PACK."""
+    pack = 4 // x.itemsize
+    return as_words(x), (q, FP8_WORDS[pack]), pack

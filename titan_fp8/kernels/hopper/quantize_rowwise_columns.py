@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.hopper.group_ends import group_lanes, locate, tiles_of
 from titan_fp8.kernels.hopper.quantize_cast import (
+    FP8_WORDS,
     amax_words,
     as_words,
     cast_rows,
@@ -51,7 +52,7 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     tile_layout,
     wait_for_loads,
 )
-from titan_fp8.kernels.launch import Typed, kernel
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.layouts import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
 
 AMAX_TOKENS = 256
@@ -182,7 +183,7 @@ class _Columns:
         return self.x, self.amax, self.k, self.k // self.pack
 
     def cast_args(self) -> tuple:
-        return self.x, self.amax, Typed(self.q_t, torch.int8), self.s_t, self.k, self.k // self.pack
+        return self.x, self.amax, (self.q_t, torch.int8), self.s_t, self.k, self.k // self.pack
 
 
 def _launch_amax(
@@ -195,7 +196,7 @@ def _launch_amax(
     else:
         layout, warps = row_layout(a.k // a.pack)
         tile_tokens = ROW_AMAX_TOKENS
-        q, s = Typed(rows[0], (torch.int8, torch.int16)[a.pack - 1]), rows[1]
+        q, s = (rows[0], FP8_WORDS[a.pack]), rows[1]
     tiles = tiles_of(tokens.width, tokens.groups, tile_tokens)
     words = layout.shape[1]
     quantize_column_amax_kernel[(tiles * sum(c.blocks(words) for c in columns), tokens.experts)](

@@ -38,7 +38,7 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     transpose,
     wait_for_loads,
 )
-from titan_fp8.kernels.launch import Typed, kernel, multiprocessors
+from titan_fp8.kernels.launch import kernel, multiprocessors
 from titan_fp8.layouts import E4M3, cdiv, round_up
 
 PARTS = 2
@@ -271,7 +271,7 @@ def quantize_columns_in_one_pass(x: Tensor, width: int) -> tuple[Tensor, Tensor]
     records = stripes * round_up(tiles + 1, LINE.value)
     amax = torch.zeros(s_t.numel() + records, dtype=torch.int32, device=x.device)
     quantize_columns_one_pass_kernel[(tiles * stripes,)](
-        as_words(x), amax, Typed(q_t, torch.int8), s_t, m, width, k, k // pack, tiles, blocks,
+        as_words(x), amax, (q_t, torch.int8), s_t, m, width, k, k // pack, tiles, blocks,
         pack, PARTS, POLLS, LAYOUTS, maxnreg=MAXNREG, num_warps=WARPS,
     )  # fmt: skip
     return q_t, s_t

@@ -30,7 +30,6 @@ from titan_fp8.kernels.hopper.quantize_blockwise import (
     quantize_columns,
     quantize_rows,
     scales_1x128,
-    scales_128x1_t,
 )
 from titan_fp8.kernels.hopper.quantize_cast import SCALE_FMTS, as_words
 from titan_fp8.kernels.hopper.quantize_tile import (
@@ -40,7 +39,7 @@ from titan_fp8.kernels.hopper.quantize_tile import (
     start_load,
     tile_layout,
 )
-from titan_fp8.kernels.launch import Typed, kernel
+from titan_fp8.kernels.launch import kernel
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, transposed_width
 
 # PTX for one channel in FP32. 2^x and 1/x are instructions: e^-a is 2^(-a / ln 2). 0fBFB8AA3B is
@@ -190,7 +189,7 @@ def _all_bf16(**tensors: Tensor) -> bool:
     return all(x.dtype == torch.bfloat16 for x in tensors.values())
 
 
-def _words(x: Tensor) -> Typed:
+def _words(x: Tensor) -> tuple[Tensor, torch.dtype]:
     return as_words(x.contiguous())
 
 
@@ -207,7 +206,7 @@ def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tens
     layout, warps = ROWS[PACK.value]
     if m:
         swiglu_forward_kernel[(cdiv(m, layout.shape[0]) * blocks,)](
-            _words(a), _words(b), Typed(q, torch.int16), s, m, k // 2, s.stride(1), blocks,
+            _words(a), _words(b), (q, torch.int16), s, m, k // 2, s.stride(1), blocks,
             SCALE_FMTS[scale_fmt], layout, num_warps=warps,
         )  # fmt: skip
     return q, s
@@ -241,16 +240,16 @@ def swiglu_backward_1x128_128x1_t(
     da_q, db_q = (a.new_empty(m, k, dtype=E4M3) for _ in range(2))
     da_s, db_s = (scales_1x128(a, m, k) for _ in range(2))
     da_q_t, db_q_t, h_q_t = (a.new_empty(k, width, dtype=E4M3) for _ in range(3))
-    da_s_t, db_s_t, h_s_t = (scales_128x1_t(a, k, width) for _ in range(3))
+    da_s_t, db_s_t, h_s_t = (scales_1x128(a, k, width) for _ in range(3))
     groups = 0 if offs is None else offs.shape[0]
     # Tokens of no group need tiles too, in addition to the tiles that fill `width`.
     tiles = tiles_of(width, 0 if aligned else groups, BLOCK)
     if tiles:
         swiglu_backward_kernel[(tiles * blocks,)](
             _words(dh), _words(a), _words(b),
-            Typed(da_q, torch.int16), da_s, Typed(da_q_t, torch.int8), da_s_t,
-            Typed(db_q, torch.int16), db_s, Typed(db_q_t, torch.int8), db_s_t,
-            Typed(h_q_t, torch.int8), h_s_t, offs,
+            (da_q, torch.int16), da_s, (da_q_t, torch.int8), da_s_t,
+            (db_q, torch.int16), db_s, (db_q_t, torch.int8), db_s_t,
+            (h_q_t, torch.int8), h_s_t, offs,
             m, k, k // 2, width, da_s.stride(1), groups, blocks,
             SCALE_FMTS[scale_fmt], group_lanes(groups), aligned, LAYOUTS,
             num_warps=8, maxnreg=MAXNREG,
