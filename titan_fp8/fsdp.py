@@ -1,0 +1,272 @@
+"""FSDP2 all-gathers of weights in FP8, through FSDP2's own extension.
+
+FSDP2 asks the local tensor of a sharded parameter for `fsdp_pre_all_gather`, which returns what is
+gathered, and `fsdp_post_all_gather`, which makes the unsharded parameter of it. `gather_in_fp8`
+replaces the weights of an FP8 layer by `ShardedWeight`s, which have both:
+
+    ShardedWeight      high precision, a shard: what the optimizer, clipping and checkpoints see
+      | fsdp_pre_all_gather: quantise the shard (`shards.py`), unless that has been done this step
+      v
+    all-gather         FP8 and, of the layers around, whatever else the FSDP2 unit has
+      | fsdp_post_all_gather
+      v
+    GatheredWeight     what the layer multiplies by (`gathered_weight.py`)
+
+A ShardedWeight is an ordinary tensor that remembers how it is quantised. Its `__torch_dispatch__`
+computes every op as on a plain tensor. It keeps the class through the ops by which FSDP2, DTensor
+and `Module.to_empty` make shards, and it notes writes: version counters do not show those that
+DTensor makes. A shard is quantised at the first gather after a write, so once a step, also with
+several micro-batches. FP8 is stored beside it from then on: one byte per element of the shard, with
+a rowwise recipe two.
+
+Scales of blocks that are on several ranks are agreed on by a collective. Without further ado each
+weight does so at its gather. `requantise` quantises all weights of a model together, with one
+collective per group of ranks; torchtitan's trainer calls it after each step of the optimizer.
+"""
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._mode_utils import no_dispatch
+
+from titan_fp8.checks import ConversionReport
+from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.layouts import E4M3
+from titan_fp8.ops import DTYPES
+from titan_fp8.recipe import Scaling, get_recipe
+from titan_fp8.shards import Place, QuantisedShard, quantise
+
+_log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+}
+_COPIES = {
+    _aten._pin_memory.default,
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+}
+
+
+class _Memory:
+    """What the views of one shard share: its FP8 copy, and whether that is out of date."""
+
+    def __init__(self) -> None:
+        self.shard: QuantisedShard | None = None
+        self.stale = True
+        self.values: weakref.ref[ShardedWeight] | None = None
+        """The tensor that FSDP2 gathers."""
+
+
+class ShardedWeight(Tensor):
+    """A weight, or FSDP2's shard of it, that is gathered in FP8."""
+
+    recipe: str
+    emulate: bool
+    memory: _Memory
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, values: Tensor, recipe: str, emulate: bool, memory: _Memory | None = None
+    ) -> "ShardedWeight":
+        weight = Tensor._make_subclass(cls, values, values.requires_grad)
+        weight.recipe, weight.emulate = recipe, emulate
+        weight.memory = memory or _Memory()
+        return weight
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with no_dispatch():
+            out = func(*args, **(kwargs or {}))
+        # Ops of c10d write, too, but their schemas do not say so.
+        if func._schema.is_mutable or func.namespace == "c10d":
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, ShardedWeight):
+                    tensor.memory.stale = True
+        elif func in _VIEWS or func in _COPIES:
+            source = args[0]
+            memory = source.memory if func in _VIEWS else None
+            return pytree.tree_map_only(
+                Tensor, lambda t: ShardedWeight(t, source.recipe, source.emulate, memory), out
+            )
+        return out
+
+    def plain(self) -> Tensor:
+        """The same memory as a torch.Tensor."""
+        with no_dispatch():
+            return self.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Checkpoints hold plain tensors.
+        return self.plain().__reduce_ex__(protocol)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """FSDP2's extension: what to gather, and what the other method gets beside it."""
+        memory = self.memory
+        if memory.shard is None:
+            place = _place(self, mesh, outer_size, mp_policy.param_dtype or self.dtype)
+            reason = _why_not(self.recipe, place)
+            if reason is not None:
+                _warn(reason)
+                return (_padded(self.plain(), place),), None
+            memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
+            memory.values = weakref.ref(self)
+        if memory.stale:
+            _quantise([self])
+        shard = memory.shard
+        gathered = [q for q in (shard.q, shard.q_columns) if q is not None]
+        # As bytes, which every op of FSDP2's takes.
+        return tuple(q.view(torch.uint8) for q in gathered), (outer_size, shard)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's extension: the unsharded parameter. `out` is that of the gather before.
+
+        FSDP2 frees and refills the memory of `all_gather_outputs` in place, so `out` has the new
+        values already.
+        """
+        if metadata is None:
+            return None if out is not None else (all_gather_outputs[0], ())
+        shape, shard = metadata
+        if out is not None:
+            weight = out._local_tensor if isinstance(out, DTensor) else out
+            assert isinstance(weight, GatheredWeight)
+            for mine, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
+                if mine.data_ptr() != new.data_ptr():
+                    mine.copy_(new)
+            return None
+        # Behind the last row there may be rows of padding.
+        q, *columns = (
+            output.flatten()[: shape.numel()].view(shape).view(E4M3)
+            for output in all_gather_outputs
+        )
+        q_columns = columns[0] if columns else None
+        return GatheredWeight(q, shard.s, q_columns, shard.s_t, param_dtype), ()
+
+
+def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtype) -> Place:
+    """Which part of a weight of shape `whole` the shard of this rank of `mesh` is."""
+    ranks = mesh.size()
+    dim = next((d for d in range(len(whole)) if shard.shape[d] != whole[d]), 0)
+    padded = list(whole)
+    padded[dim] = -(-whole[dim] // ranks)
+    first = min(mesh.get_local_rank() * padded[dim], whole[dim])
+    group = mesh.get_group() if ranks > 1 else None
+    return Place(tuple(whole), dim, first, tuple(padded), dtype, group)
+
+
+def _why_not(recipe: str, place: Place) -> str | None:
+    """Why a weight at `place` is gathered in high precision; None if it is gathered in FP8."""
+    if place.dtype not in DTYPES:
+        return f"{place.dtype} weights are not quantised"
+    if place.dim == len(place.whole) - 1:
+        return "its last dimension is sharded"
+    if place.group is None and get_recipe(recipe).fprop.right is not Scaling.BLOCK_128X128:
+        return "one rank has all of it, and FSDP2 copies one tensor there"
+    return None
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    _log.warning(f"titan_fp8: a weight is gathered in high precision: {reason}")
+
+
+def _padded(values: Tensor, place: Place) -> Tensor:
+    """What FSDP2 gathers without an extension."""
+    values = values.to(place.dtype)
+    if values.shape == place.padded:
+        return values
+    padded = values.new_zeros(place.padded)
+    padded[: values.shape[0]] = values
+    return padded
+
+
+def _quantise(weights: Iterable[ShardedWeight]) -> None:
+    shards = []
+    for weight in weights:
+        assert weight.memory.shard is not None
+        shards.append((weight.memory.shard, weight.plain()))
+        weight.memory.stale = False
+    quantise(shards)
+
+
+def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
+    """Makes FSDP2 gather the weights of the model's FP8 layers in FP8, once it is applied.
+
+    Args:
+        model: before FSDP2, tensor or expert parallelism is applied, on any device.
+        kind: the class of the layers, FP8Linear or experts. They have `recipe` and `emulate`, and
+            read their parameters of two and three dimensions in FP8 products only.
+
+    Returns:
+        The report on every weight of these layers.
+    """
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, set()).add(module)
+    report = ConversionReport()
+    for fqn, layer in model.named_modules():
+        if not isinstance(layer, kind):
+            continue
+        recipe, emulate = str(layer.recipe), bool(layer.emulate)
+        for name, param in list(layer.named_parameters(recurse=False)):
+            row = f"{fqn}.{name}", " x ".join(map(str, param.shape))
+            if param.dim() < 2:
+                continue
+            if len(owners[param]) > 1:
+                report.left.append((*row, "another module reads it, too"))
+                continue
+            weight = ShardedWeight(param.detach(), recipe, emulate)
+            setattr(layer, name, nn.Parameter(weight, requires_grad=param.requires_grad))
+            report.converted.append((*row, recipe))
+    return report
+
+
+def requantise(models: Iterable[nn.Module]) -> None:
+    """Quantises all shards of the models that have been written to since they were gathered.
+
+    To be called on every rank after each step of the optimizer. It takes one collective for each
+    group of ranks that shares weights. Without this call each gather does it for its own weight.
+    """
+    weights = []
+    for param in (param for model in models for param in model.parameters()):
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        if not isinstance(local, ShardedWeight) or local.memory.values is None:
+            continue
+        values = local.memory.values()
+        if local.memory.stale and values is not None:
+            weights.append(values)
+    _quantise(weights)

@@ -1,0 +1,174 @@
+"""GatheredWeight: a weight that FSDP2 has gathered in FP8, as autograd and the layers see it.
+
+The tensor has the shape and dtype of the weight in high precision, requires grad, and gets its
+gradient in that dtype. Its values exist in FP8 only: q and scales, in the layout of the parameter.
+An FP8 product is called with it as with any weight. `__torch_dispatch__` then calls the op of
+`ops/gathered.py`, which reads q instead of quantising a weight. Since the products do not change,
+neither does what they save, how torch.compile traces them and what activation checkpointing sees.
+
+Views that FSDP2, DTensor and nn.Parameter make are supported; any other op is an error.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_fp8.ops import direct
+
+_aten = torch.ops.aten
+_ops = torch.ops.titan_fp8
+
+
+class GatheredWeight(Tensor):
+    """A weight (N, K) or (E, N, K) whose values are q · s.
+
+    Attributes:
+        q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again.
+        s: the scales of q, as fprop reads them.
+        q_columns: what dgrad reads, before it is transposed; None if it is q, as with blocks of
+            128x128. Rowwise recipes quantise the columns of the weight on their own.
+        s_t: the scales that dgrad reads.
+    """
+
+    q: Tensor
+    s: Tensor
+    q_columns: Tensor | None
+    s_t: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, q: Tensor, s: Tensor, q_columns: Tensor | None, s_t: Tensor, dtype: torch.dtype
+    ) -> "GatheredWeight":
+        weight = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        weight.q, weight.s, weight.q_columns, weight.s_t = q, s, q_columns, s_t
+        return weight
+
+    @property
+    def for_dgrad(self) -> tuple[Tensor, Tensor]:
+        return (self.q if self.q_columns is None else self.q_columns), self.s_t
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        columns = [] if self.q_columns is None else ["q_columns"]
+        return ["q", "s", *columns, "s_t"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(
+        tensors: dict[str, Tensor], dtype: torch.dtype, shape: Any, strides: Any
+    ) -> "GatheredWeight":
+        columns = tensors.get("q_columns")
+        return GatheredWeight(tensors["q"], tensors["s"], columns, tensors["s_t"], dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        implementation = _IMPLEMENTATIONS.get(func)
+        if implementation is None:
+            raise NotImplementedError(
+                f"{func}: FSDP2 has gathered this weight in FP8, and it is gathered for FP8 "
+                "products alone; turn fsdp_all_gather off or read the sharded parameter"
+            )
+        return implementation(*args, **(kwargs or {}))
+
+
+def _same(w: GatheredWeight, *args: Any) -> GatheredWeight:
+    """A view of the whole weight: `args` are its own size, strides and offset."""
+    for sizes, own in zip(args, (w.shape, w.stride())):
+        if tuple(sizes) != tuple(own):
+            raise NotImplementedError(f"{w} cannot be viewed as {tuple(sizes)}")
+    return GatheredWeight(w.q, w.s, w.q_columns, w.s_t, w.dtype)
+
+
+def _as_strided(w: GatheredWeight, size: Any, stride: Any, offset: int = 0) -> GatheredWeight:
+    return _same(w, size, stride)
+
+
+def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return torch.zeros(w.shape, dtype=dtype or w.dtype, device=w.device)
+
+
+def _fprop(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def multiply(
+        a: Tensor, sa: Tensor, w: GatheredWeight, *layout: Any, emulate: bool = False, **_: Any
+    ) -> Tensor:
+        return mm(a, sa, w.q, w.s, *layout, emulate=emulate)
+
+    return multiply
+
+
+def _dgrad(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def multiply(
+        a: Tensor, sa: Tensor, w: GatheredWeight, *layout: Any, emulate: bool = False, **_: Any
+    ) -> Tensor:
+        return mm(a, sa, *w.for_dgrad, *layout, emulate=emulate)
+
+    return multiply
+
+
+def _dgrad_pair(
+    a: Tensor,
+    sa: Tensor,
+    w: GatheredWeight,
+    a2: Tensor,
+    sa2: Tensor,
+    w2: GatheredWeight,
+    *layout: Any,
+    emulate: bool = False,
+    **_: Any,
+) -> Tensor:
+    left, right = (a, sa, *w.for_dgrad), (a2, sa2, *w2.for_dgrad)
+    return direct.blockwise_dgrad_pair_fp8(*left, *right, *layout, emulate=emulate)
+
+
+def _experts(
+    x: Tensor,
+    w1: GatheredWeight,
+    w2: GatheredWeight,
+    w3: GatheredWeight,
+    *layout: Any,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    weights = (operand for w in (w1, w2, w3) for operand in (w.q, w.s))
+    return direct.blockwise_swiglu_fp8(x, *weights, *layout, **options)
+
+
+def _experts_backward(
+    g: Tensor,
+    a: Tensor,
+    b: Tensor,
+    x_q_t: Tensor,
+    x_s_t: Tensor,
+    w1: GatheredWeight,
+    w2: GatheredWeight,
+    w3: GatheredWeight,
+    offs: Tensor,
+    aligned: bool = False,
+    dx_dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    weights = (operand for w in (w1, w2, w3) for operand in w.for_dgrad)
+    layout = offs, aligned, dx_dtype, w1.dtype
+    return direct.blockwise_swiglu_backward_fp8(g, a, b, x_q_t, x_s_t, *weights, *layout, **options)
+
+
+_IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.view.default: _same,
+    _aten.as_strided.default: _as_strided,
+    _aten.zeros_like.default: _zeros_like,
+    _ops.blockwise_fprop.default: _fprop(direct.blockwise_mm),
+    _ops.blockwise_dgrad.default: _dgrad(direct.blockwise_dgrad_fp8),
+    _ops.blockwise_dgrad_pair.default: _dgrad_pair,
+    _ops.blockwise_swiglu.default: _experts,
+    _ops.blockwise_swiglu_backward.default: _experts_backward,
+    _ops.rowwise_fprop.default: _fprop(direct.rowwise_mm),
+    _ops.rowwise_dgrad.default: _dgrad(direct.rowwise_dgrad_fp8),
+}
