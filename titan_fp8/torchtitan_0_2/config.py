@@ -57,6 +57,10 @@ class TitanFP8Linear:
     emulate: bool = False
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
+    fsdp_all_gather: bool = False
+    """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
+    gathered. The values are the same."""
+
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
 
@@ -64,6 +68,7 @@ class TitanFP8Linear:
         check_recipe(f"[{LINEAR}] recipe", self.recipe)
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
         check_bool(f"[{LINEAR}] emulate", self.emulate)
+        check_bool(f"[{LINEAR}] fsdp_all_gather", self.fsdp_all_gather)
         _check_origin(LINEAR, self.origin)
 
 
@@ -79,6 +84,10 @@ class TitanFP8GroupedMM:
 
     emulate: bool = False
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
+
+    fsdp_all_gather: bool = False
+    """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
+    gathered. The values are the same."""
 
     permutation: PermutationName | None = None
     """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
@@ -99,6 +108,7 @@ class TitanFP8GroupedMM:
                 f'or drop "{GROUPED_MM}" from model.converters'
             )
         check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
+        check_bool(f"[{GROUPED_MM}] fsdp_all_gather", self.fsdp_all_gather)
         _check_origin(GROUPED_MM, self.origin)
         allowed = get_args(PermutationName)
         if self.permutation not in (None, *allowed):

@@ -15,13 +15,14 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport
-from titan_fp8.linear import convert_linears
+from titan_fp8.fsdp import gather_in_fp8, requantise
+from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import fsdp, patches, permutation
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
-from titan_fp8.torchtitan_0_2.experts import convert_experts
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.moe import route_by_gathers
 
@@ -36,6 +37,7 @@ class _Converter(QuantizationConverter):
         super().__init__(job_config, parallel_dims)
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
+        self.gathers_in_fp8 = False
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
@@ -77,8 +79,25 @@ class _Converter(QuantizationConverter):
         count, total = len(report.converted), len(report.converted) + len(report.left)
         logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
 
+    def gather_in_fp8(self, model: nn.Module, kind: type[nn.Module], section: str) -> None:
+        """Makes FSDP2 gather the weights of converted layers in FP8."""
+        if not self.parallel_dims.fsdp_enabled:
+            logger.warning(
+                f"titan_fp8: [{section}] fsdp_all_gather = true changes nothing: the plan has no "
+                "FSDP"
+            )
+            return
+        report = gather_in_fp8(model, kind)
+        self.gathers_in_fp8 = True
+        logger.info(
+            f"titan_fp8: [{section}] FSDP2 gathers {len(report.converted)} weights in FP8"
+            + (f", in high precision:\n{ConversionReport(left=report.left)}" if report.left else "")
+        )
+
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Does nothing: scales are computed where they are used."""
+        """Quantises the shards that FSDP2 gathers in FP8; other scales are computed when used."""
+        if self.gathers_in_fp8:
+            requantise(model if isinstance(model, list) else [model])
 
 
 class LinearConverter(_Converter):
@@ -98,6 +117,8 @@ class LinearConverter(_Converter):
         share_attention_inputs(model)
         if fused := fuse_feed_forwards(model):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
+        if section.fsdp_all_gather and section.recipe != BF16:
+            self.gather_in_fp8(model, FP8Linear, LINEAR)
         if section.recipe != BF16 and not report.converted:
             logger.warning(f"titan_fp8: [{LINEAR}] converted nothing in this model")
 
@@ -123,6 +144,8 @@ class GroupedMMConverter(_Converter):
             if self.parallel_dims.ep_enabled:
                 patches.SINGLE_RANK_COPY.apply(fsdp.copies_for_one_rank)
         self.log("grouped experts", recipe, report)
+        if section.fsdp_all_gather and recipe != BF16:
+            self.gather_in_fp8(model, FP8GroupedExperts, GROUPED_MM)
         default = "host" if recipe == BF16 else "gather"
         if (section.permutation or default) == "gather":
             self.permute_by_gathers(model, requested=section.permutation is not None)
