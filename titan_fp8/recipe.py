@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 
-import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
+from titan_fp8.ops import direct as _ops
+from titan_fp8.ops import overload_of
 
-_ops = torch.ops.titan_fp8
 Op = Callable[..., Any]
 
 BF16 = "bf16"
@@ -100,29 +99,28 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
     """DeepSeek-V3's recipe (arXiv 2412.19437, §3.3): 1x128 for x and g, 128x128 for W."""
 
     def scaled(op: Op) -> Op:
-        # An argument left at its default costs the dispatcher nothing.
         return op if scale_fmt == "fp32" else functools.partial(op, scale_fmt=scale_fmt)
 
     left, right = Scaling.BLOCK_1X128, Scaling.BLOCK_128X128
     return Recipe(
         name,
-        fprop=Gemm(left, right, scaled(_ops.blockwise_fprop.default)),
-        dgrad=Gemm(left, right, scaled(_ops.blockwise_dgrad.default)),
-        wgrad=Gemm(left, left, _ops.blockwise_wgrad.default),
+        fprop=Gemm(left, right, scaled(_ops.blockwise_fprop)),
+        dgrad=Gemm(left, right, scaled(_ops.blockwise_dgrad)),
+        wgrad=Gemm(left, left, _ops.blockwise_wgrad),
         alignment=128,
-        rows=scaled(_ops.quantize_1x128.default),
-        columns=scaled(_ops.quantize_128x1_t.default),
-        rows_and_columns=scaled(_ops.quantize_1x128_128x1_t.default),
+        rows=scaled(_ops.quantize_1x128),
+        columns=scaled(_ops.quantize_128x1_t),
+        rows_and_columns=scaled(_ops.quantize_1x128_128x1_t),
         pair=None,
-        weight=scaled(_ops.quantize_128x128.default),
-        weight_t=scaled(_ops.quantize_128x128_t.default),
-        mm=_ops.blockwise_mm.default,
+        weight=scaled(_ops.quantize_128x128),
+        weight_t=scaled(_ops.quantize_128x128_t),
+        mm=_ops.blockwise_mm,
         swiglu=SwiGLU(
-            rows=scaled(_ops.swiglu_1x128.default),
-            backward=scaled(_ops.swiglu_backward_1x128_128x1_t.default),
-            dgrad_pair=scaled(_ops.blockwise_dgrad_pair.default),
-            experts=scaled(_ops.blockwise_swiglu.default),
-            experts_backward=scaled(_ops.blockwise_swiglu_backward.default),
+            rows=scaled(_ops.swiglu_1x128),
+            backward=scaled(_ops.swiglu_backward_1x128_128x1_t),
+            dgrad_pair=scaled(_ops.blockwise_dgrad_pair),
+            experts=scaled(_ops.blockwise_swiglu),
+            experts_backward=scaled(_ops.blockwise_swiglu_backward),
         ),
     )
 
@@ -131,17 +129,17 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
     """One scale per row of the left operand and per column of the right one."""
     return Recipe(
         name,
-        fprop=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_fprop.default),
-        dgrad=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_dgrad.default),
+        fprop=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_fprop),
+        dgrad=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_dgrad),
         wgrad=wgrad,
         alignment=16,
-        rows=_ops.quantize_row.default,
-        columns=_ops.quantize_col_t.default,
-        rows_and_columns=_ops.quantize_row_col_t.default,
-        pair=_ops.quantize_row_col_t_pair.default,
-        weight=_ops.quantize_row.default,
-        weight_t=_ops.quantize_weight_col_t.default,
-        mm=_ops.rowwise_mm.default,
+        rows=_ops.quantize_row,
+        columns=_ops.quantize_col_t,
+        rows_and_columns=_ops.quantize_row_col_t,
+        pair=_ops.quantize_row_col_t_pair,
+        weight=_ops.quantize_row,
+        weight_t=_ops.quantize_weight_col_t,
+        mm=_ops.rowwise_mm,
         swiglu=None,
     )
 
@@ -150,8 +148,8 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         _blockwise("blockwise", scale_fmt="fp32"),
-        _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_wgrad.default)),
-        _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, _ops.bf16_wgrad.default)),
+        _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_wgrad)),
+        _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, _ops.bf16_wgrad)),
         _blockwise("blockwise_pow2", scale_fmt="ue8m0"),
     )
 }
@@ -170,6 +168,4 @@ def get_recipe(name: str) -> Recipe:
 
 def op_of(op: Op) -> OpOverload:
     """The registered op of a stage, without the options that the recipe binds to it."""
-    registered = op.func if isinstance(op, functools.partial) else op
-    assert isinstance(registered, OpOverload)
-    return registered
+    return overload_of(op.func if isinstance(op, functools.partial) else op)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from op_calls import E4M3, PERMUTATION, calls, ops, token_ops
 
-from titan_fp8.ops import NAMES
+from titan_fp8.ops import NAMES, direct
 
 
 def outputs(op, args):
@@ -101,3 +101,34 @@ def test_non_contiguous_inputs_are_made_contiguous():
             assert torch.equal(got.float(), want.float()) and got.stride() == want.stride()
     index = torch.tensor([5, -1, 5, 299, 0])
     assert torch.equal(ops.gather_rows(x, index), ops.gather_rows(x.contiguous(), index))
+
+
+def dispatched(function) -> set[str]:
+    """The ops of titan_fp8 that went through the dispatcher."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return {e.name for e in profile.events() if e.name.startswith("titan_fp8::")}
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_direct_calls_use_the_dispatcher_where_something_needs_it():
+    x = torch.randn(32, 48)
+    want = ops.quantize_row(x)
+
+    def compare():
+        got = direct.quantize_row(x)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want, strict=True))
+
+    def under_a_mode():
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            compare()
+
+    assert dispatched(compare) == set()
+    assert dispatched(under_a_mode) == {"titan_fp8::quantize_row"}
+    of_subclass = lambda: direct.quantize_row(x.as_subclass(Subclass))  # noqa: E731
+    assert dispatched(of_subclass) == {"titan_fp8::quantize_row"}
+    compiled = torch.compile(direct.quantize_row, backend="aot_eager", fullgraph=True)
+    assert dispatched(lambda: compiled(x)) == {"titan_fp8::quantize_row"}

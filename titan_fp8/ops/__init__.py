@@ -5,6 +5,13 @@ define them: `quantize`, `gemm`, `swiglu`, `gathered`, `permute`.
 """
 
 from titan_fp8.ops import gathered, gemm, permute, quantize, swiglu  # noqa: F401  (define the ops)
-from titan_fp8.ops.registry import DTYPES, NAMES, implementation, kernels_for
+from titan_fp8.ops.registry import (
+    DTYPES,
+    NAMES,
+    direct,
+    implementation,
+    kernels_for,
+    overload_of,
+)
 
-__all__ = ["DTYPES", "NAMES", "implementation", "kernels_for"]
+__all__ = ["DTYPES", "NAMES", "direct", "implementation", "kernels_for", "overload_of"]
