@@ -42,11 +42,13 @@ def check_patterns(key: str, patterns: Any) -> None:
 
 def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     """The dtype in which F.linear would compute, autocast included."""
-    tensors = {"x": x, **others}
-    dtypes = {name: t.dtype for name, t in tensors.items() if t is not None}
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
-            raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
+    same = True
+    for name, t in (("x", x), *others.items()):
+        if t is None:
+            continue
+        if t.dtype not in DTYPES:
+            raise ValueError(f"{name} is {t.dtype}: allowed are torch.bfloat16 and torch.float32")
+        same = same and t.dtype == x.dtype
     device = x.device.type
     # torch.amp.is_autocast_available would say that meta has no autocast, but breaks graphs.
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -54,7 +56,8 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
         if dtype not in DTYPES:
             raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
         return dtype
-    if len(set(dtypes.values())) > 1:
+    if not same:
+        dtypes = {name: t.dtype for name, t in {"x": x, **others}.items() if t is not None}
         raise ValueError(f"dtypes differ outside autocast: {dtypes}")
     return x.dtype
 

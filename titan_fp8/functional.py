@@ -28,7 +28,7 @@ from titan_fp8.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.recipe import Recipe, Scaling, get_recipe
+from titan_fp8.recipe import RECIPES, Recipe, Scaling, get_recipe
 
 Operand = tuple[Tensor, ...]
 """What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
@@ -90,7 +90,7 @@ class Spec(NamedTuple):
 
     @property
     def ops(self) -> Recipe:
-        return get_recipe(self.recipe)
+        return RECIPES[self.recipe]
 
     @property
     def wgrad_in_bf16(self) -> bool:
@@ -107,9 +107,11 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: Tensor) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return once(ctx, *gradients)
+        if torch.is_grad_enabled():
             raise RuntimeError("titan_fp8 has no second derivatives: create_graph=True")
-        return once(ctx, *gradients)
+        return backward(ctx, *gradients)
 
     return checked
 
@@ -168,7 +170,6 @@ def wgrad(
 # Their operands
 
 
-@torch.no_grad()
 def quantize_operands(
     x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
 ) -> tuple[Operand, Operand]:
@@ -177,7 +178,7 @@ def quantize_operands(
     `rows` and `columns` say which of the two are needed; the other one is ().
     """
     ops, layout, emulate = spec.ops, (offs, spec.aligned), spec.emulate
-    x_MK = x_MK.to(spec.dtype)
+    x_MK = x_MK.detach().to(spec.dtype)
     if columns and spec.wgrad_in_bf16:
         return (ops.rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
     if rows and columns:
@@ -209,19 +210,24 @@ class SharedInput:
         return self._operands[key]
 
 
-def _operand(w: Tensor | None, q: Tensor | None, s: Tensor | None) -> Tensor | Operand:
-    """The weight as `fprop` and `dgrad` take it: in high precision, or q and its scale."""
-    if w is not None:
-        return w
-    assert q is not None and s is not None
-    return q, s
+class _Operands(NamedTuple):
+    """What a product reads of its tensors, besides what autograd must see.
+
+    Attributes:
+        x_rows, x_columns: of x; x_columns is () if backward computes no dW.
+        w_rows, w_columns: of a weight that is quantised already, else ().
+    """
+
+    x_rows: Operand
+    x_columns: Operand
+    w_rows: Operand = ()
+    w_columns: Operand = ()
 
 
 class _FP8Product(torch.autograd.Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
-    Forward reads x through its quantised rows and columns only. With `w_rows` and `w_columns`, the
-    operands of a quantised weight, w is None. Each operand is q and its scale, or two Nones.
+    Forward reads x through its operands only. w is None if the weight is quantised already.
     """
 
     @staticmethod
@@ -231,36 +237,30 @@ class _FP8Product(torch.autograd.Function):
         w: Tensor | None,
         bias: Tensor | None,
         offs: Tensor | None,
+        operands: _Operands,
         spec: Spec,
-        xq: Tensor,
-        sx: Tensor,
-        wq: Tensor | None,
-        sw: Tensor | None,
-        wq_t: Tensor | None,
-        sw_t: Tensor | None,
-        *x_columns: Tensor,
     ) -> Tensor:
-        y_MN = fprop((xq, sx), _operand(w, wq, sw), offs, spec)
-        ctx.save_for_backward(w, wq_t, sw_t, offs, *x_columns)
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(offs, w, *operands.w_columns, *operands.x_columns)
+        y_MN = fprop(operands.x_rows, operands.w_rows if w is None else w, offs, spec)
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, g_MN: Tensor) -> Any:
-        w, wq_t, sw_t, offs, *x_columns = ctx.saved_tensors
+        offs, w, *columns = ctx.saved_tensors
         spec = ctx.spec
-        needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         g_rows, g_columns = quantize_operands(g_MN, offs, needs_dx, needs_dw, spec)
         dx_MK = dw = db = None
         if needs_dx:
-            dx_MK = dgrad(g_rows, _operand(w, wq_t, sw_t), offs, spec, ctx.x_dtype)
+            dx_MK = dgrad(g_rows, columns if w is None else w, offs, spec, ctx.x_dtype)
         if needs_dw:
-            dw = wgrad(g_columns, x_columns, offs, spec, w.dtype)
+            dw = wgrad(g_columns, columns, offs, spec, w.dtype)
         if needs_db:
             db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx_MK, dw, db, *(None for _ in others)
+        return dx_MK, dw, db, None, None, None
 
 
 def products(
@@ -282,10 +282,11 @@ def products(
     outputs = []
     for w, needs_dw in zip(weights, trained, strict=True):
         if isinstance(w, QuantizedWeight):
-            tensors = None, bias, offs, spec, *x_rows, *w.rows, *w.columns
+            operands = _Operands(x_rows, (), w.rows, w.columns)
+            outputs.append(_FP8Product.apply(x_MK, None, bias, offs, operands, spec))
         else:
-            tensors = w, bias, offs, spec, *x_rows, None, None, None, None
-        outputs.append(_FP8Product.apply(x_MK, *tensors, *(x_columns if needs_dw else ())))
+            operands = _Operands(x_rows, x_columns if needs_dw else ())
+            outputs.append(_FP8Product.apply(x_MK, w, bias, offs, operands, spec))
     return outputs
 
 

@@ -214,18 +214,19 @@ def quantize_128x128_t_kernel(
 
 
 def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
-    """New 1x128 scales (rows, blocks) on x's device, stride 1 along the rows (`layouts.py`)."""
-    shape, strides = (rows, cdiv(columns, BLOCK)), (1, max(round_up(rows, 4), 1))
+    """New 1x128 scales (rows, blocks) on x's device, in their layout (`layouts.py`)."""
+    blocks = cdiv(columns, BLOCK)
+    if rows % 4:
+        return x.new_empty(blocks, round_up(rows, 4), dtype=torch.float32)[:, :rows].t()
+    shape, strides = (rows, blocks), (1, max(rows, 1))
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
 
 
 def _scales_128x128(w: Tensor, rows: int, columns: int) -> Tensor:
-    """New 128x128 scales (..., row blocks, column blocks) for w (..., N, K) (`layouts.py`)."""
-    lead, n, k = w.shape[:-2], cdiv(rows, BLOCK), cdiv(columns, BLOCK)
-    stride = round_up(k, 4)
-    if not lead:
-        return torch.empty_strided((n, k), (stride, 1), dtype=torch.float32, device=w.device)
-    return w.new_empty(*lead, n, stride, dtype=torch.float32)[..., :k]
+    """New 128x128 scales (..., row blocks, column blocks) for w (..., N, K), in their layout."""
+    n, k = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
+    s = w.new_empty(*w.shape[:-2], n, round_up(k, 4), dtype=torch.float32)
+    return s[..., :k] if k % 4 else s
 
 
 def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
