@@ -1,0 +1,151 @@
+"""What an FP8 layer costs the host: layers called in a loop, beside bf16, on one GPU.
+
+    python scripts/bench_host.py [--json FILE] [--only WORD]
+
+The other benchmarks replay CUDA graphs, so they see the GPU alone. Here a layer is called as a
+model calls it, forward and backward. The tensors of the first rows are so small that the GPU waits
+for the host; the other rows are layers and a block of production size. A time is the median of
+ROUNDS loops of CALLS calls each; bf16 and the recipes take turns.
+
+"x bf16" is the speed relative to bf16 in the same mode: below 1 is slower.
+"""
+
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from bench_common import Layer, parser, randn, report
+from tables import Row
+from torch import Tensor, nn
+
+import titan_fp8
+from titan_fp8.recipe import BF16
+
+KINDS = (BF16, "blockwise", "rowwise")
+CALLS, ROUNDS = 300, 5
+SMALL = (16, 128, 128)
+"""(M, N, K) of a layer whose kernels take less time than their launches."""
+LAYERS = ((4096, 10944, 2048), (8192, 4096, 4096))
+"""(M, N, K) of layers whose kernels take 0.3 ms and more."""
+BLOCK_DIM, BLOCK_TOKENS = 2048, 4096
+"""A block with a hidden dimension of 5632, as of a Llama with a billion parameters."""
+ABOUT = (
+    "Layers called in a loop, host included; forward and backward unless the row says otherwise."
+)
+
+Step = Callable[[], object]
+
+
+def call_us(steps: dict[str, Step]) -> dict[str, float]:
+    """Median time in us of one call of each step, measured in turns."""
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for step in steps.values():
+        for _ in range(20):
+            step()
+    for _ in range(ROUNDS):
+        for kind, step in steps.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                step()
+            torch.cuda.synchronize()
+            times[kind].append((time.perf_counter() - begin) / CALLS * 1e6)
+    return {kind: statistics.median(each) for kind, each in times.items()}
+
+
+def linear_step(m: int, n: int, k: int, compiled: bool, kind: str) -> Step:
+    x, g, w = randn(m, k, requires_grad=True), randn(m, n), randn(n, k, requires_grad=True)
+    product = F.linear
+    if kind != BF16:
+        product = functools.partial(titan_fp8.fp8_linear, recipe=kind)
+    if compiled:
+        # A function of its own for each kind, so that none counts as another's recompilation.
+        product = torch.compile(lambda x, w, product=product: product(x, w), fullgraph=True)
+    return functools.partial(Layer(lambda x: product(x, w), (w,)).step, x, g)
+
+
+def forward_step(kind: str) -> Step:
+    m, n, k = SMALL
+    x, w = randn(m, k), randn(n, k)
+    product = F.linear
+    if kind != BF16:
+        product = functools.partial(titan_fp8.fp8_linear, recipe=kind)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return product(x, w)
+
+    return step
+
+
+def grouped_step(kind: str) -> Step:
+    groups, (m, n, k) = 4, (512, 128, 128)
+    offs = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
+    x, g, w = randn(m, k, requires_grad=True), randn(m, n), randn(groups, n, k, requires_grad=True)
+    if kind == BF16:
+        layer = Layer(lambda x: torch._grouped_mm(x, w.transpose(-2, -1), offs), (w,))
+    else:
+        product = functools.partial(titan_fp8.fp8_grouped_mm, recipe=kind, aligned=True)
+        layer = Layer(lambda x: product(x, w, offs), (w,))
+    return functools.partial(layer.step, x, g)
+
+
+def block_step(kind: str) -> Step:
+    """A transformer block of torchtitan's Llama3, converted and compiled as torchtitan does."""
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
+
+    from titan_fp8.torchtitan_0_2 import attention, feed_forward
+
+    args = TransformerModelArgs(dim=BLOCK_DIM, n_layers=1, n_heads=16, n_kv_heads=8)
+    block = TransformerBlock(0, args).cuda().bfloat16()
+    if kind != BF16:
+        model = nn.ModuleDict({"block": block})
+        titan_fp8.convert_linears(model, recipe=kind)
+        attention.share_attention_inputs(model)
+        feed_forward.fuse_feed_forwards(model)
+    freqs = precompute_freqs_cis(BLOCK_DIM // 16, BLOCK_TOKENS).cuda()
+    x, g = randn(1, BLOCK_TOKENS, BLOCK_DIM, requires_grad=True), randn(1, BLOCK_TOKENS, BLOCK_DIM)
+    compiled = torch.compile(block, fullgraph=True)
+    layer = Layer(lambda x: compiled(x, freqs, None), tuple(block.parameters()))
+    return functools.partial(layer.step, x, g)
+
+
+def cases() -> dict[str, Callable[[str], Step]]:
+    """What is measured: name -> a function that makes the step of a kind."""
+    made: dict[str, Callable[[str], Step]] = {
+        "small linear, eager": functools.partial(linear_step, *SMALL, False),
+        "small linear, compiled": functools.partial(linear_step, *SMALL, True),
+        "small linear, forward without gradients": forward_step,
+        "small grouped product, eager": grouped_step,
+    }
+    for shape in LAYERS:
+        name = f"linear {','.join(map(str, shape))}"
+        made[f"{name}, eager"] = functools.partial(linear_step, *shape, False)
+        made[f"{name}, compiled"] = functools.partial(linear_step, *shape, True)
+    made[f"Llama3 block, dim {BLOCK_DIM}, {BLOCK_TOKENS} tokens, compiled"] = block_step
+    return made
+
+
+def main() -> None:
+    arguments = parser(__doc__.partition("\n")[0])
+    arguments.add_argument("--only", default="", help="measure the cases whose name contains this")
+    args = arguments.parse_args()
+    rows: list[Row] = []
+    for name, make in cases().items():
+        if args.only not in name:
+            continue
+        torch._dynamo.reset()
+        times = call_us({kind: make(kind) for kind in KINDS})
+        for kind, us in times.items():
+            rows.append({"case": name, "kind": kind, "us": us, "x bf16": times[BF16] / us})
+        print(f"{name}: {times}", file=sys.stderr)
+    report(rows, args.json, "Host cost", ABOUT, calls=f"{ROUNDS} x {CALLS}")
+
+
+if __name__ == "__main__":
+    main()
