@@ -1,0 +1,186 @@
+"""The two converters for `model_registry(flavor, converters=[...])`, and what they check.
+
+Like torchtitan's own, they replace configs in the tree of a model, before it is built.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.protocols.module import Module
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_fp8 import activation_checkpointing, recomputation
+from titan_fp8.checks import ConversionReport, check_bool, check_patterns, check_recipe
+from titan_fp8.ops import kernels_for
+from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.torchtitan_0_3 import patches
+from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
+from titan_fp8.torchtitan_0_3.experts import FP8Experts, convert_experts
+from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.torchtitan_0_3.modules import fuse_feed_forwards, share_attention_inputs
+
+LINEAR = "FP8LinearConverter"
+EXPERTS = "FP8GroupedExpertsConverter"
+PERMUTATIONS = ("gather", "host")
+
+
+class FP8LinearConverter(QuantizationConverter):
+    """FP8 for the linear layers."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        recipe: str = "blockwise"
+        """How operands are scaled: "blockwise", "blockwise_pow2", "rowwise" or
+        "rowwise_with_gw_hp"; "bf16" converts nothing."""
+
+        filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
+        """Linears whose qualified name contains one of these are left in high precision."""
+
+        emulate: bool = False
+        """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
+
+        def __post_init__(self) -> None:
+            check_recipe(f"{LINEAR}: recipe", self.recipe)
+            check_patterns(f"{LINEAR}: filter_fqns", self.filter_fqns)
+            check_bool(f"{LINEAR}: emulate", self.emulate)
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """Converts in place and returns its argument; logs a report on every linear."""
+        config = self.config
+        prepare(config.recipe, config.emulate)
+        with naming(LINEAR):
+            report = convert_linears(
+                model_config,
+                recipe=config.recipe,
+                filter_fqns=config.filter_fqns,
+                emulate=config.emulate,
+            )
+        log("linears", config.recipe, report)
+        share_attention_inputs(model_config)
+        if fused := fuse_feed_forwards(model_config):
+            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
+        if config.recipe != BF16 and not report.converted:
+            logger.warning(f"titan_fp8: {LINEAR} converted nothing in this model")
+        return model_config
+
+
+class FP8GroupedExpertsConverter(QuantizationConverter):
+    """FP8 for the grouped GEMMs of MoE experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        recipe: str = "blockwise"
+        """As in FP8LinearConverter."""
+
+        fqns: list[str] = field(default_factory=lambda: ["experts"])
+        """Grouped experts whose qualified name contains one of these are converted."""
+
+        emulate: bool = False
+        """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
+
+        permutation: str | None = None
+        """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward,
+        padding each expert's tokens. "host": by torchtitan's own dispatcher. The values are the
+        same except for the order of sums and for roundings of weighted outputs to the dtype of the
+        activations. The default is "gather", and "host" for recipe "bf16"."""
+
+        def __post_init__(self) -> None:
+            check_recipe(f"{EXPERTS}: recipe", self.recipe)
+            check_patterns(f"{EXPERTS}: fqns", self.fqns)
+            if not self.fqns:
+                raise ValueError(
+                    f"{EXPERTS}: fqns = []: it would convert nothing; name the experts to convert "
+                    "or leave the converter out"
+                )
+            check_bool(f"{EXPERTS}: emulate", self.emulate)
+            if self.permutation not in (None, *PERMUTATIONS):
+                raise ValueError(
+                    f"{EXPERTS}: permutation = {self.permutation!r}: allowed are "
+                    + ", ".join(map(repr, PERMUTATIONS))
+                )
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """Converts in place and returns its argument; logs a report on every experts module."""
+        config = self.config
+        prepare(config.recipe, config.emulate)
+        # First, since it decides the alignment that the experts may rely on.
+        default = "host" if config.recipe == BF16 else "gather"
+        if (config.permutation or default) == "gather":
+            self.permute_by_gathers(model_config)
+        with naming(EXPERTS):
+            report = convert_experts(
+                model_config, recipe=config.recipe, fqns=config.fqns, emulate=config.emulate
+            )
+        log("grouped experts", config.recipe, report)
+        return model_config
+
+    def permute_by_gathers(self, model_config: Module.Config) -> None:
+        """Converts the dispatchers; warns if the user asked for it and there are none."""
+        recipe = self.config.recipe
+        alignment = 1 if recipe == BF16 else get_recipe(recipe).alignment
+        if layers := dispatch_by_gathers(model_config, alignment):
+            logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
+        elif self.config.permutation is not None:
+            logger.warning(
+                f'titan_fp8: {EXPERTS}: permutation = "gather" changes nothing: no MoE layer of '
+                "this model uses torchtitan's AllToAllTokenDispatcher"
+            )
+
+
+def prepare(recipe: str, emulate: bool) -> None:
+    """Checks that FP8 layers can run here and patches what they need; not for bf16."""
+    if recipe == BF16:
+        return
+    if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
+        announce_emulation()
+    else:
+        kernels_for(torch.device("cuda", torch.cuda.current_device()))
+    patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
+    patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
+    patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
+
+
+def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]
+    """Wraps torchtitan's check of a model's config."""
+
+    @functools.wraps(has_quantization)
+    def has_quantization_or_fp8(model_config: Module.Config) -> bool:
+        configs = model_config.traverse(Module.Config, recurse=True)
+        fp8 = (issubclass(c._owner or object, (FP8Linear, FP8Experts)) for _, c, *_ in configs)
+        return any(fp8) or has_quantization(model_config)
+
+    return has_quantization_or_fp8
+
+
+@contextlib.contextmanager
+def naming(converter: str) -> Iterator[None]:
+    """Prefixes the ValueErrors of a conversion with the converter."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{converter}: {error}") from None
+
+
+def log(what: str, recipe: str, report: ConversionReport) -> None:
+    count, total = len(report.converted), len(report.converted) + len(report.left)
+    logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
+
+
+@functools.cache
+def announce_emulation() -> None:
+    """Logs once per run that FP8 is emulated."""
+    logger.warning(
+        "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe; tps and "
+        "tflops are those of the emulation"
+    )

@@ -1,0 +1,64 @@
+"""What torchtitan 0.3 needs besides `titan_fp8.cpu_host.prepare` to run without an accelerator."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from titan_fp8.torchtitan_0_3 import patches
+
+FLAGS = {"--optimizer.implementation": ("foreach",), "--training.disable_cuda_graphs": ()}
+"""Settings that the CPU needs, where the command line says nothing else: the default optimizer,
+fused, does not take DTensors on the CPU."""
+
+SEED_WARNING = (
+    "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
+    "shards. Let one process write a seed checkpoint (NGPU=1, flags --checkpoint.enable "
+    "--checkpoint.create_seed_checkpoint) and name its folder in --checkpoint.initial_load_path."
+)
+
+
+def prepare() -> None:
+    """Applies the patches of the CPU that are torchtitan 0.3's; imports torchtitan."""
+    patches.CPU_CONFIG.apply(_choosing_attention)
+    patches.CPU_SEED_WARNING.apply(_warning_of_unseeded_start)
+
+
+def train() -> None:
+    """Runs `python -m torchtitan.train`."""
+    from torchtitan.train import main
+
+    main()
+
+
+def use_sdpa(model: Any) -> None:
+    """Replaces FlexAttention in a model's config by SDPA, which takes no document masks."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    for _, _, parent, attribute in list(model.traverse(FlexAttention.Config)):
+        setattr(parent, attribute, ScaledDotProductAttention.Config())
+
+
+def _choosing_attention(parse_args: Callable) -> Callable:
+    @functools.wraps(parse_args)
+    def parse_for_the_cpu(self: Any, args: list[str] | None = None) -> Any:
+        config = parse_args(self, args)
+        if config.model_spec is not None:
+            use_sdpa(config.model_spec.model)
+        return config
+
+    return parse_for_the_cpu
+
+
+def _warning_of_unseeded_start(load: Callable) -> Callable:
+    from torchtitan.tools.logging import logger
+
+    @functools.wraps(load)
+    def load_or_warn(self: Any, step: int = -1) -> bool:
+        loaded = load(self, step)
+        if not loaded and torch.distributed.get_world_size() > 1:
+            logger.warning(SEED_WARNING)
+        return loaded
+
+    return load_or_warn

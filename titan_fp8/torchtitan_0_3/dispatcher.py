@@ -1,0 +1,142 @@
+"""The dispatch of tokens to experts and back, by gathers (`titan_fp8/gathers.py`).
+
+torchtitan 0.3 sorts the tokens of a rank by expert, exchanges them by an all-to-all, sorts what
+arrives by local expert, and inverts all that after the experts. Its AllToAllTokenDispatcher does
+not pad the groups of experts; of its padding dispatchers, one needs torchao and the other is for
+HybridEP's hardware. `GatherTokenDispatcher` pads, and is an AllToAllTokenDispatcher otherwise.
+
+Without expert parallelism nothing pads, and the experts lay out their groups themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchtitan.config.override import derive
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllDispatchMetadata,
+    AllToAllTokenDispatcher,
+    HybridEPTokenDispatcher,
+    LocalDispatchMetadata,
+    TorchAOTokenDispatcher,
+)
+from torchtitan.protocols.module import Module
+
+from titan_fp8.gathers import Combine, Expand, Permute
+
+_ops = torch.ops.titan_fp8
+
+
+class Permutation(NamedTuple):
+    """A permutation with padding, and its inverse."""
+
+    tokens: Tensor
+    """(P,) int32: the token at each place, -1 for padding."""
+    places: Tensor
+    """(R,) int32: the place of each token."""
+
+
+class GatherTokenDispatcher(AllToAllTokenDispatcher):
+    """AllToAllTokenDispatcher by gathers, which pads each expert's tokens under EP.
+
+    In the metadata, `token_indices_experts_sorted_N` holds slots, `topk_scores_experts_sorted_N`
+    the scores (T, K) in the order of tokens, and `permuted_indices` a `Permutation`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pad_multiple: int = 1
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.pad_multiple = config.pad_multiple
+
+    def _local_reorder(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens (T, D) as rows (N, D) sorted by expert, their slots (N,), and the scores."""
+        slots = torch.argsort(topk_expert_ids_TK.flatten(), stable=True)
+        scores = topk_scores_TK.float()
+        return Expand.apply(x_TD, slots, _rows(slots, scores), None), slots, scores
+
+    def _permute(
+        self,
+        routed_input_RD: Tensor,
+        num_global_tokens_per_local_expert_E: Tensor,
+    ) -> tuple[Any, ...]:
+        """Rows (R, D) from the ranks to rows (P, D) sorted by local expert and padded."""
+        assert self.ep_mesh is not None
+        counts, ranks = num_global_tokens_per_local_expert_E, self.ep_mesh.size()
+        experts, tokens = counts.shape[0] // ranks, routed_input_RD.shape[0]
+        # The most places that padding can lead to, so that their number needs no device sync.
+        length = (tokens // self.pad_multiple + experts) * self.pad_multiple
+        *permutation, sizes = _ops.places_of_tokens(
+            counts, experts, ranks, tokens, length, self.pad_multiple
+        )
+        permuted = Permute.apply(routed_input_RD, *permutation)
+        return routed_input_RD.shape, permuted, Permutation(*permutation), sizes
+
+    def _unpermute(
+        self,
+        routed_output_RD: Tensor,
+        input_shape: torch.Size,
+        permuted_indices: Permutation,
+    ) -> Tensor:
+        return Permute.apply(routed_output_RD, permuted_indices.places, permuted_indices.tokens)
+
+    def combine(
+        self,
+        routed_output_RD: Tensor,
+        metadata: LocalDispatchMetadata,
+        x_TD: Tensor,
+    ) -> Tensor:
+        """The sum of each token's rows, weighted by the scores: (T, D)."""
+        if self.ep_mesh is not None:
+            assert isinstance(metadata, AllToAllDispatchMetadata)
+            routed_output_RD = self._unpermute(
+                routed_output_RD, metadata.input_shape, metadata.permuted_indices
+            )
+            splits = metadata.input_splits, metadata.output_splits
+            with maybe_set_sparse_mesh():
+                group = self.ep_mesh.get_group()
+                routed_output_RD = self._combine_token_exchange(routed_output_RD, group, *splits)
+        slots = metadata.token_indices_experts_sorted_N
+        scores = metadata.topk_scores_experts_sorted_N
+        return Combine.apply(routed_output_RD, slots, _rows(slots, scores), scores).to(x_TD.dtype)
+
+
+def _rows(slots: Tensor, scores: Tensor) -> Tensor:
+    """The row of each slot (T, K): the inverse of `slots` (N,)."""
+    return _ops.invert_index(slots, scores.numel()).view_as(scores)
+
+
+def align_groups(routed: Any, alignment: int) -> int:
+    """Has the dispatcher of a RoutedExperts.Config pad to `alignment`, if it can pad at all.
+
+    Returns the alignment of groups under expert parallelism, 1 without padding.
+    """
+    dispatcher = getattr(routed, "token_dispatcher", None)
+    if isinstance(dispatcher, (HybridEPTokenDispatcher.Config, TorchAOTokenDispatcher.Config)):
+        dispatcher.pad_multiple = alignment
+    return getattr(dispatcher, "pad_multiple", None) or 1
+
+
+def dispatch_by_gathers(model: Module.Config, alignment: int) -> int:
+    """Turns the AllToAllTokenDispatchers of a model's config into GatherTokenDispatchers, in place.
+
+    Subclasses, and the dispatchers of other communication backends, are left as they are. Returns
+    how many there are now.
+    """
+    layers = [config for _, config, *_ in model.traverse(RoutedExperts.Config)]
+    layers = [x for x in layers if type(x.token_dispatcher) is AllToAllTokenDispatcher.Config]
+    for layer in layers:
+        layer.token_dispatcher = derive(
+            layer.token_dispatcher, GatherTokenDispatcher.Config, pad_multiple=alignment
+        )
+    return len(layers)

@@ -1,0 +1,177 @@
+"""FP8 experts for torchtitan 0.3, and the conversion of a model's experts.
+
+GroupedExperts computes one `fp8_swiglu`. Experts of another class, such as gpt_oss's with biases,
+keep their own forward, and its products run in FP8 through `_grouped_mm`, the method that
+torchtitan has for this.
+
+The conversion also sets the alignment of the token groups, which the dispatcher of the same
+RoutedExperts decides (`dispatcher.py`). At multiples of 128, as for blockwise, `aligned = True`
+tells the quantisers so. Otherwise they lay out the groups themselves.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config.override import derive
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.protocols.module import Module
+
+from titan_fp8.checks import ConversionReport
+from titan_fp8.functional import fp8_grouped_mm
+from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.torchtitan_0_3.dispatcher import align_groups
+from titan_fp8.torchtitan_0_3.linear import check_shards, replace
+
+ALIGNED = 128
+"""With `aligned = True` all group ends are multiples of this."""
+
+
+class FP8Experts(GroupedExperts):
+    """A mixin before a class of experts, which computes their products in FP8."""
+
+    recipe: str
+    emulate: bool
+    fqn: str
+    dispatch_aligns: bool
+    """Whether the dispatch of expert parallelism pads groups to multiples of ALIGNED."""
+    aligned: bool = False
+
+    def __init__(self, config: Any):
+        for name in ("recipe", "emulate", "fqn", "dispatch_aligns"):
+            self.__dict__[name] = getattr(config, name)
+        super().__init__(config)
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
+        check_shards(self, self.fqn, parallel_dims)
+        super().parallelize(parallel_dims)
+        self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        """A (M, K) times B_t (E, K, N) by group, in FP8."""
+        return fp8_grouped_mm(
+            A,
+            B_t.transpose(-2, -1),
+            offs,
+            recipe=self.recipe,
+            emulate=self.emulate,
+            aligned=self.aligned,
+        )
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe}, emulate={self.emulate}"
+
+
+class FP8GroupedExperts(FP8Experts):
+    """torchtitan's GroupedExperts as one `fp8_swiglu`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        recipe: str
+        emulate: bool
+        fqn: str
+        dispatch_aligns: bool
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """x_RD (R, dim), sorted by expert; num_tokens_per_expert_E (E,) local experts; (R, dim)."""
+        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        if isinstance(self.w1_EFD, DTensor):
+            weights = tuple(w.to_local() for w in weights)
+        offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        y_RD = fp8_swiglu(
+            x_RD,
+            *weights,
+            offs,
+            recipe=self.recipe,
+            emulate=self.emulate,
+            aligned=self.aligned,
+        )
+        return y_RD.type_as(x_RD)
+
+
+@functools.cache
+def fp8_class(experts: type[GroupedExperts]) -> type[FP8Experts]:
+    """The FP8 class of a class of experts."""
+    if experts is GroupedExperts:
+        return FP8GroupedExperts
+
+    class FP8(FP8Experts, experts):  # type: ignore[misc, valid-type]
+        @dataclass(kw_only=True, slots=True)
+        class Config(experts.Config):  # type: ignore[misc, name-defined]
+            recipe: str
+            emulate: bool
+            fqn: str
+            dispatch_aligns: bool
+
+    FP8.__name__ = FP8.__qualname__ = f"FP8{experts.__name__}"
+    return FP8
+
+
+def convert_experts(
+    model: Module.Config, *, recipe: str, fqns: Sequence[str], emulate: bool
+) -> ConversionReport:
+    """Convert the experts of a model's config to FP8, in place.
+
+    Args:
+        recipe: a name of `titan_fp8.recipe.RECIPES`, or "bf16": nothing is converted.
+        fqns: experts whose name contains one of these are converted.
+        emulate: as in `fp8_grouped_mm`.
+
+    Returns:
+        The report on every experts module of the model.
+
+    Raises:
+        ValueError: a pattern of fqns that converts nothing.
+    """
+    report = ConversionReport()
+    matched = set()
+    for fqn, config, parent, attribute in list(model.traverse(GroupedExperts.Config)):
+        hits = {pattern for pattern in fqns if pattern in fqn}
+        shape, reason = _describe(config)
+        if not hits:
+            reason = "no pattern of fqns matches"
+        if reason is None:
+            matched |= hits
+            if recipe == BF16:
+                reason = 'recipe = "bf16"'
+        if reason is not None:
+            report.left.append((fqn, shape, reason))
+            continue
+        alignment = align_groups(parent, get_recipe(recipe).alignment)
+        settings = {"recipe": recipe, "emulate": emulate, "fqn": fqn}
+        settings["dispatch_aligns"] = alignment % ALIGNED == 0
+        cls: Any = fp8_class(config._owner)
+        replace(parent, attribute, derive(config, cls.Config, **settings))
+        report.converted.append((fqn, shape, recipe))
+    candidates = report.converted or report.left
+    for pattern in fqns:
+        if pattern not in matched:
+            raise ValueError(
+                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
+                + (f":\n{report}" if candidates else ", which has no grouped experts")
+            )
+    return report
+
+
+def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:
+    """The shapes of the parameters, and why these experts cannot be converted, if they cannot."""
+    with torch.device("meta"):
+        experts = config.build()
+    parameters = dict(experts.named_parameters())
+    shape = ", ".join(" x ".join(map(str, p.shape)) for p in parameters.values())
+    if isinstance(experts, FP8Experts):
+        return shape, f"already converted, {experts.recipe}"
+    if type(experts)._grouped_mm is not GroupedExperts._grouped_mm:
+        return shape, f"{type(experts).__name__} has grouped products of its own"
+    for name, param in parameters.items():
+        ragged = [size for size in param.shape[1:] if size % 16 or not size]
+        if ragged and param.dim() == 3:
+            return shape, f"{name}: {ragged} are not multiples of 16"
+    return shape, None

@@ -1,0 +1,142 @@
+"""FP8Linear for torchtitan 0.3, and the conversion of a model's linear configs.
+
+Conversion replaces a `Linear.Config` by an `FP8Linear.Config` with the same fields, so parameters,
+their initialisation and their sharding stay as they are. What torchtitan derives from Linear, such
+as RowParallelLinear, computes something else or calls other kernels and is left alone. So are the
+linears of modules that read the weight instead of calling the linear.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+from torch import Tensor
+from torchtitan.config.override import derive
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.module import Module
+
+from titan_fp8 import linear
+from titan_fp8.checks import ConversionReport, check_shard_sizes
+from titan_fp8.recipe import BF16
+
+DEFAULT_FILTER_FQNS = ("lm_head", "router.gate")
+"""Logits and routing are sensitive to rounding; DeepSeek-V3 keeps both in high precision, too."""
+
+_READ_WEIGHTS = (AllGatherFusedFeedForward.Config, AllGatherFusedQKVLinear.Config)
+"""Modules that multiply by the weights of their linears under tensor parallelism."""
+
+
+class FP8Linear(linear.FP8Linear, Linear):
+    """torchtitan's Linear with FP8 GEMMs; plain tensors or DTensors, as the SPMD backend has it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        recipe: str
+        emulate: bool
+        fqn: str
+        """The name of the module in the model."""
+
+    wrapper: Callable[..., Any] | None = None
+    """The forward that torchtitan has put before this class's, to redistribute tensors."""
+    tensor_parallel: bool = False
+
+    def __init__(self, config: Config):
+        # Before nn.Module registers parameters, which names the module in errors.
+        self.__dict__.update(recipe=config.recipe, emulate=config.emulate, fqn=config.fqn)
+        Linear.__init__(self, config)
+
+    # torchtitan finds the sharding of inputs by the name of the argument.
+    def forward(self, input: Tensor) -> Tensor:
+        """input (..., K) to (..., N)."""
+        return super().forward(input)
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
+        check_shards(self, self.fqn, parallel_dims)
+        super().parallelize(parallel_dims)
+        self.wrapper, self.tensor_parallel = vars(self).get("forward"), parallel_dims.tp_enabled
+
+
+def check_shards(module: Module, fqn: str, parallel_dims: ParallelDims) -> None:
+    """ValueError if torchtitan's sharding leaves a rank dims that are not multiples of 16.
+
+    Checks weights, of two dimensions or more, before they are sharded and on every rank alike.
+    """
+    sharding = module._sharding_config
+    layouts = {} if sharding is None else sharding.state_shardings
+    for name, param in module.named_parameters(recurse=False):
+        if name not in layouts or param.dim() < 2:
+            continue
+        types = layouts[name].per_axis_spmd_types().items()
+        sharded = {axis.value: kind for axis, kind in types if isinstance(kind, spmd.Shard)}
+        meshes = [parallel_dims.get_optional_mesh(axis) for axis in sharded]
+        degrees = [1 if mesh is None else mesh.size() for mesh in meshes]
+        placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
+        check_shard_sizes(f"{fqn}.{name}", param.shape, degrees, placements)
+
+
+def replace(parent: Any, attribute: Any, config: Any) -> None:
+    """Puts `config` where `traverse` found one."""
+    if isinstance(parent, list):
+        parent[attribute] = config
+    else:
+        setattr(parent, attribute, config)
+
+
+def convert_linears(
+    model: Module.Config, *, recipe: str, filter_fqns: Sequence[str], emulate: bool
+) -> ConversionReport:
+    """Convert the `Linear.Config`s of a model's config to FP8, in place.
+
+    Args:
+        recipe: a name of `titan_fp8.recipe.RECIPES`, or "bf16": nothing is converted.
+        filter_fqns: linears whose name contains one of these are not converted.
+        emulate: as in `fp8_linear`.
+
+    Returns:
+        The report on every linear of the model.
+
+    Raises:
+        ValueError: a pattern of filter_fqns that is not a default and matches no module.
+    """
+    names = [fqn for fqn, *_ in model.traverse(Module.Config, recurse=True)]
+    for pattern in filter_fqns:
+        if not any(pattern in name for name in names) and pattern not in DEFAULT_FILTER_FQNS:
+            raise ValueError(
+                f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
+            )
+    report = ConversionReport()
+    for fqn, config, parent, attribute in list(model.traverse(Linear.Config)):
+        shape = f"{config.out_features} x {config.in_features}"
+        reason = _why_left(fqn, config, parent, recipe, filter_fqns)
+        if reason:
+            report.left.append((fqn, shape, reason))
+            continue
+        settings = {"recipe": recipe, "emulate": emulate, "fqn": fqn}
+        replace(parent, attribute, derive(config, FP8Linear.Config, **settings))
+        report.converted.append((fqn, shape, recipe))
+    return report
+
+
+def _why_left(
+    fqn: str, config: Linear.Config, parent: Any, recipe: str, filter_fqns: Sequence[str]
+) -> str | None:
+    """Why the linear is not converted; None if it is."""
+    if recipe == BF16:
+        return 'recipe = "bf16"'
+    if isinstance(config, FP8Linear.Config):
+        return f"already converted, {config.recipe}"
+    if type(config) is not Linear.Config:
+        return f"{config._owner.__name__} is a linear of its own kind"
+    if isinstance(parent, _READ_WEIGHTS):
+        return f"{parent._owner.__name__} multiplies by the weight itself"
+    for pattern in filter_fqns:
+        if pattern in fqn:
+            return f'filtered by "{pattern}"'
+    for dim, size in (("N", config.out_features), ("K", config.in_features)):
+        if size % 16 or not size:
+            return f"{dim} = {size} is not a multiple of 16"
+    return None

@@ -1,0 +1,69 @@
+"""Everything of torchtitan 0.3's and PyTorch's that titan_fp8 replaces while it runs.
+
+`PATCHES` is the whole list; `titan_fp8/patches.py` explains what a patch is. Converting a config is
+no patch: it changes one tree of configs, as torchtitan's converters do.
+"""
+
+from titan_fp8.patches import (
+    CPU_DEVICE_MODULE,
+    CPU_DEVICE_TYPE,
+    CPU_GRADIENT_SUM,
+    RECOMPUTABLE_QUANTISERS,
+    SAC_POLICY,
+    Patch,
+    Target,
+)
+
+TORCHTITAN = "torchtitan 0.3.0"
+
+QUANTIZATION_CHECK = Patch(
+    name="quantization check",
+    targets=(Target("torchtitan.trainer:has_quantization", ("model_config",)),),
+    why="The trainer prints no MFU if the model is quantised, and looks for its own classes only.",
+    without="The log shows an MFU that relates FP8 training to the peak of bf16.",
+    versions=TORCHTITAN,
+    gain='The log shows "mfu: N/A".',
+    until="torchtitan asks the configs of modules whether they are quantised.",
+)
+
+GROUP_TIMEOUT = Patch(
+    name="group timeout",
+    targets=(Target("torch.distributed:set_timeout", may_be_absent=True),),
+    relies_on=(Target("torch.distributed.distributed_c10d:_set_pg_timeout", ("timeout", "group")),),
+    why="The trainer calls it after the first step, and released versions of torch lack it.",
+    without="Training ends after its first step.",
+    versions=f"{TORCHTITAN}, torch 2.13",
+    gain="torchtitan trains with torch 2.13.",
+    until="torch 2.13 need not be supported.",
+)
+
+CPU_CONFIG = Patch(
+    name="CPU config",
+    targets=(Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),),
+    why="torchtitan's models use FlexAttention, which has no backward on the CPU, and no flag "
+    "chooses another attention.",
+    without="Models fail in their first backward on the CPU.",
+    versions=f"{TORCHTITAN}, torch 2.13",
+    gain="Models train on the CPU, with causal attention across the documents of a sequence.",
+    until="FlexAttention has a backward on the CPU.",
+    required=True,
+)
+
+CPU_SEED_WARNING = Patch(
+    name="CPU seed warning",
+    targets=(
+        Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
+    ),
+    why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initialises "
+    "its shard with the same values.",
+    without="Sharded runs without a seed checkpoint start from repeated values without a warning.",
+    versions=f"{TORCHTITAN}, torch 2.13",
+    gain="A warning that names the remedy.",
+    until="DTensor draws random numbers on CPU meshes.",
+)
+
+ON_IMPORT = (GROUP_TIMEOUT,)
+ON_CONVERSION = (SAC_POLICY, RECOMPUTABLE_QUANTISERS, QUANTIZATION_CHECK)
+ON_CPU = (*(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_CONFIG, CPU_SEED_WARNING),)
+PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_CPU)
+"""By when they are applied: the import of the adapter, the converters, `titan_fp8.cpu_host`."""
