@@ -269,4 +269,5 @@ def requantise(models: Iterable[nn.Module]) -> None:
         values = local.memory.values()
         if local.memory.stale and values is not None:
             weights.append(values)
-    _quantise(weights)
+    if weights:
+        _quantise(weights)

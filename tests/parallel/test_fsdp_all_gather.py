@@ -1,0 +1,265 @@
+"""FSDP2 gathers weights in FP8: bits, training, counts and checkpoints, on gloo ranks."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from op_calls import RECIPES
+from titan import one_process
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import Shard
+
+from titan_fp8 import convert_linears, fsdp
+from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.linear import FP8Linear
+from titan_fp8.ops import direct
+from titan_fp8.recipe import get_recipe
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHAPES = [
+    ((384, 256), 0),  # a block of rows for each of three ranks
+    ((768, 144), 0),
+    ((272, 144), 0),  # 91 rows, 91 and 90
+    ((720, 48), 0),  # blocks cut at both ends of a shard
+    ((48, 272), 0),  # one block on three ranks
+    ((16, 16), 0),
+    ((6, 144, 48), 0),  # whole experts
+    ((2, 144, 48), 0),  # no expert for the last rank
+    ((2, 144, 48), 1),  # rows of each expert
+    ((4, 768, 16), 1),
+]
+"""Shapes of weights, and the dimension that FSDP2 shards over three ranks."""
+
+
+class Layer(nn.Module):
+    """A weight that an FP8 product would read, in every tile of its own magnitude."""
+
+    def __init__(self, shape: tuple[int, ...], recipe: str, broken: bool = False):
+        super().__init__()
+        self.recipe, self.emulate = recipe, False
+        tiles = [*shape[:-2], *(-(-n // 128) for n in shape[-2:])]
+        scale = 10 ** (8 * torch.rand(tiles) - 4)
+        scale = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
+        weight = torch.randn(shape) * scale[..., : shape[-2], : shape[-1]]
+        if broken:
+            weight[..., 3, 5], weight[..., -1, -1] = float("nan"), -float("inf")
+        self.weight = nn.Parameter(weight)
+
+
+def shard(model: nn.Module, ranks: int, dtype: torch.dtype = BF16, dim: int = 0) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32)
+    mesh = init_device_mesh("cpu", (ranks,))
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(dim))
+
+
+def assert_equal(got: Tensor, want: Tensor, what: object) -> None:
+    """The same values, NaN by position, in the same layout."""
+    assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride()), what
+    options = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(got.float(), want.float(), **options, msg=str(what))
+
+
+def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
+    """FSDP2 gathers what quantising the whole weight gives."""
+    ops = get_recipe(layer.recipe)
+    layer.unshard()
+    w = layer.weight
+    assert isinstance(w, GatheredWeight) and (w.shape, w.dtype) == (whole.shape, whole.dtype), what
+    q, s_t = w.for_dgrad
+    for got, want in zip((w.q, w.s), ops.weight(whole)):
+        assert_equal(got, want, what)
+    for got, want in zip((direct.transpose_fp8(q), s_t), ops.weight_t(whole)):
+        assert_equal(got, want, what)
+    layer.reshard()
+
+
+def compare_bits(rank: int, ranks: int) -> None:
+    for (shape, dim), recipe, dtype in itertools.product(SHAPES, RECIPES, (BF16, FP32)):
+        for broken in (False, True)[: 2 if dtype == BF16 else 1]:
+            torch.manual_seed(0)
+            layer = Layer(shape, recipe, broken)
+            whole = layer.weight.detach().to(dtype)
+            fsdp.gather_in_fp8(layer, Layer)
+            shard(layer, ranks, dtype, dim)
+            assert_gathered(layer, whole, (shape, dim, recipe, dtype, broken))
+
+
+def test_gathered_weights_are_those_of_the_whole_weight():
+    gloo.spawn(compare_bits, 3, 3)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_pow2"])
+def test_one_rank_gathers_in_fp8_too(recipe):
+    with one_process():
+        layer = Layer((2, 144, 48), recipe)
+        whole = layer.weight.detach().to(BF16)
+        fsdp.gather_in_fp8(layer, Layer)
+        shard(layer, 1)
+        assert_gathered(layer, whole, recipe)
+
+
+def assert_gathered_as_before(layer: nn.Module, whole: Tensor) -> None:
+    for _ in range(2):
+        layer.unshard()
+        assert type(layer.weight) is nn.Parameter and torch.equal(layer.weight, whole)
+        layer.reshard()
+
+
+def test_one_rank_copies_a_rowwise_weight_in_high_precision(caplog):
+    fsdp._warn.cache_clear()
+    with one_process():
+        layer = Layer((48, 32), "rowwise")
+        whole = layer.weight.detach().to(BF16)
+        fsdp.gather_in_fp8(layer, Layer)
+        shard(layer, 1)
+        assert_gathered_as_before(layer, whole)
+    assert caplog.text.count("a weight is gathered in high precision: one rank has all of it") == 1
+
+
+def shard_the_last_dimension(rank: int) -> None:
+    torch.manual_seed(0)
+    layer = Layer((48, 32), "blockwise")
+    whole = layer.weight.detach().to(BF16)
+    fsdp.gather_in_fp8(layer, Layer)
+    shard(layer, 2, dim=1)
+    assert_gathered_as_before(layer, whole)
+
+
+def test_a_weight_whose_last_dimension_is_sharded_is_gathered_in_high_precision():
+    gloo.spawn(shard_the_last_dimension, 2)
+
+
+def test_a_weight_that_others_read_is_left():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    convert_linears(model)
+    report = fsdp.gather_in_fp8(model, FP8Linear)
+    assert [row[0] for row in report.converted] == ["c.weight"]
+    assert [row[2] for row in report.left] == 2 * ["another module reads it, too"]
+    assert model["b"].weight is model["a"].weight
+
+
+# Writes, after each of which the shard has to be quantised again.
+
+
+def write_by_optimizer(model: nn.Module, w: Tensor, **options: bool) -> None:
+    w.grad = torch.ones_like(w)
+    torch.optim.AdamW([w], lr=1.0, **options).step()
+    w.grad = None
+
+
+WRITES = {
+    "foreach": lambda model, w: write_by_optimizer(model, w, foreach=True),
+    "for loop": lambda model, w: write_by_optimizer(model, w, foreach=False),
+    "no_grad": lambda model, w: w.detach().mul_(2),
+    "data": lambda model, w: w.data.add_(1),
+    "local": lambda model, w: w.detach().to_local()[1:].zero_(),
+    "state dict": lambda model, w: model.state_dict()["weight"].copy_(w.detach() * 3),
+    "load": lambda model, w: model.load_state_dict({"weight": -w.detach()}),
+    "broadcast": lambda model, w: dist.broadcast(w.detach().to_local(), 0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_every_write_is_noticed(write):
+    with one_process():
+        layer = Layer((144, 48), "blockwise")
+        fsdp.gather_in_fp8(layer, Layer)
+        shard(layer, 1)
+        with counting() as calls:
+            for count in (1, 2):
+                for _ in range(2):
+                    whole = layer.weight.full_tensor().detach().to(BF16)
+                    assert_gathered(layer, whole, "written")
+                    assert len(calls) == count
+                write(layer, layer.weight)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """The number of shards in each call that quantises some."""
+    calls: list[int] = []
+    quantise = fsdp.quantise
+
+    def counted(shards) -> None:
+        shards = list(shards)
+        calls.append(len(shards))
+        quantise(shards)
+
+    with mock.patch.object(fsdp, "quantise", counted):
+        yield calls
+
+
+# Training
+
+
+class CountingAllGather(DefaultAllGather):
+    """FSDP2's all-gather, counting the bytes that a rank sends."""
+
+    sent = 0
+
+    def __call__(self, output_tensor, input_tensor, *args, **options):
+        CountingAllGather.sent += input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, *args, **options)
+
+
+STEPS, MICROBATCHES, LAYERS = 3, 2, 3
+
+
+def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = True) -> tuple:
+    """Losses, parameters, bytes gathered, and the shards quantised by each call."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)) for k, n in itertools.pairwise(widths)]
+    model = nn.Sequential(*blocks)
+    convert_linears(model, recipe=recipe)
+    if fp8:
+        fsdp.gather_in_fp8(model, FP8Linear)
+    for module in (*blocks, model):
+        shard(module, dist.get_world_size())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(CountingAllGather())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses, CountingAllGather.sent = [], 0
+    with counting() as calls:
+        for _ in range(STEPS):
+            for _ in range(MICROBATCHES):
+                x = torch.randn(40, widths[0], generator=generator)
+                loss = model(x).float().square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            assert all(p.grad.dtype == FP32 for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            if together:
+                fsdp.requantise([model])
+    return losses, [p.full_tensor() for p in model.parameters()], CountingAllGather.sent, calls
+
+
+def compare_training(rank: int) -> None:
+    for recipe, widths in itertools.product(RECIPES, [(256, 512, 256, 512), (272, 144, 176, 48)]):
+        losses, parameters, sent, calls = train(recipe, widths, fp8=False)
+        assert not calls
+        for together in (True, False):
+            what = recipe, widths, together
+            got = train(recipe, widths, fp8=True, together=together)
+            assert torch.stack(got[0]).equal(torch.stack(losses)), what
+            assert all(map(torch.equal, got[1], parameters)), what
+            ratio = got[2] / sent
+            assert 0.5 <= ratio <= 0.53 if "blockwise" in recipe else ratio <= 1, (*what, ratio)
+            # Once a step, not once a micro-batch. The first gathers are each on their own.
+            first = LAYERS * [1]
+            assert got[3] == first + STEPS * [LAYERS] if together else STEPS * first, what
+
+
+def test_training_is_the_same_with_half_the_bytes_and_one_quantisation_a_step():
+    gloo.spawn(compare_training, 2)
