@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     from titan_fp8.export.exporter import export
 
     try:
+        if not options.shard_gb > 0:
+            raise ValueError(f"--shard_gb = {options.shard_gb}: allowed are positive numbers")
         config = job_config(options.checkpoint, options.config, flags)
         export(options.checkpoint, options.out, config, shard_bytes=int(options.shard_gb * 1e9))
     except (ValueError, OSError) as error:

@@ -1,5 +1,6 @@
 """The configuration of the run whose checkpoint is exported: its TOML, or flags, or both."""
 
+import sys
 from pathlib import Path
 
 from torchtitan.config import ConfigManager, JobConfig
@@ -8,6 +9,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_fp8.export.checkpoint import Checkpoint
 from titan_fp8.export.run import MODELS
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 _CONFIG_FILE, _FLAVOR = "--job.config_file", "--model.flavor"
 
 
@@ -15,10 +21,12 @@ def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> Jo
     """torchtitan's JobConfig from the TOML `file` of the run, if given, and torchtitan's `flags`.
 
     Raises:
-        ValueError: neither says which model the checkpoint has, or a value is not allowed.
-        OSError: there is no such file.
+        ValueError: there is no such file, neither says which model the checkpoint has, or a value
+            is not allowed.
     """
     if file is not None:
+        if not Path(file).is_file():
+            raise ValueError(f"--config = {file}: no such file")
         flags = [_CONFIG_FILE, file, *flags]
     given = {flag.partition("=")[0].replace("-", "_").replace("__", "--", 1) for flag in flags}
     if not given & {_CONFIG_FILE, _FLAVOR}:
@@ -26,7 +34,10 @@ def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> Jo
             "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
             f"the model by --model.name and {_FLAVOR}{_hint(Checkpoint(checkpoint))}"
         )
-    return ConfigManager().parse_args(flags)
+    try:
+        return ConfigManager().parse_args(flags)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config = {file}: {error}") from None
 
 
 def _hint(saved: Checkpoint) -> str:

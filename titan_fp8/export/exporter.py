@@ -40,8 +40,6 @@ def export(
         OSError: `out` exists or has too little space, or a file cannot be read or written.
     """
     out = Path(out)
-    if shard_bytes <= 0:
-        raise ValueError(f"shard_bytes = {shard_bytes}: allowed are positive numbers")
     if out.exists():
         whole = (
             "" if (out / files.CONFIG).exists() else f", without {files.CONFIG}: not a whole one"

@@ -76,6 +76,7 @@ def write_safetensors(
         for (name, value), part in zip(values, expected, strict=True):
             assert (name, value.dtype, value.shape) == part
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+            del value  # before the next one is made
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[HFTensor]]) -> None:

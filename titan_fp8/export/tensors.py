@@ -129,8 +129,10 @@ def produce(
         run_of = list(group)
         if run_of[0].expert is None:
             (tensor,) = run_of
-            value = run.to_hf(source, saved.read(source))[tensor.name]
-            yield from _convert(tensor, value, run.scale_fmt)
+            # No name here keeps the value while the next one is read.
+            yield from _convert(
+                tensor, run.to_hf(source, saved.read(source))[tensor.name], run.scale_fmt
+            )
             continue
         expert_bytes = run_of[0].shape.numel() * saved.tensors[source].properties.dtype.itemsize
         step = max(1, limit // expert_bytes)
@@ -160,6 +162,8 @@ def _convert(tensor: HFTensor, value: Tensor, scale_fmt: str) -> Iterator[tuple[
 
 
 def _check_finite(tensor: HFTensor, value: Tensor) -> None:
-    if not value.isfinite().all():
+    # Unlike isfinite(), this needs no temporary of the tensor's size; NaN and infinity show in it.
+    least, largest = value.aminmax()
+    if not (least.isfinite() and largest.isfinite()):
         of_expert = "" if tensor.expert is None else f" of expert {tensor.expert}"
         raise ValueError(f"{tensor.source}{of_expert} has NaN or infinite elements")

@@ -1,0 +1,399 @@
+"""The export as a program: its files when it is killed, its memory, its output and its errors."""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import exports
+import pytest
+import titan
+import torch
+import torch.distributed.checkpoint as dcp
+from exports import SHARD_BYTES, config_of, toml, write_checkpoint
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.llama3 import llama3_args
+
+from titan_fp8.export import __main__ as command
+from titan_fp8.export import exporter, files
+from titan_fp8.export.checkpoint import Checkpoint
+from titan_fp8.export.exporter import export
+from titan_fp8.export.run import Run
+
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """Runs `function` in a fork of this process and returns its exit status, or minus a signal."""
+    if (pid := os.fork()) == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            function()
+            status = 0
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def read_header(path: Path) -> dict:
+    """The header of a safetensors file, which must have every byte that it speaks of."""
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    header.pop("__metadata__")
+    end = max(entry["data_offsets"][1] for entry in header.values())
+    assert path.stat().st_size == 8 + size + end
+    return header
+
+
+def check_whole(folder: Path) -> bool:
+    """Every file with a final name must be whole. Returns whether the export looks finished."""
+    names = {path.name for path in folder.iterdir() if path.suffix != files.PARTIAL}
+    found = set()
+    for name in names:
+        if name.endswith(".safetensors"):
+            found |= read_header(folder / name).keys()
+        elif name.endswith(".json"):
+            json.loads((folder / name).read_text())
+    if files.INDEX in names:
+        index = json.loads((folder / files.INDEX).read_text())["weight_map"]
+        assert found == index.keys() and names >= set(index.values())
+    if files.CONFIG in names:
+        assert names >= {files.INDEX, "tokenizer.json", "tokenizer_config.json"}
+    return files.CONFIG in names
+
+
+def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+
+    def killed_at(call: int, out: Path) -> int:
+        """Kills an export before its call number `call` of a function that changes the folder."""
+        calls = iter(range(1000))
+
+        def dying(function):
+            def call_or_die(*args, **options):
+                if next(calls) == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **options)
+
+            return call_or_die
+
+        def run() -> None:
+            for owner, name in ((os, "fsync"), (os, "rename"), (files, "open"), (Path, "mkdir")):
+                setattr(owner, name, dying(getattr(owner, name, open)))
+            export(checkpoint, out, config, shard_bytes=1_500_000, log=lambda line: None)
+
+        return in_child(run)
+
+    looks_finished = []
+    for call in range(1000):
+        out = tmp_path / f"out{call}"
+        status = killed_at(call, out)
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        looks_finished.append(out.exists() and check_whole(out))
+        if out.exists() and not looks_finished[-1]:
+            with pytest.raises(FileExistsError, match="without config.json: not a whole one"):
+                export(checkpoint, out, config)
+    assert check_whole(out) and not list(out.glob(f"*{files.PARTIAL}"))
+    # Only while the last rename is made to last is an export finished before it ends.
+    shards = len(list(out.glob("*.safetensors")))
+    assert shards > 2 and len(looks_finished) >= 4 * (shards + 4) and sum(looks_finished) == 1
+
+
+llama3_args["deep"] = dataclasses.replace(llama3_args["tiny"], dim=512, n_layers=8)
+deepseekv3_args["wide"] = dataclasses.replace(
+    deepseekv3_args["tiny"],
+    **{"dim": 512, "moe_inter_dim": 256, "n_layers": 4},
+    moe_args=dataclasses.replace(deepseekv3_args["tiny"].moe_args, num_experts=32),
+)
+
+
+def own_memory() -> int:
+    """Bytes of this process in memory that are not mapped from files."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()
+
+
+def peak_growth(function: Callable[[], object], report: Path) -> int:
+    """By how many bytes the memory of a process grows at most while it calls `function`."""
+
+    def measure() -> None:
+        # Else what the parent has freed, and still holds, would serve the child's allocations.
+        ctypes.CDLL(None).malloc_trim(0)
+        before, peak, done = own_memory(), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.0005):
+                peak = max(peak, own_memory())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        function()
+        done.set()
+        watcher.join()
+        report.write_text(str(peak - before))
+
+    assert in_child(measure) == 0
+    return int(report.read_text())
+
+
+@pytest.mark.parametrize("model, flavor", [("llama3", "deep"), ("deepseek_v3", "wide")])
+def test_an_export_holds_no_more_than_a_file(monkeypatch, tmp_path, text, model, flavor):
+    config = config_of(model, tmp_path, text, "--model.flavor", flavor)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    sizes = [t.size.numel() * 4 for t in Checkpoint(checkpoint).tensors.values()]
+    limit = 4_000_000
+
+    def run() -> None:
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        export(checkpoint, out, config, shard_bytes=limit, log=lambda line: None)
+
+    growth = peak_growth(run, tmp_path / "report")
+    # A tensor as it was saved and as it is read, and temporaries of its quantisation.
+    bound = 2 * max(sizes) + 5 * limit
+    assert growth < bound < sum(sizes) / 2
+
+    # The same, if the tensors that were read are kept.
+    kept, read = [], Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda *args: kept.append(read(*args)) or kept[-1])
+    assert peak_growth(run, tmp_path / "report") > bound
+
+
+def run_command(capsys, *args: object) -> tuple[int, str, str]:
+    status = command.main([str(arg) for arg in args])
+    return status, *capsys.readouterr()
+
+
+def test_the_command_shows_its_progress(capsys, tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint, out = write_checkpoint(tmp_path / "step-1", config), tmp_path / "new" / "out"
+    toml_file = ("--config", tmp_path / "job.toml")
+    flags = ("--model.hf_assets_path", text, "--shard_gb", SHARD_BYTES / 1e9)
+    status, shown, errors = run_command(capsys, checkpoint, out, *toml_file, *flags)
+    assert status == 0 and not errors
+    *lines, last = shown.splitlines()
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert [line.partition(":")[0] for line in lines] == shards and len(shards) > 2
+    assert all(" of 3.7 MB in " in line for line in lines)
+    assert last == f"{out}: 14 weights in FP8, 7 tensors in high precision"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (text / name).read_bytes()
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 1
+
+    again = (checkpoint, out, *toml_file, *flags)
+    assert run_command(capsys, *again) == (
+        2,
+        "",
+        f"titan_fp8.export: OUT = {out} exists; name a new folder or delete it\n",
+    )
+
+
+def test_the_command_in_a_process_of_its_own(tmp_path, text):
+    checkpoint = write_debug_checkpoint(tmp_path, text)
+    model = ("--model.name", "llama3", "--model.flavor=debugmodel")
+    run = titan.run_module("titan_fp8.export", checkpoint, tmp_path / "out", *model)
+    assert run.returncode == 0 and "has no tokenizer" in run.stdout
+    assert "42 weights in FP8, 15 tensors in high precision" in run.stdout
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_the_command_without_a_model_says_what_would_fit(capsys, tmp_path, text):
+    checkpoint = write_debug_checkpoint(tmp_path, text)
+    status, _, errors = run_command(capsys, checkpoint, tmp_path / "out")
+    assert status == 2 and "; it has the dimensions of llama3 debugmodel, " in errors
+
+
+def write_debug_checkpoint(folder: Path, text: Path) -> Path:
+    config = config_of("llama3", folder, text, "--model.flavor", "debugmodel")
+    return write_checkpoint(folder / "step-1", config)
+
+
+for _name, _layers in (("short", 1), ("long", 3)):
+    llama3_args[_name] = dataclasses.replace(llama3_args["export"], n_layers=_layers)
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory, text):
+    """A folder with the checkpoints of two steps, their TOML, and what may be taken for either."""
+    folder = tmp_path_factory.mktemp("mistaken")
+    for name in ("empty", "hf"):
+        (folder / name).mkdir()
+    (folder / "hf/model.safetensors").touch()
+    (folder / "bad.toml").write_text("[job")
+    config = config_of("llama3", folder, text)
+    for step in (2, 10):
+        write_checkpoint(folder / f"step-{step}", config)
+    return folder
+
+
+NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["none", "out", "--config", "job.toml"], "CHECKPOINT = none is not a folder"),
+        ([".", "out", "--config", "job.toml"], "several steps; name one of step-2, step-10"),
+        (["empty", "out", "--config", "job.toml"], "CHECKPOINT = empty has no .metadata; allowed"),
+        (["hf", "out", "--config", "job.toml"], "CHECKPOINT = hf has safetensors already"),
+        (["step-2", "out"], NO_MODEL + "the model by --model.name and --model.flavor"),
+        (["step-2", "out", "--config", "none.toml"], "--config = none.toml: no such file"),
+        (["step-2", "out", "--config", "bad.toml"], "--config = bad.toml: "),
+        (["step-2", "empty", "--config", "job.toml"], "OUT = empty exists, without config.json"),
+        (["step-2", "out", "--config", "job.toml", "--shard_gb", "0"], "--shard_gb = 0.0: allowed"),
+        (
+            ["step-2", "out", "--model.name", "llama4", "--model.flavor", "8B"],
+            "model.name = 'llama4': allowed are 'llama3', 'qwen3', 'deepseek_v3'",
+        ),
+        (
+            ["step-2", "out", "--config", "job.toml", "--model.flavor", "9B"],
+            "model.flavor = '9B': allowed for llama3 are 'debugmodel', ",
+        ),
+        (
+            ["step-2", "out", "--config", "job.toml", "--model.flavor", "tiny"],
+            "step-2: tok_embeddings.weight has shape (2048, 256), expected (2048, 128): is llama3 "
+            "tiny the model of the run?",
+        ),
+        (
+            ["step-2", "out", "--config", "job.toml", "--model.flavor", "short"],
+            "step-2 has 9 tensors more, layers.1.attention.wq.weight first: is llama3 short the ",
+        ),
+        (
+            ["step-2", "out", "--config", "job.toml", "--model.flavor", "long"],
+            "step-2 lacks 9 of 30 tensors, layers.2.attention.wq.weight first: is llama3 long the ",
+        ),
+        (
+            ["step-2", "out", "--config", "job.toml"]
+            + ["--quantize.linear.titan_fp8.filter_fqns", "none"],
+            "filter_fqns = ['none']: no module's name contains 'none'",
+        ),
+    ],
+)
+def test_errors_name_the_thing_and_what_is_allowed(capsys, monkeypatch, mistaken, args, message):
+    monkeypatch.chdir(mistaken)
+    status, shown, errors = run_command(capsys, *args)
+    assert status == 2 and not shown and message in errors
+    assert not Path("out").exists()
+
+
+def test_too_little_space(monkeypatch, tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    usage = exporter.shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(exporter.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"needs 3\.7 MB, and .* has 1\.0 MB left"):
+        export(checkpoint, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "model, name, message",
+    [
+        ("llama3", "layers.1.attention.wo.weight", "layers.1.attention.wo.weight has NaN or inf"),
+        ("llama3", "norm.weight", "norm.weight has NaN or infinite elements"),
+        ("qwen3_moe", "layers.0.moe.experts.w2", "layers.0.moe.experts.w2 of expert 3 has NaN"),
+        ("qwen3_moe", "layers.0.moe.expert_bias", "layers.0.moe.expert_bias is not zero, and Hu"),
+    ],
+)
+def test_values_that_cannot_be_exported(tmp_path, text, model, name, message):
+    config = config_of(model, tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    state = {n: torch.zeros(t.shape) for n, t in Run(config).state.items()}
+    dcp.load(state, checkpoint_id=checkpoint)
+    state[name].view(-1)[-1] = torch.nan
+    dcp.save(state, checkpoint_id=tmp_path / "step-2")
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "step-2", tmp_path / "out", config)
+    assert not (tmp_path / "out" / files.CONFIG).exists()
+
+
+def test_a_checkpoint_with_gaps(tmp_path, text):
+    folder = write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
+    saved = Checkpoint(folder)
+    saved.tensors["norm.weight"].chunks.clear()
+    with pytest.raises(ValueError, match="step-1: norm.weight has 0 of 256 elements"):
+        saved.read("norm.weight")
+
+
+def test_a_checkpoint_without_one_of_its_files(capsys, tmp_path, text):
+    folder = write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
+    (folder / "__0_0.distcp").unlink()
+    args = (folder, tmp_path / "out", "--config", tmp_path / "job.toml")
+    status, _, errors = run_command(capsys, *args)
+    assert status == 2 and "No such file" in errors and "__0_0.distcp" in errors
+
+
+def warnings_of(tmp_path: Path, text: Path, model: str, *flags: object) -> str:
+    config = config_of(model, tmp_path, text, *flags)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    lines: list[str] = []
+    export(checkpoint, tmp_path / "out", config, log=lines.append)
+    return "\n".join(line for line in lines if line.startswith("warning: "))
+
+
+def test_a_default_export_warns_of_nothing(tmp_path, text):
+    assert warnings_of(tmp_path, text, "deepseek_v3") == ""
+
+
+@pytest.mark.parametrize(
+    "model, flags, message",
+    [
+        ("llama3", ["--quantize.linear.titan_fp8.recipe", "rowwise"], 'has recipe "rowwise"'),
+        (
+            "llama3",
+            ["--model.hf_assets_path", "none"],
+            "model.hf_assets_path = 'none' has no token",
+        ),
+        ("deepseek_v3", ["--model.flavor", "tiny"], "router's scores are softmax"),
+        ("llama3", ["--model.flavor", "ragged"], "14 weights have a short last block, "),
+    ],
+)
+def test_warnings(monkeypatch, tmp_path, text, model, flags, message):
+    ragged = dataclasses.replace(llama3_args["tiny"], dim=192, multiple_of=128)
+    monkeypatch.setitem(llama3_args, "ragged", ragged)
+    (warning,) = warnings_of(tmp_path, text, model, *flags).splitlines()
+    assert message in warning
+
+
+@pytest.mark.parametrize(
+    "model, changes, moe_changes, message",
+    [
+        ("qwen3", {"qk_norm": False}, {}, "qwen3 export has qk_norm = False"),
+        ("qwen3_moe", {}, {"score_func": "sigmoid"}, "moe_args.score_func = 'sigmoid'"),
+        ("qwen3_moe", {}, {"route_scale": 2.0}, "moe_args.route_scale = 2.0"),
+        ("deepseek_v3", {}, {"score_before_experts": True}, "score_before_experts = True"),
+        ("deepseek_v3", {}, {"gate_bias": True}, "layers.1.moe.router.gate.bias: torchtitan's ad"),
+    ],
+)
+def test_models_that_hugging_face_lacks(
+    monkeypatch, tmp_path, text, model, changes, moe_changes, message
+):
+    flavors = {"qwen3": exports.qwen3_args, "deepseek_v3": exports.deepseekv3_args}
+    name, flavor = exports.MODELS[model]
+    args = flavors[name][flavor]
+    moe_args = dataclasses.replace(args.moe_args, **moe_changes)
+    changed = dataclasses.replace(args, moe_args=moe_args, **changes)
+    monkeypatch.setitem(flavors[name], flavor, changed)
+    config = config_of(model, tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    with pytest.raises(ValueError, match=message):
+        export(checkpoint, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_replace_what_the_toml_says(capsys, tmp_path, text):
+    config = config_of("qwen3", tmp_path, text)
+    checkpoint, out = write_checkpoint(tmp_path / "step-1", config), tmp_path / "out"
+    (tmp_path / "other.toml").write_text(toml("llama3"))
+    flags = ("--model.name", "qwen3", "--model.hf_assets_path", text)
+    args = (checkpoint, out, "--config", tmp_path / "other.toml", *flags)
+    assert run_command(capsys, *args)[0] == 0
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen3"
