@@ -1,0 +1,212 @@
+"""torchtitan with fsdp_all_gather: the same losses, gradients and checkpoints, on gloo ranks.
+
+The models and plans are those of the other tests of parallel plans, the trainer is torchtitan's.
+"""
+
+import functools
+from pathlib import Path
+from unittest import mock
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from plans import GROUPED_MM, LINEAR, Plan
+from titan import CHECKPOINTING, CONVERTERS, parse, toml, trainer, training
+
+if torch.cuda.is_available():
+    pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
+
+import plan_ranks
+
+from titan_fp8.gathered_weight import GatheredWeight
+
+
+class LongPlan(Plan):
+    """A plan with two sequences for every rank."""
+
+    sequences = property(lambda self: 2 * self.shares)
+
+
+FSDP_PLANS = (
+    (Plan("llama3", replicate=2, fsdp=2), "blockwise", "float32"),
+    (Plan("llama3", fsdp=2, tp=2), "rowwise", "bfloat16"),
+    (LongPlan("llama3", fsdp=2, pp=2), "blockwise", "bfloat16"),
+    (LongPlan("deepseek_v3", fsdp=4, ep=2), "rowwise_with_gw_hp", "bfloat16"),
+    (LongPlan("deepseek_v3", fsdp=4, ep=4), "blockwise_pow2", "bfloat16"),
+    (Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=2), "blockwise", "bfloat16"),
+)
+"""Plans for four ranks, recipes and torchtitan's mixed_precision_param."""
+GATHERING = {LINEAR: f"--{LINEAR}.fsdp_all_gather", GROUPED_MM: f"--{GROUPED_MM}.fsdp_all_gather"}
+
+
+def flags_for(model: str, on: bool) -> list[str]:
+    return [GATHERING[converter] for converter in CONVERTERS[model] if on]
+
+
+class Gathers:
+    """The number of GatheredWeights that FSDP2 has made."""
+
+    count = 0
+
+    def __enter__(self) -> "Gathers":
+        new = GatheredWeight.__new__
+
+        def counted(*args):
+            self.count += 1
+            return new(*args)
+
+        self._patch = mock.patch.object(GatheredWeight, "__new__", counted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+# One forward and backward
+
+
+def compare_plans(rank: int, folder: Path) -> None:
+    for plan, recipe, precision in FSDP_PLANS:
+        if rank == 0 and not (folder / plan.model).exists():
+            alone = Plan(plan.model)
+            model = plan_ranks.build(alone, plan_ranks.configure(alone, "bf16"))
+            torch.manual_seed(0)
+            plan_ranks.materialize(model)
+            state = plan_ranks.ModelWrapper(model).state_dict()
+            dcp.save(state, checkpoint_id=folder / plan.model, no_dist=True)
+        dist.barrier()
+        plan_ranks.fix_routing(plan_ranks.has_whole_router_gradient(plan))
+        results = [run(plan, recipe, folder, precision, on) for on in (False, True)]
+        assert_same(*results, f"{plan.name}, {recipe}")
+
+
+def run(plan: Plan, recipe: str, folder: Path, precision: str, on: bool) -> plan_ranks.Result:
+    flags = Plan.flags
+
+    def with_keys(self: Plan, recipe: str) -> list[str]:
+        return [*flags(self, recipe), *flags_for(plan.model, on)]
+
+    text = plan_ranks.batch(plan.sequences)
+    with mock.patch.object(Plan, "flags", with_keys), Gathers() as gathers:
+        result = plan_ranks.run(plan, recipe, folder, text, precision)
+    assert (gathers.count > 0) == on
+    return result
+
+
+def assert_same(a: plan_ranks.Result, b: plan_ranks.Result, what: str) -> None:
+    assert a.grads.keys() == b.grads.keys()
+    assert (a.output is None) == (b.output is None)
+    assert a.output is None or torch.equal(a.output, b.output), what
+    different = [name for name, grad in a.grads.items() if not torch.equal(grad, b.grads[name])]
+    assert not different, f"{what}: {different}"
+
+
+def test_every_plan_computes_the_same(tmp_path):
+    gloo.spawn(compare_plans, 4, tmp_path)
+
+
+# Training
+
+
+class Job:
+    """torchtitan's trainer on this rank, with the same text and flags for all jobs."""
+
+    def __init__(self, folder: Path, text: Path, model: str):
+        folder.mkdir(exist_ok=True)
+        self.config = functools.partial(parse, folder, toml(model, CONVERTERS[model]))
+        self.model, self.folder = model, folder
+        self.flags = [*training(text, folder), "--optimizer.lr", 1e-2]
+        if model == "deepseek_v3":
+            self.flags += ["--parallelism.expert_parallel_degree", 2]
+
+    def losses(self, *flags: object, on: bool, steps: int = 2) -> list[float]:
+        """Losses and norms of gradients; the last checkpoint is loaded first and one is saved."""
+        torch._dynamo.reset()
+        logged: list[float] = []
+
+        def log(step: int, loss: float, largest: float, norm: float, **_: object) -> None:
+            logged.extend((loss, norm))
+
+        config = self.config(*self.flags, *flags_for(self.model, on), *flags)
+        with trainer(config) as t, Gathers() as gathers:
+            t.checkpointer.load()
+            t.metrics_processor.should_log = lambda step: True
+            t.metrics_processor.log = log
+            batches = t.batch_generator(t.dataloader)
+            for _ in range(steps):
+                t.step += 1
+                t.train_step(batches)
+                t.checkpointer.save(t.step)
+        assert (gathers.count > 0) == on
+        return logged
+
+
+COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
+WAYS: dict[str, list[tuple[object, ...]]] = {
+    "llama3": [
+        ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),
+        (*COMPILE, *CHECKPOINTING["op"]),
+        (*CHECKPOINTING["op"], f"--{LINEAR}.recipe", "rowwise"),
+    ],
+    "deepseek_v3": [(*COMPILE, "--training.global_batch_size", 8)],
+}
+"""Flags: gradient accumulation, one gather a step, torch.compile, activation checkpointing."""
+
+
+def compare_ways(rank: int, folder: Path, text: Path) -> None:
+    for model, ways in WAYS.items():
+        job = Job(folder / f"{model}-{rank}", text, model)
+        for flags in ways:
+            routing = ("--debug.moe_force_load_balance",) if model == "deepseek_v3" else ()
+            before, after = (job.losses(*flags, *routing, on=on) for on in (False, True))
+            assert len(before) == 4 and before == after, (model, flags, before, after)
+
+
+def test_training_is_the_same_in_every_mode(tmp_path, text):
+    gloo.spawn(compare_ways, 2, tmp_path, text)
+
+
+# Checkpoints
+
+
+SAVE = ("--checkpoint.enable", "--checkpoint.interval", 1)
+
+
+def convert_back_and_forth(rank: int, folder: Path, text: Path) -> None:
+    """Each run loads the checkpoint of the run before: model, optimizer and all."""
+    job = Job(folder / "job", text, "deepseek_v3")
+    bf16 = (f"--{LINEAR}.recipe", "bf16")
+    for flags, on in ((bf16, False), ((), True), ((), False), ((), True), (bf16, False)):
+        job.losses(*SAVE, *flags, on=on, steps=1)
+    if rank == 0:
+        first, *others = (contents(job.folder / "checkpoint" / f"step-{i}") for i in range(1, 6))
+        for part in ("experts.w2", "attention.wo.weight", "exp_avg"):
+            assert any(part in name for name in first), part
+        assert all(each == first for each in others)
+
+
+def contents(checkpoint: Path) -> dict[str, tuple]:
+    """What a checkpoint holds: name -> shape, dtype and the places of shards."""
+    state = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {name: meta for name, meta in state.items() if hasattr(meta, "chunks")}
+    return {n: (m.size, m.properties.dtype, str(m.chunks)) for n, m in tensors.items()}
+
+
+def continue_crosswise(rank: int, folder: Path, text: Path) -> None:
+    losses = {}
+    for on in (False, True):
+        job = Job(folder / str(on), text, "llama3")
+        before = job.losses(*SAVE, on=on)
+        losses[on] = before + job.losses(*SAVE, on=not on, steps=1)
+    assert losses[True] == losses[False], losses
+
+
+def test_checkpoints_load_both_ways_and_look_alike(tmp_path, text):
+    gloo.spawn(convert_back_and_forth, 2, tmp_path, text)
+
+
+def test_a_run_continues_alike_with_and_without(tmp_path, text):
+    gloo.spawn(continue_crosswise, 2, tmp_path, text)
