@@ -20,6 +20,7 @@ from titan_fp8.export.run import Run
 from titan_fp8.reference import dequantize_128x128, quantize_128x128
 
 llama3_args["export"] = dataclasses.replace(llama3_args["tiny"], dim=256, n_kv_heads=2)
+llama3_args["export_ragged"] = dataclasses.replace(llama3_args["tiny"], dim=320)
 qwen3_args["export"] = dataclasses.replace(qwen3_args["tiny"], head_dim=128)
 qwen3_args["export_moe"] = dataclasses.replace(qwen3_args["tiny_moe"])
 # What DeepSeek-V3 has, and torchtitan's debug model has not: sigmoid scores, groups of experts, a

@@ -84,6 +84,19 @@ def test_every_reader_finds_the_reference(model, tmp_path, text):
     }
 
 
+def test_short_last_blocks(tmp_path, text):
+    """320 = 2.5 x 128 rows and columns, which transformers 5 cannot dequantise."""
+    run, checkpoint, out = exports.exported(
+        tmp_path, "llama3", text, "--model.flavor", "export_ragged"
+    )
+    expected = expected_tensors(run, checkpoint, fp8_weights(run))
+    assert expected["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape == (3, 3)
+    values = dequantised(expected)
+    target = {name: torch.full_like(tensor, torch.nan) for name, tensor in values.items()}
+    dcp.load(target, storage_reader=QuantizedHuggingFaceStorageReader(str(out)))
+    assert all(same(target[name], tensor) for name, tensor in values.items())
+
+
 def load_in_transformers(folder: Path):
     """Hugging Face's model in FP32, with dequantised weights, and a report of what was wrong."""
     config = transformers.FineGrainedFP8Config(dequantize=True)

@@ -3,7 +3,7 @@
     python -m titan_fp8.export CHECKPOINT OUT --config CONFIG [--section.key value ...]
 
 CHECKPOINT is the folder of one step that a llama3, qwen3 or deepseek_v3 run has saved (DCP). OUT
-gets what `transformers`, vLLM and SGLang load:
+gets what `transformers` loads:
 
     model-0000i-of-0000n.safetensors    `weight` in e4m3 and `weight_scale_inv`, one FP32 scale for
                                         each 128x128 block, of every linear and every expert
@@ -11,9 +11,11 @@ gets what `transformers`, vLLM and SGLang load:
     config.json                         the model's dimensions and its quantization_config
     tokenizer.json, ...                 copies from model.hf_assets_path
 
-The weights are those that the FP8 GEMMs of the run read: they are rounded to the run's
-`training.mixed_precision_param`, as FSDP2 and autocast do, and then quantised by
-`titan_fp8.reference.quantize_128x128`. The same modules as in training stay in high precision.
+The weights are those that the FP8 GEMMs of a blockwise run read, unless tensor parallelism cuts the
+blocks: they are rounded to the run's `training.mixed_precision_param`, as FSDP2 and autocast do,
+and then quantised by `titan_fp8.reference.quantize_128x128`. The same modules as in training stay
+in high precision.
+
 `exporter.py` does it, step by step. `run.py` says which model a run has, `tensors.py` what is
 written and from what, `checkpoint.py` reads, `files.py` writes, and `hf_config.py` has the fields
 of config.json.
@@ -21,5 +23,7 @@ of config.json.
 This module imports none of them: the command line prepares torchtitan before it is imported.
 
 Memory. The checkpoint is never loaded as a whole. A tensor is read, converted and written before
-the next one is read, and of the stacked weights of experts at most `shard_bytes` are read at once.
+the next one is read, and of the stacked weights of experts at most one file's size is read at once.
+DCP reads what a rank has saved as a whole, so the peak is twice the largest tensor of the
+checkpoint if one rank has saved it.
 """

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
@@ -44,11 +45,15 @@ def _hint(saved: Checkpoint) -> str:
     """Models of torchtitan with the dimensions of the checkpoint, for an error message."""
     embedding = saved.tensors.get("tok_embeddings.weight")
     layers = {name.split(".")[1] for name in saved.tensors if name.startswith("layers.")}
-    fitting = [
-        f"{name} {flavor}"
+    flavors: list[tuple[str, Any]] = [
+        (f"{name} {flavor}", args)
         for name in MODELS
         for flavor, args in get_train_spec(name).model_args.items()
+    ]
+    fitting = [
+        name
+        for name, args in flavors
         if embedding is not None
-        and (args.vocab_size, args.dim, args.n_layers) == (*embedding.size, len(layers))  # type: ignore[attr-defined]
+        and (args.vocab_size, args.dim, args.n_layers) == (*embedding.size, len(layers))
     ]
     return f"; it has the dimensions of {', '.join(fitting)}" if fitting else ""

@@ -1,7 +1,7 @@
 """config.json: what Hugging Face's model needs to compute what torchtitan's computes.
 
-The fields are those of LlamaConfig, Qwen3Config, Qwen3MoeConfig and DeepseekV3Config, in the form
-that transformers 4 and 5, vLLM and SGLang read: `rope_theta` and `rope_scaling` apart.
+The fields are those of LlamaConfig, Qwen3Config, Qwen3MoeConfig and DeepseekV3Config, with
+`rope_theta` and `rope_scaling` apart, as in DeepSeek-V3's own file; transformers 5 reads that, too.
 """
 
 from collections.abc import Sequence
