@@ -19,15 +19,21 @@ DTensor makes. A shard is quantised at the first gather after a write, so once a
 several micro-batches. FP8 is stored beside it from then on: one byte per element of the shard, with
 a rowwise recipe two.
 
+Rowwise recipes quantise rows for fprop and columns for dgrad, and both are gathered each time, as
+many bytes as in bf16. FSDP2's buffers do not change from gather to gather, and a recomputed forward
+needs the rows in backward, so forward and backward cannot gather one of them each. What is saved is
+quantising whole weights on every rank.
+
 Scales of blocks that are on several ranks are agreed on by a collective. Without further ado each
 weight does so at its gather. `requantise` quantises all weights of a model together, with one
 collective per group of ranks; torchtitan's trainer calls it after each step of the optimizer.
 """
 
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -135,10 +141,12 @@ class ShardedWeight(Tensor):
             if reason is not None:
                 _warn(reason)
                 return (_padded(self.plain(), place),), None
-            memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
+            with _on_default_stream(self.device):
+                memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
             memory.values = weakref.ref(self)
         if memory.stale:
-            _quantise([self])
+            with _on_default_stream(self.device):
+                _quantise([self])
         shard = memory.shard
         gathered = [q for q in (shard.q, shard.q_columns) if q is not None]
         # As bytes, which every op of FSDP2's takes.
@@ -211,6 +219,19 @@ def _padded(values: Tensor, place: Place) -> Tensor:
     padded = values.new_zeros(place.padded)
     padded[: values.shape[0]] = values
     return padded
+
+
+@contextlib.contextmanager
+def _on_default_stream(device: torch.device) -> Iterator[None]:
+    """FP8 shards stay from step to step: their memory must not come from FSDP2's own streams."""
+    if device.type != "cuda":
+        yield
+        return
+    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    default.wait_stream(current)
+    with torch.cuda.stream(default):
+        yield
+    current.wait_stream(default)
 
 
 def _quantise(weights: Iterable[ShardedWeight]) -> None:

@@ -10,8 +10,12 @@ names, and `fully_shard` treats them as it treats nn.Linear's:
 - gradients: wgrad returns the dtype of the gathered weight, and FSDP2 reduce-scatters it in
   `mixed_precision_reduce`, FP32 by default.
 
-Shards of FSDP2 may be of any size, since only whole weights are quantised. Shards of tensor
-parallelism are multiplied as they are and are checked when they are registered (`check_shards`).
+With `fsdp_all_gather = true` each rank quantises its shard, and the weights of converted layers are
+gathered in FP8, through FSDP2's own extension (`titan_fp8/fsdp.py`). Gradients, the optimizer and
+checkpoints do not change.
+
+Shards of FSDP2 may be of any size. Shards of tensor parallelism are multiplied as they are and are
+checked when they are registered (`check_shards`).
 
 `copies_for_one_rank` replaces a copy of FSDP2's that is slow for groups of one rank. With expert
 parallelism over all ranks, each rank is alone in the group over which the gradients of its experts
