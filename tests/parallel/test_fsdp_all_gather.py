@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterator
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from op_calls import RECIPES
-from titan import one_process
+from titan import GROUPED_MM, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,6 +23,7 @@ from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
 from titan_fp8.ops import direct
 from titan_fp8.recipe import get_recipe
+from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [
@@ -263,3 +265,33 @@ def compare_training(rank: int) -> None:
 
 def test_training_is_the_same_with_half_the_bytes_and_one_quantisation_a_step():
     gloo.spawn(compare_training, 2)
+
+
+# The key in TOML files
+
+
+@pytest.mark.parametrize(
+    "kind, section", [(TitanFP8Linear, LINEAR), (TitanFP8GroupedMM, GROUPED_MM)]
+)
+def test_the_key_takes_booleans(kind, section):
+    assert kind().fsdp_all_gather is False
+    with pytest.raises(
+        ValueError, match=rf"\[{section}\] fsdp_all_gather = 'fp8': allowed are true"
+    ):
+        kind(fsdp_all_gather="fp8")
+
+
+@pytest.mark.usefixtures("fresh_torchtitan")
+@pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
+def test_the_report_says_what_is_gathered(tmp_path, caplog, recipe):
+    flags = [f"--{section}.fsdp_all_gather" for section in (LINEAR, GROUPED_MM)]
+    config = job(tmp_path, "deepseek_v3", *flags, f"--{LINEAR}.recipe", recipe, flavor="tiny")
+    with caplog.at_level("INFO"):
+        alone = convert(config, build(config))
+        sharded = convert(config, build(config), ranks=2)
+    kinds = [{type(p.data) for p in model.parameters()} for model in (alone, sharded)]
+    fp8 = recipe != "bf16"
+    assert kinds == [{Tensor}, {Tensor, fsdp.ShardedWeight} if fp8 else {Tensor}]
+    assert caplog.text.count("changes nothing: the plan has no FSDP") == 2 * fp8
+    gathered = re.findall(r"FSDP2 gathers (\d+) weights in FP8", caplog.text)
+    assert gathered == (["14", "3"] if fp8 else [])
