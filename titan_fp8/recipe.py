@@ -74,7 +74,6 @@ class Recipe:
             multiples of 128 the quantisers need not lay groups out anew.
         rows, columns, rows_and_columns: quantisers of x and g, for fprop or dgrad, for wgrad, and
             for both from one read.
-        pair: rows and columns of g and columns of x in one op, if there is one.
         weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
         mm: the GEMM of fprop and dgrad for a weight that is quantised.
         swiglu: the ops of the fused feed-forward, if there are any.
@@ -88,7 +87,6 @@ class Recipe:
     rows: Op
     columns: Op
     rows_and_columns: Op
-    pair: Op | None
     weight: Op
     weight_t: Op
     mm: Op
@@ -111,7 +109,6 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
         rows=scaled(_ops.quantize_1x128),
         columns=scaled(_ops.quantize_128x1_t),
         rows_and_columns=scaled(_ops.quantize_1x128_128x1_t),
-        pair=None,
         weight=scaled(_ops.quantize_128x128),
         weight_t=scaled(_ops.quantize_128x128_t),
         mm=_ops.blockwise_mm,
@@ -136,7 +133,6 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
         rows=_ops.quantize_row,
         columns=_ops.quantize_col_t,
         rows_and_columns=_ops.quantize_row_col_t,
-        pair=_ops.quantize_row_col_t_pair,
         weight=_ops.quantize_row,
         weight_t=_ops.quantize_weight_col_t,
         mm=_ops.rowwise_mm,

@@ -181,13 +181,6 @@ def quantize_row_col_t(
     return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
 
 
-def quantize_row_col_t_pair(
-    g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of g (M, N), and columns of x (M, K): what dgrad and wgrad read."""
-    return (*quantize_row_col_t(g, offs, aligned), *quantize_col_t(x, offs, aligned))
-
-
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
     """One scale per column of w (..., N, K), written transposed: q (..., K, N), s (..., K)."""
     return quantize_row(w.mT.contiguous())

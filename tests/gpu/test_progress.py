@@ -117,7 +117,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def quantiser_inputs(offs: Tensor | None) -> dict[str, tuple]:
     """Arguments of each quantiser: activations, gradients and weights."""
-    x, g = normal(M, K), normal(M, N)
+    x = normal(M, K)
     w = normal(N, K) if offs is None else normal(EXPERTS, N, K)
     return {
         "quantize_1x128": (x,),
@@ -128,7 +128,6 @@ def quantiser_inputs(offs: Tensor | None) -> dict[str, tuple]:
         "quantize_row": (x,),
         "quantize_col_t": (x, offs),
         "quantize_row_col_t": (x, offs),
-        "quantize_row_col_t_pair": (g, x, offs),
         "quantize_weight_col_t": (w,),
         "swiglu_1x128": (x, normal(M, K)),
         "swiglu_backward_1x128_128x1_t": (x, normal(M, K), normal(M, K), offs),

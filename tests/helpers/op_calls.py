@@ -52,12 +52,10 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
             yield from row_calls(x, torch.tensor(index, dtype=torch.int32))
         a, b = torch.randn(2, m, k, dtype=dtype)
         yield ops.swiglu_1x128, (a, b)
-        g = torch.randn(m, 80, dtype=dtype)
         for offs, aligned in LAYOUTS.values():
             if m > 256 or not aligned:
                 for op in token_ops():
                     yield op, (x, offs, aligned)
-                yield ops.quantize_row_col_t_pair, (g, x, offs, aligned)
                 yield ops.swiglu_backward_1x128_128x1_t, (x, a, b, offs, aligned)
     for shape in ((272, 144), (512, 640), (1, 16, 16), (3, 144, 272), (2, 512, 48)):
         for op in (ops.quantize_128x128, ops.quantize_row):

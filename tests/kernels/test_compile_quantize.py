@@ -56,11 +56,11 @@ def test_tokens(compiled, groups, dtype):
     hopper.quantize_1x128_128x1_t(x, *GROUPS[groups])
     hopper.quantize_col_t(x, *GROUPS[groups])
     hopper.quantize_row_col_t(x, *GROUPS[groups])
+    # Rows too long for the kernel that takes maxima have one of their own.
     wide = torch.empty(256, 40960 // dtype.itemsize, dtype=dtype)
-    for g in (x, wide):
-        hopper.quantize_row_col_t_pair(g, x[:, :512], *GROUPS[groups])
+    hopper.quantize_row_col_t(wide, *GROUPS[groups])
     # Columns without groups take one kernel, columns of groups two.
-    assert_unspilled(compiled, 11 if groups == "dense" else 12)
+    assert_unspilled(compiled, 7 if groups == "dense" else 9)
 
 
 @needs_cuobjdump

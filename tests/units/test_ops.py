@@ -65,9 +65,8 @@ def test_what_a_kernel_would_misread_is_refused(change, emulate):
 
 def test_inputs_of_one_op_have_one_dtype():
     x, g = torch.randn(32, 48), torch.randn(32, 16, dtype=torch.bfloat16)
-    for op in (ops.swiglu_1x128, ops.quantize_row_col_t_pair):
-        with pytest.raises(ValueError, match="an input is torch.bfloat16"):
-            op(x, g)
+    with pytest.raises(ValueError, match="an input is torch.bfloat16"):
+        ops.swiglu_1x128(x, g)
 
 
 def test_outputs_are_as_the_fakes_say_and_inputs_as_they_were():

@@ -114,19 +114,6 @@ def quantize_row_col_t(
     return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
 
 
-@primitive(checked=("g", "x"))
-def quantize_row_col_t_pair(
-    g: Tensor,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    *,
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of g (M, N), then columns of x (M, K), in shared launches."""
-    return (*quantize_row_col_t(g, offs, aligned), *quantize_col_t(x, offs, aligned))
-
-
 @primitive(checked=("w",))
 def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
     """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""

@@ -18,7 +18,6 @@ from titan_fp8.kernels.hopper.quantize_rowwise import quantize_row
 from titan_fp8.kernels.hopper.quantize_rowwise_columns import (
     quantize_col_t,
     quantize_row_col_t,
-    quantize_row_col_t_pair,
     quantize_weight_col_t,
 )
 from titan_fp8.kernels.hopper.swiglu_quantize import swiglu_1x128, swiglu_backward_1x128_128x1_t
@@ -37,7 +36,6 @@ __all__ = [
     "quantize_col_t",
     "quantize_row",
     "quantize_row_col_t",
-    "quantize_row_col_t_pair",
     "quantize_weight_col_t",
     "rowwise_mm",
     "rowwise_wgrad",

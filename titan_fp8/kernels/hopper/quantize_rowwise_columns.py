@@ -9,10 +9,6 @@ many rows for that. Otherwise x is read twice, by two kernels:
    and does that too.
 2. quantize_column_cast_kernel casts and transposes tiles (`quantize_tile.py`), the last tiles
    first, because these are still in the L2 cache. It also writes the scales.
-
-Two tensors with the same groups, the operands of wgrad, share the launches of both kernels: the
-programs of the second tensor follow those of the first. If the rows of the gradient are quantised
-too, each has its own first launch.
 """
 
 import math
@@ -66,18 +62,14 @@ ROW_AMAX_WORDS = 8192
 """The longest row of these: the registers hold it, the next row and the maxima."""
 
 
-@kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
+@kernel(do_not_specialize=["M", "E", "tiles"])
 def quantize_column_amax_kernel(
-    x, amax, K, KW, x2, amax2, K2, KW2, q, s, offs, M, MT, E, tiles, blocks,
-    PACK: gl.constexpr, ROWS: gl.constexpr, PAIR: gl.constexpr, TOKENS: gl.constexpr,
-    GROUPS: gl.constexpr, WORDS: gl.constexpr,
+    x, amax, K, KW, q, s, offs, M, MT, E, tiles,
+    PACK: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
+    WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Column maxima of TOKENS tokens; with ROWS (and `blocks` 1) also q and s of their rows."""
+    """Column maxima of TOKENS tokens; with ROWS (a program has whole rows) also their q and s."""
     pid = gl.program_id(0)
-    if PAIR:
-        if pid >= tiles * blocks:
-            pid -= tiles * blocks
-            x, amax, K, KW = x2, amax2, K2, KW2
     word = pid // tiles * WORDS.shape[1]
     row, _, rows, _, group = locate(pid % tiles, offs, M, MT, E, TOKENS, GROUPS, False)
     if not ROWS:  # Tokens of no group have rows but no columns.
@@ -102,18 +94,14 @@ def quantize_column_amax_kernel(
     publish_amax(amax, amax_words(most, 0, PACK), word, K, (group < E) & (rows > 0), PACK)
 
 
-@kernel(do_not_specialize=["M", "E", "tiles", "blocks"])
+@kernel(do_not_specialize=["M", "E", "tiles"])
 def quantize_column_cast_kernel(
-    x, amax, q_t, s_t, K, KW, x2, amax2, q_t2, s_t2, K2, KW2, offs, M, MT, E, tiles, blocks,
-    PACK: gl.constexpr, PAIR: gl.constexpr, GROUPS: gl.constexpr, LAYOUTS: gl.constexpr,
+    x, amax, q_t, s_t, K, KW, offs, M, MT, E, tiles,
+    PACK: gl.constexpr, GROUPS: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
     """Casts a tile by the column maxima of its group; tile e also writes the scales of group e."""
     # The first kernel ended with the last tiles: they come first.
     pid = gl.num_programs(0) - 1 - gl.program_id(0)
-    if PAIR:
-        if pid >= tiles * blocks:
-            pid -= tiles * blocks
-            x, amax, q_t, s_t, K, KW = x2, amax2, q_t2, s_t2, K2, KW2
     LOAD: gl.constexpr = LAYOUTS.load
     TRANSPOSED: gl.constexpr = LAYOUTS.transposed
     WIDTH: gl.constexpr = LOAD.shape[1]
@@ -144,12 +132,12 @@ def quantize_column_cast_kernel(
 
 
 class _Tokens(NamedTuple):
-    """The tokens of one or two tensors (..., M, K), and the groups that they are in."""
+    """The tokens of a tensor (..., M, K), and the groups that they are in."""
 
     offs: Tensor | None
     m: int
     width: int
-    """Columns of the transposed copies."""
+    """Columns of the transposed copy."""
     experts: int
     """Matrices, the product of the leading dimensions."""
 
@@ -164,87 +152,60 @@ class _Tokens(NamedTuple):
         return 1 if self.offs is None else self.groups
 
 
-class _Columns:
-    """One tensor x (..., M, K), its maxima and its outputs."""
-
-    def __init__(self, x: Tensor, tokens: _Tokens):
-        *lead, _, k = x.shape
-        groups = () if tokens.offs is None else tuple(tokens.offs.shape)
-        self.x, self.k, self.pack = as_words(x), k, 4 // x.element_size()
-        self.q_t = x.new_empty(*lead, k, tokens.width, dtype=E4M3)
-        self.s_t = x.new_empty(*lead, *groups, k, dtype=torch.float32)
-        self.amax = torch.zeros_like(self.s_t, dtype=torch.int32)
-
-    def blocks(self, words: int) -> int:
-        """Tiles of that many words along the channels."""
-        return cdiv(self.k // self.pack, words)
-
-    def amax_args(self) -> tuple:
-        return self.x, self.amax, self.k, self.k // self.pack
-
-    def cast_args(self) -> tuple:
-        return self.x, self.amax, (self.q_t, torch.int8), self.s_t, self.k, self.k // self.pack
-
-
 def _launch_amax(
-    columns: list[_Columns], tokens: _Tokens, rows: tuple[Tensor, Tensor] | None = None
+    x: Tensor, amax: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Takes the maxima of one or two tensors; with `rows`, writes q and s of the rows of one."""
-    a, b = columns[0], columns[-1]
+    """Takes the maxima of the columns of x; with `rows`, writes q and s of its rows."""
+    k, pack = x.shape[-1], 4 // x.element_size()
     if rows is None:
-        layout, warps, tile_tokens, q, s = AMAX_LAYOUT, AMAX_WARPS, AMAX_TOKENS, a.x, a.s_t
+        layout, warps, tile_tokens = AMAX_LAYOUT, AMAX_WARPS, AMAX_TOKENS
+        q, s = (x, torch.int32), amax  # Not written.
     else:
-        layout, warps = row_layout(a.k // a.pack)
+        layout, warps = row_layout(k // pack)
         tile_tokens = ROW_AMAX_TOKENS
-        q, s = (rows[0], FP8_WORDS[a.pack]), rows[1]
+        q, s = (rows[0], FP8_WORDS[pack]), rows[1]
     tiles = tiles_of(tokens.width, tokens.groups, tile_tokens)
-    words = layout.shape[1]
-    quantize_column_amax_kernel[(tiles * sum(c.blocks(words) for c in columns), tokens.experts)](
-        *a.amax_args(), *b.amax_args(), q, s, tokens.offs, tokens.m, tokens.width,
-        tokens.scales, tiles, a.blocks(words),
-        a.pack, rows is not None, len(columns) == 2, tile_tokens, group_lanes(tokens.groups),
-        layout, num_warps=warps,
+    blocks = cdiv(k // pack, layout.shape[1])
+    quantize_column_amax_kernel[(tiles * blocks, tokens.experts)](
+        (x, torch.int32), amax, k, k // pack, q, s, tokens.offs, tokens.m, tokens.width,
+        tokens.scales, tiles,
+        pack, rows is not None, tile_tokens, group_lanes(tokens.groups), layout, num_warps=warps,
     )  # fmt: skip
 
 
-def _launch_cast(columns: list[_Columns], tokens: _Tokens) -> None:
-    """Casts one or two tensors by their maxima and writes their scales."""
-    a, b = columns[0], columns[-1]
-    layouts, warps = TILES[a.pack]
-    words = layouts.load.shape[1]
+def _launch_cast(x: Tensor, amax: Tensor, q_t: Tensor, s_t: Tensor, tokens: _Tokens) -> None:
+    """Casts x by the maxima of its columns and writes their scales."""
+    k, pack = x.shape[-1], 4 // x.element_size()
+    layouts, warps = TILES[pack]
     # Tile e writes the scales of group e, so there is a tile for each group at least.
     tiles = max(tokens.scales, tiles_of(tokens.width, tokens.groups, 128))
-    quantize_column_cast_kernel[(tiles * sum(c.blocks(words) for c in columns), tokens.experts)](
-        *a.cast_args(), *b.cast_args(), tokens.offs, tokens.m, tokens.width,
-        tokens.scales, tiles, a.blocks(words),
-        a.pack, len(columns) == 2, group_lanes(tokens.groups), layouts,
-        maxnreg=MAXNREG, num_warps=warps,
+    blocks = cdiv(k // pack, layouts.load.shape[1])
+    quantize_column_cast_kernel[(tiles * blocks, tokens.experts)](
+        (x, torch.int32), amax, (q_t, torch.int8), s_t, k, k // pack, tokens.offs, tokens.m,
+        tokens.width, tokens.scales, tiles,
+        pack, group_lanes(tokens.groups), layouts, maxnreg=MAXNREG, num_warps=warps,
     )  # fmt: skip
 
 
 def _quantize_in_two_passes(
-    tensors: list[Tensor], tokens: _Tokens, rows: tuple[Tensor, Tensor] | None = None
-) -> list[_Columns]:
-    """Quantises the columns of one or two tensors; with `rows`, writes the first one's q and s."""
-    columns = [_Columns(x, tokens) for x in tensors]
-    if tokens.m and rows is not None:
-        # A program with rows holds all channels of its tensor, so the second has a launch apart.
-        _launch_amax(columns[:1], tokens, rows)
-        if len(columns) == 2:
-            _launch_amax(columns[1:], tokens)
-    elif tokens.m:
-        _launch_amax(columns, tokens)
-    _launch_cast(columns, tokens)
-    return columns
+    x: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantises the columns of x: q (..., K, Mt) and s; with `rows`, writes its rows' q and s."""
+    *lead, _, k = x.shape
+    groups = () if tokens.offs is None else tuple(tokens.offs.shape)
+    q_t = x.new_empty(*lead, k, tokens.width, dtype=E4M3)
+    s_t = x.new_empty(*lead, *groups, k, dtype=torch.float32)
+    amax = torch.zeros_like(s_t, dtype=torch.int32)
+    x, _ = as_words(x)
+    if tokens.m:
+        _launch_amax(x, amax, tokens, rows)
+    _launch_cast(x, amax, q_t, s_t, tokens)
+    return q_t, s_t
 
 
 def _tokens_of(x: Tensor, offs: Tensor | None, aligned: bool) -> _Tokens:
     *lead, m, _ = x.shape
     return _Tokens(offs, m, transposed_width(m, offs, aligned, ROW_ALIGNMENT), math.prod(lead))
-
-
-def _takes_one_pass(x: Tensor, tokens: _Tokens) -> bool:
-    return tokens.offs is None and fits_one_pass(tokens.width, x.device)
 
 
 def quantize_col_t(
@@ -255,10 +216,9 @@ def quantize_col_t(
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zeros.
     """
     tokens = _tokens_of(x, offs, aligned)
-    if _takes_one_pass(x, tokens):
+    if offs is None and fits_one_pass(tokens.width, x.device):
         return quantize_columns_in_one_pass(x, tokens.width)
-    (columns,) = _quantize_in_two_passes([x], tokens)
-    return columns.q_t, columns.s_t
+    return _quantize_in_two_passes(x, tokens)
 
 
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,46 +226,13 @@ def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_col_t(w)
 
 
-def quantize_col_t_pair(
-    g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_col_t` of g (M, N) and x (M, K), of one dtype; with groups in shared launches."""
-    tokens = _tokens_of(g, offs, aligned)
-    if _takes_one_pass(g, tokens):
-        return (*quantize_col_t(g), *quantize_col_t(x.contiguous()))
-    a, b = _quantize_in_two_passes([g, x.contiguous()], tokens)
-    return a.q_t, a.s_t, b.q_t, b.s_t
-
-
 def quantize_row_col_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
-    if not _holds_rows(x):
+    if x.shape[1] * x.element_size() > 4 * ROW_AMAX_WORDS:
+        # The first kernel cannot hold a whole row.
         return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
-    q, s = _empty_rows(x)
-    (columns,) = _quantize_in_two_passes([x], _tokens_of(x, offs, aligned), (q, s))
-    return q, s, columns.q_t, columns.s_t
-
-
-def quantize_row_col_t_pair(
-    g: Tensor, x: Tensor, offs: Tensor | None = None, aligned: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of g (M, N), then columns of x (M, K), of one dtype: for backward."""
-    if not _holds_rows(g):
-        return (*quantize_row(g), *quantize_col_t_pair(g, x, offs, aligned))
-    if offs is None:
-        return (*quantize_row_col_t(g), *quantize_col_t(x.contiguous()))
-    q, s = _empty_rows(g)
-    tokens = _tokens_of(g, offs, aligned)
-    a, b = _quantize_in_two_passes([g, x.contiguous()], tokens, (q, s))
-    return q, s, a.q_t, a.s_t, b.q_t, b.s_t
-
-
-def _holds_rows(x: Tensor) -> bool:
-    """Whether the first kernel can hold whole rows of x."""
-    return x.shape[1] * x.element_size() <= 4 * ROW_AMAX_WORDS
-
-
-def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+    q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
+    q_t, s_t = _quantize_in_two_passes(x, _tokens_of(x, offs, aligned), (q, s))
+    return q, s, q_t, s_t
