@@ -1,18 +1,28 @@
-"""Makes a corpus and a tokenizer from Python's standard library; nothing is downloaded.
+"""Makes a corpus and a tokenizer from text on this machine; nothing is downloaded.
+
+    python scripts/prepare_data.py [OUT] [--from DIR ...] [--held-out DIR ...]
+                                   [--vocab-size N] [--piece CHARACTERS]
 
     <out>/corpus/train/text.jsonl        one {"text": ...} per line, as torchtitan's "c4_test" reads
-    <out>/corpus/validation/text.jsonl   a twentieth of the source files, not in train
-    <out>/tokenizer/tokenizer.json       byte-level BPE with 512 tokens
+    <out>/corpus/validation/text.jsonl   the held-out part: whole files, none of them in train
+    <out>/tokenizer/tokenizer.json       byte-level BPE, with 512 tokens by default
     <out>/tokenizer/tokenizer_config.json
+    <out>/report.txt                     what the text is; it is printed, too
 
-Source files are cut into pieces of about 400 characters, which are sorted by their digest. To
-training this order is random, but it is the same on every machine. So a batch mixes text from many
-files, and all data-parallel ranks, each of which reads one stretch of the corpus, see the same kind
-of text. The debug models have a vocabulary of 2048; with 512 tokens each token occurs more often,
-and more is learnt in a hundred steps.
+The text is Python's standard library or, with --from, the text files below the named folders. A
+file is text if it is UTF-8 without zero bytes; empty files, files over 256 KiB, which are mostly
+generated tables, and copies of other files are left out. The held-out part is a twentieth of the
+files or, with --held-out, the files below those folders that are not in train, too.
 
-The result depends only on the Python version and on this file. <out>/stamp records both and is
-written last; if it matches, nothing is done.
+Source files are cut into pieces of about 400 characters, or as --piece says, which are sorted by
+their digest. To training this order is random, but it is the same on every machine. So a batch
+mixes text from many files, and all data-parallel ranks, each of which reads one stretch of the
+corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens each
+token occurs more often, and more is learnt in a hundred steps.
+
+The result depends only on the text, the options, the Python version and this file, not on where
+the folders are. <out>/stamp records all of these and is written last; if it matches, nothing is
+done.
 """
 
 import argparse
@@ -22,103 +32,259 @@ import json
 import shutil
 import sys
 import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
+SMALLEST_VOCABULARY = 258  # the bytes, and the two tokens below
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 VALIDATION_EVERY = 20
 PIECE = 400  # characters
+LARGEST_FILE = 256 * 1024  # bytes
+TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenizer nothing new
 # Folders that are not part of the standard library or not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
+PROSE = {".adoc", ".html", ".md", ".mdx", ".pod", ".rst", ".tex", ".texi", ".texinfo", ".txt"}
+CODE = {".S", ".asm", ".awk", ".c", ".cc", ".cpp", ".cxx", ".d", ".el", ".f", ".f90"}
+CODE |= {".go", ".h", ".hpp", ".hs", ".hxx", ".inc", ".java", ".js", ".l", ".lua", ".m", ".m4"}
+CODE |= {".ml", ".mod", ".pas", ".pl", ".pm", ".py", ".rb", ".rs", ".s", ".scm", ".sh", ".sql"}
+CODE |= {".tcl", ".ts", ".vim", ".y"}
+
+
+class File(NamedTuple):
+    """A text file: the suffix of its name, and its text."""
+
+    suffix: str
+    text: str
+
+
+@dataclass
+class Part:
+    """The training part or the held-out part, and how many files were left out, by reason."""
+
+    files: list[File]
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def characters(self) -> int:
+        return sum(len(file.text) for file in self.files)
 
 
 def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def library_files() -> list[str]:
-    """The text of the standard library's modules, ordered by the digest of their path."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(library) for path in library.rglob("*.py")]
+def library() -> tuple[Part, Part]:
+    """Training and held-out part of the standard library, ordered by the digest of their path."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(folder) for path in folder.rglob("*.py")]
     names = [name for name in names if LEFT_OUT.isdisjoint(name.parts)]
     names.sort(key=lambda name: digest(name.as_posix()))
-    return [(library / name).read_text(encoding="utf-8", errors="replace") for name in names]
+    texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in names]
+    return split([File(".py", text) for text in texts])
 
 
-def shuffled_pieces(texts: list[str]) -> list[str]:
-    """Cut texts at the first line end after PIECE characters, and sort the pieces by digest."""
+def split(files: list[File]) -> tuple[Part, Part]:
+    train = [file for i, file in enumerate(files) if i % VALIDATION_EVERY]
+    return Part(train), Part(files[::VALIDATION_EVERY])
+
+
+def why_left_out(path: Path) -> str | None:
+    if path.is_symlink() or not path.is_file():
+        return "links and special files"
+    size = path.stat().st_size
+    if size > LARGEST_FILE:
+        return f"over {LARGEST_FILE // 1024} KiB"
+    return None if size else "empty"
+
+
+def text_below(folders: Iterable[Path], seen: set[bytes]) -> Part:
+    """The text files below `folders`, in the order of the digests of their text, but none twice.
+
+    `seen` has the digests of texts that count as copies; those found here are added.
+    """
+    found: dict[bytes, File] = {}
+    left_out: Counter[str] = Counter()
+    for path in sorted(path for folder in folders for path in folder.rglob("*")):
+        if path.is_dir():
+            continue
+        if reason := why_left_out(path):
+            left_out[reason] += 1
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            text = "\0"
+        key = digest(text)
+        if "\0" in text:
+            left_out["not UTF-8 text"] += 1
+        elif key in seen:
+            left_out["copies"] += 1
+        else:
+            seen.add(key)
+            found[key] = File(path.suffix, text)
+    return Part([found[key] for key in sorted(found)], left_out)
+
+
+def below(folders: list[Path], held_out: list[Path]) -> tuple[Part, Part]:
+    """Training and held-out part of the text below folders."""
+    seen: set[bytes] = set()
+    train = text_below(folders, seen)
+    if held_out:
+        return train, text_below(held_out, seen)
+    parts = split(train.files)
+    parts[0].left_out = train.left_out
+    return parts
+
+
+def shuffled_pieces(texts: Iterable[str], size: int = PIECE) -> list[str]:
+    """Cut texts at the first line end after `size` characters, and sort the pieces by digest."""
     pieces = []
     for text in texts:
         start = 0
         while start < len(text):
-            end = text.find("\n", start + PIECE) + 1 or len(text)
+            end = text.find("\n", start + size) + 1 or len(text)
             pieces.append(text[start:end])
             start = end
     return sorted(pieces, key=digest)
 
 
-def recipe() -> str:
-    """The Python version and this file's digest, which determine the result."""
-    return f"Python {sys.version.split()[0]}, {digest(Path(__file__).read_text()).hex()}\n"
+def recipe(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
+    """What determines the result: Python's version, this file, the options and the text."""
+    text = hashlib.sha256()
+    for part in parts:
+        for file in part.files:
+            text.update(digest(file.text))
+        text.update(b"/")
+    this = digest(Path(__file__).read_text()).hex()
+    options = f"{args.vocab_size} tokens, pieces of {args.piece}"
+    return f"Python {sys.version.split()[0]}, {this}, {options}, {text.hexdigest()}\n"
 
 
 def write_corpus(texts: list[str], folder: Path) -> None:
     """Write texts as JSON lines, one document per line; the folder is a data set."""
     folder.mkdir(parents=True)
-    lines = (json.dumps({"text": text}) + "\n" for text in texts)
-    (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def write_tokenizer(texts: list[str], folder: Path) -> None:
-    """Train a byte-level BPE tokenizer of exactly VOCAB_SIZE tokens on texts."""
+def some(texts: list[str], characters: int) -> Iterator[str]:
+    """The first texts, up to so many characters in all."""
+    lengths = accumulate(map(len, texts))
+    return (text for text, _ in takewhile(lambda pair: pair[1] <= characters, zip(texts, lengths)))
+
+
+def write_tokenizer(texts: list[str], vocab_size: int, folder: Path) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[BEGIN, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} tokens learnt")
+    tokenizer.train_from_iterator(some(texts, TOKENIZER_CHARACTERS), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {vocab_size} tokens learnt")
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return tokenizer
 
 
-def prepare(out: Path) -> None:
+def kinds(part: Part) -> str:
+    """The shares of characters of code and prose, and of the commonest suffixes."""
+    total, counts = part.characters(), Counter[str]()
+    for file in part.files:
+        counts[file.suffix] += len(file.text)
+    code, prose = (sum(counts[suffix] for suffix in group) for group in (CODE, PROSE))
+    common = [f"{suffix or 'none'} {count / total:.0%}" for suffix, count in counts.most_common(8)]
+    rest = total - code - prose
+    shares = f"source code {code / total:.0%}, prose {prose / total:.0%}, other {rest / total:.0%}"
+    return f"{shares} (by suffix: {', '.join(common)})"
+
+
+def describe(part: Part, texts: list[str], tokenizer: Tokenizer) -> str:
+    sample = list(some(texts, 1_000_000)) or texts[:1]
+    encoded = tokenizer.encode_batch(sample, add_special_tokens=False)
+    length = sum(map(len, sample)) / sum(len(encoding.ids) for encoding in encoded)
+    size = part.characters()
+    left_out = [f"{count:,} {reason}" for reason, count in sorted(part.left_out.items())]
+    lines = [
+        f"{len(part.files):,} files, {size / 1e6:.1f} million characters in {len(texts):,} pieces",
+        f"about {size / length / 1e6:.1f} million tokens of {length:.2f} characters",
+        kinds(part),
+        *([f"left out: {', '.join(left_out)}"] if left_out else []),
+    ]
+    return "".join(f"  {line}\n" for line in lines)
+
+
+def prepare(args: argparse.Namespace) -> None:
     """Fill the folder `out`, unless its stamp says that it is up to date."""
-    stamp = out / "stamp"
-    if stamp.exists() and stamp.read_text() == recipe():
+    out, stamp = args.out, args.out / "stamp"
+    parts = below(args.folders, args.held_out) if args.folders else library()
+    if not all(part.characters() for part in parts):
+        sys.exit("prepare_data: a part has no text: training and held-out part need files")
+    if stamp.exists() and stamp.read_text() == recipe(args, parts):
         print(f"data: {out} is prepared")
         return
-    files = library_files()
-    train = shuffled_pieces([text for i, text in enumerate(files) if i % VALIDATION_EVERY])
-    validation = shuffled_pieces(files[::VALIDATION_EVERY])
+    train, validation = (
+        shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
+    )
     for name in ("corpus", "tokenizer"):
         shutil.rmtree(out / name, ignore_errors=True)
     write_corpus(train, out / "corpus" / "train")
     write_corpus(validation, out / "corpus" / "validation")
-    write_tokenizer(train, out / "tokenizer")
-    stamp.write_text(recipe())
-    megabytes = sum(len(text) for text in files) / 1e6
-    print(f"data: {len(files)} files of the standard library, {megabytes:.1f} MB, in {out}")
+    tokenizer = write_tokenizer(train, args.vocab_size, out / "tokenizer")
+    named = " ".join(folder.resolve().name for folder in args.folders)
+    apart = " ".join(folder.resolve().name for folder in args.held_out)
+    report = f"Training: {named or 'files of the standard library'}\n"
+    report += describe(parts[0], train, tokenizer)
+    report += f"Held out: {apart or f'every {VALIDATION_EVERY}th of its files'}\n"
+    report += describe(parts[1], validation, tokenizer)
+    report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
+    (out / "report.txt").write_text(report)
+    stamp.write_text(recipe(args, parts))
+    print(f"data: {out} is new\n{report}", end="")
+
+
+def parse() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("data"), help="folder to fill")
+    folders = {"type": Path, "nargs": "+", "default": [], "metavar": "DIR"}
+    parser.add_argument("--from", **folders, dest="folders", help="folders of text")
+    parser.add_argument("--held-out", **folders, help="folders of text for the held-out part")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, metavar="N")
+    parser.add_argument("--piece", type=int, default=PIECE, metavar="CHARACTERS")
+    args = parser.parse_args()
+    for folder in (*args.folders, *args.held_out):
+        if not folder.is_dir():
+            parser.error(f"no such folder: {folder}")
+    if args.held_out and not args.folders:
+        parser.error("--held-out needs --from")
+    if args.vocab_size < SMALLEST_VOCABULARY:
+        parser.error(f"--vocab-size must be at least {SMALLEST_VOCABULARY}, not {args.vocab_size}")
+    if args.piece < 1:
+        parser.error(f"--piece must be at least 1, not {args.piece}")
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepare the offline corpus and tokenizer.")
-    parser.add_argument("out", type=Path, nargs="?", default=Path("data"), help="folder to fill")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "lock").open("w") as lock:
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may run at once
-        prepare(out)
+        prepare(args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""prepare_data.py with folders of text: what it takes, what it leaves out, and what it reports."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import prepare_data
+import pytest
+from tokenizers import Tokenizer
+
+VOCABULARY = 300
+
+
+def source(i: int) -> str:
+    lines = [f"def function_{i}_{j}(x):\n    return x + {i * j}\n" for j in range(20)]
+    return "".join(lines)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "package"
+    (folder / "docs").mkdir(parents=True)
+    for i in range(30):
+        (folder / f"module_{i}.py").write_text(source(i))
+    (folder / "docs/manual.rst").write_text("Manual\n======\n" + "Some prose.\n" * 50)
+    (folder / "docs/copy.py").write_text(source(3))
+    (folder / "empty.py").write_text("")
+    (folder / "latin.py").write_bytes("é = 1\n".encode("latin-1"))
+    (folder / "zero.bin").write_bytes(b"text\0text")
+    (folder / "table.h").write_text("0, 0, 0,\n" * 40_000)
+    (folder / "link.py").symlink_to(folder / "module_1.py")
+    return folder
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "apart.c").write_text("int apart(void) { return 1; }\n" * 30)
+    (folder / "in_both.py").write_text(source(5))
+    return folder
+
+
+@pytest.fixture
+def prepare(monkeypatch, capsys):
+    def call(*args: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, args)])
+        prepare_data.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def pieces(out: Path, part: str) -> list[str]:
+    lines = (out / "corpus" / part / "text.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["text"] for line in lines]
+
+
+def test_text_is_taken_and_everything_else_left_out(package, tmp_path, prepare):
+    out = tmp_path / "out"
+    report = prepare(out, "--from", package, "--vocab-size", VOCABULARY)
+    assert report.endswith((out / "report.txt").read_text())
+    assert "Training: package\n" in report
+    for reason in ("1 copies", "1 empty", "1 links", "1 over 256 KiB", "2 not UTF-8 text"):
+        assert reason in report
+    assert "29 files" in report and "Held out: every 20th of its files\n  2 files" in report
+    everything = "".join(pieces(out, "train") + pieces(out, "validation"))
+    assert len(everything) == sum(len(source(i)) for i in range(30)) + 614
+    tokenizer = Tokenizer.from_file(str(out / "tokenizer/tokenizer.json"))
+    assert tokenizer.get_vocab_size() == VOCABULARY
+
+
+def test_the_held_out_part_comes_from_other_folders(package, other, tmp_path, prepare):
+    out = tmp_path / "out"
+    held_out = ("--held-out", other, "--vocab-size", VOCABULARY)
+    report = prepare(out, "--from", package, *held_out)
+    assert "".join(pieces(out, "validation")).count("int apart") == 30
+    assert "def function_5" not in "".join(pieces(out, "validation"))
+    assert "Held out: other\n  1 files" in report and "left out: 1 copies" in report
+    assert "source code 98%, prose 2%, other 0%" in report  # 614 characters of 25,000 are prose
+    assert "source code 100%, prose 0%, other 0% (by suffix: .c 100%)" in report
+
+
+def test_no_file_is_in_both_parts(package, tmp_path, prepare):
+    out = tmp_path / "out"
+    prepare(out, "--from", package, "--vocab-size", VOCABULARY)
+    train, validation = (
+        set(re.findall(r"function_\d+_", "".join(pieces(out, part))))
+        for part in ("train", "validation")
+    )
+    assert train and validation and not train & validation
+    assert train | validation == {f"function_{i}_" for i in range(30)}
+
+
+def test_the_result_depends_on_the_text_alone(package, tmp_path, prepare):
+    first, second = tmp_path / "first", tmp_path / "second"
+    arguments = ("--vocab-size", VOCABULARY, "--piece", 500)
+    prepare(first, "--from", package, *arguments)
+    assert "is prepared" in prepare(first, "--from", package, *arguments)
+    moved = package.rename(tmp_path / "moved")
+    prepare(second, "--from", moved, *arguments)
+    for name in ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "stamp"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert 500 < max(map(len, pieces(first, "train"))) < 550
+
+
+@pytest.mark.parametrize("change", ["text", "--vocab-size", "--piece"])
+def test_another_text_or_option_makes_it_anew(package, tmp_path, prepare, change):
+    out, arguments = tmp_path / "out", {"--vocab-size": VOCABULARY, "--piece": 400}
+    flags = [word for pair in arguments.items() for word in pair]
+    prepare(out, "--from", package, *flags)
+    if change == "text":
+        (package / "module_0.py").write_text("x = 1\n")
+    else:
+        flags[flags.index(change) + 1] += 10
+    assert "is new" in prepare(out, "--from", package, *flags)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", "nowhere"], "no such folder: nowhere"),
+        (["--held-out", "."], "--held-out needs --from"),
+        (["--vocab-size", "257"], "--vocab-size must be at least 258, not 257"),
+        (["--piece", "0"], "--piece must be at least 1, not 0"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, prepare, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        prepare(tmp_path / "out", *arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_part_without_text_is_refused(package, tmp_path, prepare):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(SystemExit, match="a part has no text"):
+        prepare(tmp_path / "out", "--from", package, "--held-out", tmp_path / "nothing")
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused(package, tmp_path, prepare):
+    with pytest.raises(SystemExit, match="of 100000 tokens learnt"):
+        prepare(tmp_path / "out", "--from", package, "--vocab-size", 100_000)
