@@ -1,0 +1,85 @@
+"""The arms of the convergence experiment: runs of one model that differ in one thing each.
+
+All start from the same weights and read the same text. `converge.py` runs them, and
+`converge_verdict.py` judges them by their roles:
+
+    baseline  bf16, what the others are compared with
+    bf16      bf16 once more, with another order of the data or with weights one ulp off: how far
+              apart two runs are that nobody calls different
+    fp8       must not be told from bf16
+    control   must be told from bf16, or the verdict sees nothing
+    resumed   another arm once more, killed in the middle and started again
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SETTINGS = "experiment.json"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm.
+
+    Attributes:
+        recipe: `recipe` of the linear section.
+        reordered: reads the lines of the training text in another order.
+        perturbed: starts from weights that are one ulp off.
+        control: rounds gradients coarsely, by the converter "converge.control".
+        twin: for a resumed arm, the arm that it repeats.
+    """
+
+    role: str
+    recipe: str = "bf16"
+    reordered: bool = False
+    perturbed: bool = False
+    control: bool = False
+    twin: str | None = None
+
+
+ARMS = {
+    "bf16": Arm("baseline"),
+    "bf16_order": Arm("bf16", reordered=True),
+    "bf16_ulp": Arm("bf16", perturbed=True),
+    "blockwise": Arm("fp8", "blockwise"),
+    "rowwise": Arm("fp8", "rowwise"),
+    "blockwise_pow2": Arm("fp8", "blockwise_pow2"),
+    "rowwise_with_gw_hp": Arm("fp8", "rowwise_with_gw_hp"),
+    "control": Arm("control", control=True),
+    "bf16_resumed": Arm("resumed", twin="bf16"),
+    "blockwise_resumed": Arm("resumed", "blockwise", twin="blockwise"),
+}
+BASELINE = "bf16"
+DEFAULT_ARMS = ("bf16", "bf16_order", "bf16_ulp", "blockwise", "rowwise", "blockwise_pow2")
+DEFAULT_ARMS += ("control",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all arms of a results folder have in common.
+
+    Attributes:
+        steps, warmup, every: of training, of its warm-up, and between two evaluations.
+        tokens: in one step, over all ranks.
+        config, text: digests of the TOML and of the training and held-out text.
+        flags: given to torchtitan besides the TOML, for every arm.
+    """
+
+    model: str
+    steps: int
+    warmup: int
+    every: int
+    tokens: int
+    config: str
+    text: str
+    flags: list[str]
+
+
+def read_settings(results: Path) -> Settings | None:
+    file = results / SETTINGS
+    return Settings(**json.loads(file.read_text())) if file.exists() else None
+
+
+def write_settings(results: Path, settings: Settings) -> None:
+    (results / SETTINGS).write_text(json.dumps(asdict(settings), indent=2) + "\n")

@@ -1,0 +1,221 @@
+"""What a job of the convergence experiment loads: `[job] custom_config_module = "converge_plugin"`.
+
+It is titan_fp8.plugin, and besides
+
+- two flavours: "1B" of llama3 and "2B" of deepseek_v3, each a small copy of its production model;
+- held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
+- the model converter "converge.control", which spoils the gradients of an arm that must fail.
+
+torchtitan 0.2.2's own validation reads other text at each evaluation, starts over in a resumed run,
+and does not exist for deepseek_v3. Here every evaluation of every arm reads the same tokens. Each
+appends a line to held_out.jsonl in the dump folder, with the loss, the next-token accuracy and, for
+a MoE, the tokens that each expert of each layer got.
+
+The folder of this file must be on PYTHONPATH; converge.py sets it.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import Validator
+from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
+from torchtitan.models.llama3.model.args import TransformerModelArgs
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.tools import utils
+
+from titan_fp8.linear import DEFAULT_FILTER_FQNS
+from titan_fp8.plugin import JobConfig
+
+__all__ = ["JobConfig"]
+
+HELD_OUT = "held_out.jsonl"
+CONTROL = "converge.control"
+VOCABULARY = 32768
+
+FLAVORS: dict[str, dict[str, Any]] = {
+    # 1.1 billion parameters, 8B's head size, ratio of query to key heads and feed-forward ratio.
+    "llama3": {
+        "tiny": TransformerModelArgs(
+            dim=256, n_layers=2, n_heads=4, rope_theta=500000, vocab_size=512
+        ),
+        "1B": TransformerModelArgs(
+            dim=2048,
+            n_layers=16,
+            n_heads=32,
+            n_kv_heads=8,
+            ffn_dim_multiplier=1.5,
+            multiple_of=1024,
+            rope_theta=500000,
+            vocab_size=VOCABULARY,
+        ),
+    },
+    # 2.1 billion parameters, with the attention, experts and routing of 16B, but narrower.
+    "deepseek_v3": {
+        "tiny": DeepSeekV3ModelArgs(
+            vocab_size=512,
+            dim=256,
+            inter_dim=512,
+            moe_inter_dim=128,
+            n_layers=3,
+            n_dense_layers=1,
+            n_heads=4,
+            moe_args=MoEArgs(
+                num_experts=8,
+                num_shared_experts=1,
+                top_k=2,
+                score_func="softmax",
+                route_norm=False,
+                score_before_experts=False,
+            ),
+            kv_lora_rank=128,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+        ),
+        "2B": DeepSeekV3ModelArgs(
+            vocab_size=VOCABULARY,
+            dim=1536,
+            inter_dim=6144,
+            moe_inter_dim=512,
+            n_layers=13,
+            n_dense_layers=1,
+            n_heads=16,
+            moe_args=MoEArgs(
+                num_experts=64,
+                num_shared_experts=2,
+                top_k=6,
+                score_func="softmax",
+                route_norm=False,
+                score_before_experts=False,
+            ),
+            q_lora_rank=0,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            mscale=0.70,
+            attn_type="flex",
+            attn_mask_type="block_causal",
+        ),
+    },
+}
+
+
+class HeldOutEvaluation(Validator):
+    """Loss, accuracy and expert load on the first `[validation] steps` batches of its text."""
+
+    def __init__(self, job_config: TorchtitanConfig, *args: Any, **kwargs: Any):
+        super().__init__(job_config, *args, **kwargs)
+        dims, wanted = self.parallel_dims, job_config.validation.steps
+        if dims.tp_enabled or dims.pp_enabled or dims.cp_enabled:
+            raise ValueError("held-out evaluation runs under FSDP, HSDP and expert parallelism")
+        if wanted < 1:
+            raise ValueError(f"validation.steps = {wanted}: held-out evaluation needs 1 or more")
+        self.batches = [batch for batch, _ in zip(self.validation_dataloader, range(wanted))]
+        self.file = Path(job_config.job.dump_folder) / HELD_OUT
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        (model,) = model_parts
+        layers = [module for module in model.modules() if isinstance(module, MoE)]
+        # Routing counts feed the balancing of experts, which training must find as it left them.
+        counted = [layer.tokens_per_expert.clone() for layer in layers]
+        for layer in layers:
+            layer.tokens_per_expert.zero_()
+        model.eval()
+        totals = self._sum_over_ranks(sum(self._evaluate(model, *batch) for batch in self.batches))
+        model.train()
+        routed = [self._sum_over_ranks(layer.tokens_per_expert) for layer in layers]
+        for layer, count in zip(layers, counted):
+            layer.tokens_per_expert.copy_(count)
+
+        loss_sum, hits, tokens = totals.tolist()
+        line = {"step": step, "loss": loss_sum / tokens, "accuracy": hits / tokens}
+        line |= {"tokens": int(tokens), "experts": [count.int().tolist() for count in routed]}
+        if torch.distributed.get_rank() == 0:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        extra = {"validation_metrics/accuracy": line["accuracy"]}
+        self.metrics_processor.log_validation(line["loss"], step, extra)
+
+    def _evaluate(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """(3,) FP64: the sum of losses, the right guesses and the tokens of one batch."""
+        tokens, labels = inputs["input"].to(utils.device_type), labels.to(utils.device_type)
+        masks = {}
+        if getattr(model.model_args, "attn_type", "sdpa") != "sdpa":
+            masks["attention_masks"] = model.get_attention_masks(tokens, self.tokenizer)
+        with self.validation_context(), self.maybe_enable_amp:
+            logits = model(tokens, **masks)
+            loss = self.loss_fn(logits, labels)
+        counts = (logits.argmax(-1) == labels).sum(), (labels != IGNORE_INDEX).sum()
+        return torch.stack([loss.double(), *(count.double() for count in counts)])
+
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        if self.parallel_dims.dp_cp_enabled:
+            torch.distributed.all_reduce(x, group=self.parallel_dims.get_mesh("loss").get_group())
+        return x
+
+
+class _CoarseGradient(torch.autograd.Function):
+    """The identity, whose gradient is rounded to e2m1 with one scale for the whole tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        if not g.numel():
+            return g
+        s = g.abs().amax().float().clamp(min=1e-30) / 6
+        a = g.abs().float() / s
+        # The values of e2m1 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
+        step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+        return ((a / step).round() * step * s * g.sign()).to(g.dtype)
+
+
+class Control:
+    """The negative control: gradients of the layers' outputs in four bits, one scale a tensor.
+
+    In e4m3 with one scale a tensor small models keep the loss of bf16, so that would show nothing.
+    Four bits without finer scales and stochastic rounding are known to hurt (arXiv 2501.17116,
+    figure 1; 2505.19115).
+    """
+
+    def __init__(self, job_config: TorchtitanConfig, parallel_dims: ParallelDims):
+        pass
+
+    def convert(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            kept = any(pattern in name for pattern in DEFAULT_FILTER_FQNS)
+            if isinstance(module, nn.Linear | GroupedExperts) and not kept:
+                module.register_forward_hook(lambda module, args, y: _CoarseGradient.apply(y))
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        pass
+
+
+def _register() -> None:
+    register_model_converter(Control, CONTROL)
+    for name, flavors in FLAVORS.items():
+        spec = get_train_spec(name)
+        spec = dataclasses.replace(
+            spec,
+            model_args={**spec.model_args, **flavors},
+            build_validator_fn=HeldOutEvaluation,
+        )
+        register_train_spec(name, spec)
+
+
+_register()

@@ -1,0 +1,315 @@
+"""Judges a convergence experiment: can FP8 be told from bf16?
+
+    python scripts/converge_verdict.py RESULTS
+
+RESULTS is what converge.sh wrote. Arms are compared with the arm "bf16" at each evaluation after
+warm-up; all evaluations read the same held-out text. An FP8 arm passes if
+
+- its held-out loss differs by at most 0.25 % or, if that is larger, by bf16's own spread;
+- its next-token accuracy differs by at most 0.25 points or bf16's spread;
+- in a MoE, no expert's load differs by more than a tenth of a balanced share or bf16's spread;
+- the gap of its held-out loss has no trend over the last half of the steps;
+- nothing is NaN or Inf, and something differs from the baseline.
+
+bf16's own spread at an evaluation is the largest difference between any two bf16 arms there, one
+evaluation before or one after. A gap has a trend if it moves away from zero by the test of Mann and
+Kendall, one-sided, exact, at a level of 5 %, and if it moves by more than a tenth of the tolerance
+and more than the gap of any two bf16 arms does. The second condition is there because the gaps of
+successive evaluations depend on each other, for which the test does not allow: those of two bf16
+runs drift as well. docs/convergence.md has the reasons and sources.
+
+The control must fail, or the verdict sees nothing. "bf16_ulp" is judged like FP8, by the spread of
+the other bf16 arms, and must pass. A resumed arm is compared with its twin.
+
+The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
+if all is as it must be, 1 if not, 2 if the results cannot be read.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+import converge_plot
+import numpy as np
+from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
+from converge_stats import Differences, HeldOut, drift, mann_kendall, read_held_out, spread
+from tables import Row, markdown_table, text_table
+from titan_logs import InputError, Run, read_run
+
+TOLERANCE = 0.25  # % of the loss, DeepSeek-V3's bound; points of accuracy
+LOAD_TOLERANCE = 0.1  # balanced shares
+LEVEL = 0.05
+FEWEST = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
+
+
+@dataclass
+class ArmRun:
+    """What an arm wrote."""
+
+    name: str
+    run: Run
+    held_out: HeldOut
+
+    @property
+    def arm(self) -> Arm:
+        return ARMS[self.name]
+
+
+@dataclass
+class Measure:
+    """How far an arm is from its reference in one quantity, at each judged step, and may be."""
+
+    name: str
+    unit: str
+    values: np.ndarray
+    bars: np.ndarray
+
+    def worst(self) -> int:
+        """Where the difference is largest in relation to what is allowed."""
+        return int(np.argmax(np.abs(self.values) / self.bars))
+
+    def fault(self, steps: np.ndarray) -> str | None:
+        over = np.flatnonzero(~(np.abs(self.values) <= self.bars))
+        if not over.size:
+            return None
+        first, at = over[0], f"{over.size} of {len(steps)} evaluations"
+        return (
+            f"{self.name} differs at {at}, first by {self.values[first]:+.3f} {self.unit} at step "
+            f"{steps[first]} (allowed: {self.bars[first]:.3f})"
+        )
+
+
+@dataclass
+class Trend:
+    """The trend of the held-out gap over the last half of the steps.
+
+    Attributes:
+        p: of the trend test; None if there are too few evaluations or values are missing.
+        drift: by how much the gap moves away from zero, in % of the loss.
+        allowed: by how much it may.
+    """
+
+    p: float | None
+    drift: float
+    allowed: float
+
+    def fault(self) -> str | None:
+        if self.p is None or self.p > LEVEL or self.drift <= self.allowed:
+            return None
+        return (
+            f"the held-out gap grows by {self.drift:.3f} % over the last half, p = {self.p:.2g} "
+            f"(allowed: {self.allowed:.3f})"
+        )
+
+
+@dataclass
+class Judgement:
+    """What is found about an arm.
+
+    Attributes:
+        faults: what tells it from its reference.
+        unjudged: what keeps it from being judged.
+    """
+
+    run: ArmRun
+    reference: ArmRun
+    steps: np.ndarray
+    measures: list[Measure]
+    trend: Trend
+    faults: list[str]
+    unjudged: list[str] = field(default_factory=list)
+
+    def passes(self) -> bool:
+        must_differ = self.run.arm.role == "control"
+        return not self.unjudged and bool(self.faults) == must_differ
+
+    def finding(self) -> str:
+        if self.unjudged:
+            return "not judged: " + "; ".join(self.unjudged)
+        if self.faults:
+            return f"differs from {self.reference.name}: " + "; ".join(self.faults)
+        if self.is_equal():
+            return f"has the losses of {self.reference.name} at every step"
+        return f"cannot be told from {self.reference.name}"
+
+    def is_equal(self) -> bool:
+        losses = [each.run.series["loss"] for each in (self.run, self.reference)]
+        common = losses[0].keys() & losses[1].keys()
+        same = all(losses[0][step] == losses[1][step] for step in common)
+        return same and not self.measures[0].values.any()
+
+
+def trend_of(steps: np.ndarray, gap: np.ndarray, bf16_gaps: list[np.ndarray], half: float) -> Trend:
+    """The trend of `gap` at the steps after `half`."""
+    late = steps > half
+    steps, gap = steps[late], gap[late]
+    own = [abs(drift(steps, other[late])) for other in bf16_gaps]
+    allowed = max([TOLERANCE / 10, *own])
+    if len(steps) < FEWEST or not np.isfinite(gap).all():
+        return Trend(None, 0.0, allowed)
+    away = gap if gap.mean() >= 0 else -gap
+    return Trend(mann_kendall(away), drift(steps, away), allowed)
+
+
+def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings) -> Judgement:
+    """Compares an arm with its reference, by the spread of `bf16`, where all have evaluations."""
+    everywhere = set.intersection(*(set(each.held_out) for each in (run, reference, *bf16)))
+    steps = np.array(sorted(step for step in everywhere if step > settings.warmup), dtype=int)
+    if not steps.size:
+        raise InputError(f"{run.name}: no evaluation after warm-up in common with bf16's arms")
+    pairs = [Differences(a.held_out, b.held_out, steps) for a, b in combinations(bf16, 2)]
+    ours = Differences(run.held_out, reference.held_out, steps)
+    quantities = [("held-out loss", "%", "loss", TOLERANCE)]
+    quantities += [("accuracy", "points", "accuracy", TOLERANCE)]
+    if next(iter(run.held_out.values())).load.size:
+        quantities += [("expert load", "shares", "load", LOAD_TOLERANCE)]
+    measures = []
+    for name, unit, key, tolerance in quantities:
+        bars = spread([getattr(pair, key) for pair in pairs], tolerance, len(steps))
+        measures.append(Measure(name, unit, getattr(ours, key), bars))
+    trend = trend_of(steps, ours.loss, [pair.loss for pair in pairs], settings.steps / 2)
+    faults = [*(measure.fault(steps) for measure in measures), trend.fault(), non_finite(run)]
+    result = Judgement(run, reference, steps, measures, trend, [each for each in faults if each])
+    result.unjudged += incomplete(run, settings)
+    if trend.p is None and not result.faults:
+        result.unjudged.append(f"fewer than {FEWEST} evaluations in the last half")
+    if result.is_equal() and run.arm.role != "resumed":
+        result.unjudged.append(f"equal to {reference.name} at every step: nothing was changed")
+    return result
+
+
+def non_finite(run: ArmRun) -> str | None:
+    bad = [step for step, found in run.held_out.items() if not np.isfinite(found.loss)]
+    if bad:
+        return f"held-out loss is {run.held_out[min(bad)].loss} at step {min(bad)}"
+    return run.run.non_finite()
+
+
+def incomplete(run: ArmRun, settings: Settings) -> Iterator[str]:
+    expected = range(settings.every, settings.steps + 1, settings.every)
+    missed = [step for step in expected if step not in run.held_out]
+    if missed:
+        yield f"no evaluation at step {missed[0]}, of {settings.steps} steps"
+
+
+def read_arms(results: Path) -> dict[str, ArmRun]:
+    """The arms that have evaluations.
+
+    Raises:
+        InputError: the baseline has none, or an arm has no TensorBoard events.
+    """
+    found = {name: held_out for name in ARMS if (held_out := read_held_out(results / name))}
+    if BASELINE not in found:
+        raise InputError(f"{results} has no evaluation of the arm {BASELINE!r}")
+    return {
+        name: ArmRun(name, read_run(results / name, name), held_out)
+        for name, held_out in found.items()
+    }
+
+
+def judgements(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgement]:
+    bf16 = [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
+    for name, each in arms.items():
+        if each.arm.role in ("fp8", "control"):
+            yield judge(each, arms[BASELINE], bf16, settings)
+        elif each.arm.perturbed:
+            others = [other for other in bf16 if other is not each]
+            yield judge(each, arms[BASELINE], others, settings)
+        elif each.arm.twin in arms:
+            yield judge(each, arms[each.arm.twin], bf16, settings)
+        elif each.arm.twin:
+            raise InputError(f"{name} has no twin: the arm {each.arm.twin!r} has no evaluation")
+
+
+def summary(judged: list[Judgement]) -> list[Row]:
+    """One row for each arm, with each quantity where it is worst."""
+    rows = []
+    for each in judged:
+        row: Row = {"arm": each.run.name, "against": each.reference.name}
+        for measure in each.measures:
+            at = measure.worst()
+            row[f"{measure.name}, {measure.unit}"] = (
+                f"{measure.values[at]:+.3f} of {measure.bars[at]:.3f}"
+            )
+        row["drift, %"] = f"{each.trend.drift:+.3f} of {each.trend.allowed:.3f}"
+        row["p of the trend"] = each.trend.p
+        row["verdict"] = "not judged" if each.unjudged else "differs" if each.faults else "equal"
+        rows.append(row)
+    return rows
+
+
+def by_step(arms: dict[str, ArmRun], judged: list[Judgement]) -> list[Row]:
+    """At each evaluation: the baseline's held-out loss, and the gaps of the other arms to it."""
+    base = arms[BASELINE].held_out
+    bars = dict(zip(judged[-1].steps.tolist(), judged[-1].measures[0].bars))
+    rows: list[Row] = []
+    for step in sorted(base):
+        row: Row = {"step": step, "bf16": f"{base[step].loss:.5f}"}
+        row["allowed, %"] = f"{bars[step]:.3f}" if step in bars else None
+        for name, each in arms.items():
+            if name != BASELINE:
+                row[f"{name}, %"] = None
+                if step in each.held_out:
+                    gap = Differences(each.held_out, base, np.array([step])).loss[0]
+                    row[f"{name}, %"] = f"{gap:+.3f}"
+        rows.append(row)
+    return rows
+
+
+def notes(results: Path, arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
+    tokens = settings.tokens * settings.steps / 1e6
+    yield f"{settings.model}, {settings.steps} steps, {tokens:.1f} million tokens an arm"
+    for name in arms:
+        log = results / name / "train.log"
+        if log.exists() and "is being re-looped" in log.read_text(errors="replace"):
+            yield f"{name} read some text more than once"
+    if not any(each.arm.role == "control" for each in arms.values()):
+        yield "without the control nothing shows that the verdict sees a difference"
+    if sum(each.arm.role == "bf16" for each in arms.values()) == 0:
+        yield "without a second bf16 arm there is no spread: the tolerances alone decide"
+
+
+def report(results: Path) -> bool:
+    """Prints, writes and draws the verdict; returns whether all is as it must be."""
+    settings = read_settings(results)
+    if settings is None:
+        raise InputError(f"{results} has no experiment: converge.sh makes one")
+    arms = read_arms(results)
+    judged = list(judgements(arms, settings))
+    if not judged:
+        raise InputError(f"{results} has only bf16 arms: nothing to judge")
+    lines = list(notes(results, arms, settings))
+    passed = True
+    for each in arms.values():
+        if each.arm.role in ("baseline", "bf16") and not each.arm.perturbed:
+            faults = [*incomplete(each, settings), *filter(None, [non_finite(each)])]
+            lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
+            passed = passed and not faults
+    for each in judged:
+        lines.append(f"{'ok  ' if each.passes() else 'FAIL'}  {each.run.name}: {each.finding()}")
+        passed = passed and each.passes()
+    tables = [by_step(arms, judged), summary(judged)]
+    print(*map(text_table, tables), "\n".join(lines), sep="\n\n")
+    listed = "\n".join(f"- {line}" for line in lines)
+    (results / "verdict.md").write_text("\n\n".join([*map(markdown_table, tables), listed]) + "\n")
+    converge_plot.draw(arms, judged, results / "verdict.png")
+    return passed
+
+
+def main(argv: list[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("results", type=Path, metavar="RESULTS")
+    results = parser.parse_args(argv).results
+    try:
+        return 0 if report(results) else 1
+    except (InputError, OSError) as error:
+        print(f"converge_verdict: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

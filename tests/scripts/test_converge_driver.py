@@ -1,0 +1,312 @@
+"""converge.py: its arguments, and how it runs, kills, resumes and refuses arms.
+
+A shell script takes the place of train.sh: it logs steps and evaluations as a job would.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import converge
+import converge_jobs
+import perturb_checkpoint
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from converge_arms import ARMS, read_settings
+
+TOML = """
+[model]
+converters = ["quantize.linear.titan_fp8"]
+[training]
+dataset_path = "text"
+local_batch_size = 2
+seq_len = 8
+steps = 100
+[parallelism]
+data_parallel_shard_degree = 1
+[checkpoint]
+interval = 20
+[validation]
+dataset_path = "text"
+freq = 20
+"""
+# Resumes from its last checkpoint; a checkpoint and an evaluation every 20 steps.
+TRAIN = """#!/usr/bin/env bash
+shift
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        --job.dump_folder) folder=$2 ;;
+        --training.steps) steps=$2 ;;
+        --checkpoint.create_seed_checkpoint) seed=1 ;;
+        --quantize.linear.titan_fp8.recipe) recipe=$2 ;;
+    esac
+    shift
+done
+echo "$(basename "$folder") $CUDA_VISIBLE_DEVICES" >>"$(dirname "$folder")/calls"
+if [[ -n "$seed" ]]; then
+    mkdir -p "$folder/checkpoint/step-0"
+    touch "$folder/checkpoint/step-0/.metadata"
+    exit 0
+fi
+[[ $recipe != rowwise ]] || { echo "out of memory"; exit 1; }
+first=0
+for checkpoint in "$folder"/checkpoint/step-*; do
+    [[ ! -d $checkpoint ]] || first=${checkpoint##*-}
+done
+for ((step = first + 10; step <= steps; step += 10)); do
+    echo "step: $step  loss: 3.00000  grad_norm: 1.0  memory: 1.00GiB(1%)  tps: 10  "
+    if ((step % 20 == 0)); then
+        mkdir -p "$folder/checkpoint/step-$step"
+        touch "$folder/checkpoint/step-$step/.metadata"
+        echo "{\\"step\\": $step, \\"loss\\": 3.0, \\"accuracy\\": 0.5, \\"experts\\": []}" \\
+            >>"$folder/held_out.jsonl"
+    fi
+    sleep "${PAUSE:-0}"
+    [[ $folder != *_resumed || -e $folder/killed || $step != 70 ]] || sleep 60
+done
+"""
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    """A repository with one model, "m", and train.sh as above; no GPU, and no verdict."""
+    for folder in ("scripts", "configs", "text"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "configs/m.toml").write_text(TOML)
+    (tmp_path / "text/text.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(99)))
+    train = tmp_path / "scripts/train.sh"
+    train.write_text(TRAIN)
+    train.chmod(0o755)
+    for module in (converge, converge_jobs):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(converge, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(converge, "POLL", 0.02)
+    monkeypatch.setattr(converge, "devices", tuple)
+    monkeypatch.setattr(converge.converge_verdict, "main", lambda argv: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(root, capsys):
+    def call(*args: str) -> tuple[int, str]:
+        status = converge.main(["m", *args])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call
+
+
+def results(root: Path) -> Path:
+    return root / "outputs/converge/m"
+
+
+def calls(root: Path) -> list[str]:
+    return [line.strip() for line in (results(root) / "calls").read_text().splitlines()]
+
+
+def test_arms_run_from_the_seed_and_are_not_run_again(root, run):
+    status, text = run("--arms", "bf16,blockwise")
+    assert status == 0 and "== blockwise is finished" in text
+    assert calls(root) == ["seed", "bf16", "blockwise"]
+    assert not (results(root) / "bf16/checkpoint").exists()
+    command = (results(root) / "blockwise/train.log").read_text().splitlines()[0]
+    seed = results(root) / "seed/checkpoint/step-0"
+    for flags in (
+        "--quantize.linear.titan_fp8.recipe blockwise",
+        "--training.steps 100 --lr_scheduler.warmup_steps 10",
+        f"--checkpoint.initial_load_path {seed}",
+    ):
+        assert flags in command
+    settings = read_settings(results(root))
+    assert (settings.steps, settings.warmup, settings.every, settings.tokens) == (100, 10, 20, 16)
+    assert run("--arms", "bf16,blockwise,control")[0] == 0
+    assert calls(root) == ["seed", "bf16", "blockwise", "control"]
+    command = (results(root) / "control/train.log").read_text()
+    assert "--model.converters quantize.linear.titan_fp8,converge.control" in command
+
+
+def test_a_failed_arm_is_reported_and_the_others_run(root, run):
+    status, text = run("--arms", "rowwise,bf16")
+    assert status == 3 and "out of memory" in text and "converge: failed: rowwise" in text
+    assert "== bf16 is finished" in text
+
+
+def test_arms_run_side_by_side_on_their_own_gpus(root, run, monkeypatch):
+    monkeypatch.setattr(converge, "devices", lambda: ("3", "5", "6"))
+    monkeypatch.setenv("PAUSE", "0.05")
+    assert run("--arms", "bf16,blockwise,control", "--", "--parallelism.x", "1")[0] == 0
+    assert calls(root)[0] == "seed 3"
+    assert sorted(calls(root)[1:]) == ["bf16 3", "blockwise 5", "control 6"]
+
+
+def test_a_resumed_arm_is_killed_once_in_the_middle(root, run):
+    status, text = run("--arms", "bf16_resumed")
+    assert status == 0 and "was killed at step" in text
+    assert calls(root) == ["seed", "bf16_resumed", "bf16_resumed"]
+    assert (results(root) / "bf16_resumed/killed").read_text() in ("step 60\n", "step 70\n")
+    lines = (results(root) / "bf16_resumed/held_out.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in lines} == {20, 40, 60, 80, 100}
+    log = (results(root) / "bf16_resumed/train.log").read_text()
+    assert log.count("step: 10 ") == 1 and log.count("step: 100 ") == 1
+
+
+launch = converge_jobs.launch
+
+
+def test_the_time_limit_stops_all_processes_and_the_next_call_goes_on(root, run, monkeypatch):
+    monkeypatch.setenv("PAUSE", "60")
+    jobs = []
+    monkeypatch.setattr(converge, "launch", lambda *args: jobs.append(launch(*args)) or jobs[-1])
+    status, text = run("--arms", "bf16", "--minutes", "0.01")
+    assert status == 3 and "the time is up" in text and len(jobs) == 2
+    assert all(job.process.poll() is not None for job in jobs)
+    monkeypatch.setenv("PAUSE", "0")
+    assert run("--arms", "bf16")[0] == 0
+    assert (results(root) / "bf16/train.log").read_text().count("step: 100 ") == 1
+
+
+def test_unusable_checkpoints_are_dropped(root, run):
+    args = converge.parse(["m", "--arms", "bf16"])
+    experiment = converge.open_experiment(args)
+    folder = experiment.folder("bf16")
+    for step in (20, 40, 60, 80):
+        (folder / f"checkpoint/step-{step}").mkdir(parents=True)
+        if step != 80:  # cut short
+            (folder / f"checkpoint/step-{step}/.metadata").touch()
+    line = '{{"step": {}, "loss": 3.0, "accuracy": 0.5, "experts": []}}\n'
+    (folder / "held_out.jsonl").write_text(line.format(20) + line.format(40))  # not at 60
+    converge.drop_unusable_checkpoints(experiment, "bf16")
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["step-20", "step-40"]
+    (folder / "held_out.jsonl").unlink()
+    converge.drop_unusable_checkpoints(experiment, "bf16")
+    assert not (folder / "checkpoint").exists()
+
+
+def test_the_order_of_the_text_is_another_but_always_the_same(root, run):
+    assert run("--arms", "bf16_order")[0] == 0
+    original = (root / "text/text.jsonl").read_text().splitlines()
+    reordered = (results(root) / "reordered/text.jsonl").read_text().splitlines()
+    assert sorted(reordered) == sorted(original) and reordered != original
+    assert run("--arms", "bf16_order", "--out", str(root / "again"))[0] == 0
+    assert (root / "again/reordered/text.jsonl").read_text().splitlines() == reordered
+    command = (root / "again/bf16_order/train.log").read_text()
+    assert f"--training.dataset_path {root / 'again/reordered'}" in command
+
+
+def test_other_settings_need_another_folder(root, run):
+    assert run("--arms", "bf16")[0] == 0
+    for flags in (["--steps", "40"], ["--", "--optimizer.lr", "1"]):
+        status, text = run("--arms", "bf16", *flags)
+        assert status == 3 and "holds an experiment with other settings" in text
+    assert run("--arms", "bf16", "--steps", "40", "--out", str(root / "short"))[0] == 0
+
+
+def test_flags_count_for_the_driver(root, run):
+    flags = ("--training.local_batch_size", "4", "--validation.freq", "50")
+    run("--arms", "bf16", "--", *flags, "--parallelism.data_parallel_shard_degree", "2")
+    settings = read_settings(results(root))
+    assert (settings.tokens, settings.every) == (4 * 8 * 2, 50)
+
+
+def test_without_checkpoints_every_arm_starts_anew(root, run):
+    assert run("--arms", "bf16", "--no-checkpoints")[0] == 0
+    assert calls(root) == ["bf16"]
+    command = (results(root) / "bf16/train.log").read_text()
+    assert "--checkpoint.no_enable" in command and "initial_load_path" not in command
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "50"], "50 steps are no multiple of validation.freq = 20"),
+        (["--", "--parallelism.data_parallel_shard_degree", "-1"], "must say every degree"),
+        (["--", "--training.dataset_path", "nowhere"], "no text in nowhere"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(root, run, flags, message):
+    status, text = run("--arms", "bf16", *flags)
+    assert status == 3 and message in text
+
+
+def test_an_arm_needs_its_gpus(root, run, monkeypatch):
+    monkeypatch.setattr(converge, "devices", lambda: ("0",))
+    flags = ("--", "--parallelism.data_parallel_shard_degree", "2")
+    status, text = run("--arms", "bf16", *flags)
+    assert status == 3 and "an arm needs 2 GPUs, this machine has 1" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["n"], "invalid choice: 'n'"),
+        (["m", "--arms", "bf16,fp4"], "no arm 'fp4': allowed are bf16, bf16_order"),
+        (["m", "--steps", "9"], "--steps must be at least 10, not 9"),
+        (["m", "--no-checkpoints"], "--no-checkpoints: bf16_ulp needs checkpoints"),
+    ],
+)
+def test_bad_arguments_are_refused(root, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        converge.main(arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_remaining_time():
+    jobs = []
+    for step, seconds in ((50, 100.0), (25, 100.0)):
+        job = converge_jobs.Job("a", (), None, Path(), 0, step=step)
+        job.first = (time.monotonic() - seconds, 0)
+        jobs.append(job)
+    # 2 and 4 seconds a step: 300 s until the slower one ends, then one round of 100 steps at 3 s
+    assert converge.remaining(jobs, 2, 2, 100) == "0:10:00"
+    assert converge.remaining([converge_jobs.Job("a", (), None, Path(), 0)], 0, 1, 100) == "?"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_kill_ends_ranks_in_process_groups_of_their_own(tmp_path):
+    script = "import subprocess as s; s.Popen(['sleep', '60'], start_new_session=True).wait()"
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    job = converge_jobs.Job("a", (), process, Path(), 0)
+    while not (ranks := converge_jobs.descendants(process.pid)):
+        time.sleep(0.02)
+    job.kill()
+    assert process.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_every_arm_is_one_change():
+    for name, arm in ARMS.items():
+        assert arm.twin is None or ARMS[arm.twin].recipe == arm.recipe
+        assert sum((arm.recipe != "bf16", arm.reordered, arm.perturbed, arm.control)) <= 1, name
+
+
+def test_a_perturbed_checkpoint_is_one_ulp_off(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "w": torch.randn(64, 32, generator=generator),
+        "h": torch.randn(64, generator=generator).bfloat16(),
+        "bias": torch.zeros(8),
+        "count": torch.arange(8),
+    }
+    dcp.save(dict(state), checkpoint_id=tmp_path / "a", no_dist=True)
+    perturb_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b")])
+    copy = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    dcp.load(copy, checkpoint_id=tmp_path / "b", no_dist=True)
+    for name, integers in (("w", torch.int32), ("h", torch.int16)):
+        ulps = copy[name].view(integers).int() - state[name].view(integers).int()
+        assert set(ulps.unique().tolist()) == {-1, 1}
+        assert 0.3 < (ulps > 0).float().mean() < 0.7
+    assert torch.equal(copy["bias"], state["bias"]) and torch.equal(copy["count"], state["count"])

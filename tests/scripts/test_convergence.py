@@ -1,0 +1,308 @@
+"""The verdict on a convergence experiment, from curves whose gaps and trends are known."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import converge_plot
+import converge_verdict
+import numpy as np
+import pytest
+from converge_arms import ARMS, Settings, write_settings
+from converge_stats import drift, mann_kendall, read_held_out, spread
+from loss_runs import dump
+from titan_logs import InputError
+
+STEPS, EVERY, WARMUP = 1200, 100, 120
+EVALUATIONS = list(range(EVERY, STEPS + 1, EVERY))
+LATE = [step for step in EVALUATIONS if step > STEPS / 2]
+NAN = float("nan")
+# Held-out gaps without a trend, in %: of the size of rounding, and ten times that.
+QUIET = [0.01, -0.02, 0.02, 0.0, -0.01, 0.01, 0.02, -0.02, 0.01, -0.01, 0.02, 0.0]
+NOISY = [10 * gap for gap in QUIET]
+
+
+def write_arm(
+    results: Path, name: str, gaps=QUIET, accuracy=0.0, load=0.0, steps=EVALUATIONS, losses=None
+) -> None:
+    """An arm with these held-out gaps (%), accuracy gap (points) and load of expert 0 of layer 1.
+
+    `losses` replaces training losses by step.
+    """
+    shutil.rmtree(results / name, ignore_errors=True)
+    gaps = dict(zip(EVALUATIONS, [gaps] * len(EVALUATIONS) if np.isscalar(gaps) else gaps))
+    training = {step: 5 - step / 1000 + gaps[step] / 100 for step in steps}
+    dump(results, name, training | (losses or {}))
+    counts = [[100, 100, 100, 100], [100 + round(100 * load), 100 - round(100 * load), 100, 100]]
+    with (results / name / "held_out.jsonl").open("w") as file:
+        for step in steps:
+            loss = (4 - step / 1000) * (1 + gaps[step] / 100)
+            line = {"step": step, "loss": loss, "accuracy": 0.5 + accuracy / 100, "experts": counts}
+            file.write(json.dumps(line) + "\n")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch) -> Path:
+    """An experiment with the baseline alone; plots, which take long, are not drawn."""
+    settings = Settings("tiny", STEPS, WARMUP, EVERY, tokens=512, config="", text="", flags=[])
+    write_settings(tmp_path, settings)
+    write_arm(tmp_path, "bf16", gaps=0.0)
+    monkeypatch.setattr(converge_plot, "draw", lambda *_: None)
+    return tmp_path
+
+
+@pytest.fixture
+def judge(results, capsys):
+    def call() -> tuple[int, str]:
+        status = converge_verdict.main([str(results)])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return call
+
+
+def rising(by: float, start: float = 0.0) -> list[float]:
+    """Gaps that are `start` in the first half and rise by `by` over the last."""
+    flat = [start] * (len(EVALUATIONS) - len(LATE))
+    return flat + list(np.linspace(start, start + by, len(LATE)))
+
+
+# The statistics
+
+
+def test_mann_kendall_counts_orders():
+    for n in range(2, 7):
+        for values in itertools.islice(itertools.permutations(range(n)), 0, None, 7):
+            falling = sum(b <= a for a, b in itertools.combinations(values, 2))
+            orders = [
+                sum(b <= a for a, b in itertools.combinations(order, 2))
+                for order in itertools.permutations(range(n))
+            ]
+            expected = np.mean([other <= falling for other in orders])
+            assert mann_kendall(np.array(values)) == pytest.approx(expected)
+
+
+def test_mann_kendall_at_its_ends():
+    assert mann_kendall(np.arange(4.0)) == pytest.approx(1 / 24)
+    assert mann_kendall(np.arange(4.0)[::-1]) == mann_kendall(np.zeros(4)) == pytest.approx(1)
+
+
+def test_drift_is_the_median_slope_times_the_span():
+    steps = np.array([100, 200, 300, 400, 500])
+    assert drift(steps, steps / 1000) == pytest.approx(0.4)
+    outlier = np.array([0.1, 0.2, 0.3, 0.4, 9.0])
+    assert drift(steps, outlier) == pytest.approx(0.4)
+    assert drift(steps[:1], outlier[:1]) == 0
+
+
+def test_spread_is_the_largest_of_the_pairs_and_neighbours():
+    pairs = [np.array([0.1, -0.9, 0.1, 0.1, 0.1]), np.array([0.0, 0.0, 0.0, 0.0, 0.4])]
+    assert spread(pairs, 0.25, 5).tolist() == [0.9, 0.9, 0.9, 0.4, 0.4]
+    assert spread([], 0.25, 3).tolist() == [0.25] * 3
+    assert spread([np.array([NAN, np.inf])], 0.25, 2).tolist() == [0.25] * 2
+
+
+# The verdict
+
+
+def test_the_numbers_of_the_tables(results, judge):
+    write_arm(results, "bf16_ulp", QUIET, load=0.02)
+    write_arm(results, "blockwise", 0.2, accuracy=-0.1, load=0.05)
+    status, text = judge()
+    assert status == 0 and "ok    blockwise: cannot be told from bf16" in text
+    markdown = (results / "verdict.md").read_text()
+    assert "| 1200 | 2.80000 | 0.250 | +0.000 | +0.200 |" in markdown
+    row = next(line for line in markdown.splitlines() if line.startswith("| blockwise"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:5] == [
+        "blockwise",
+        "bf16",
+        "+0.200 of 0.250",
+        "-0.100 of 0.250",
+        "+0.050 of 0.100",
+    ]
+    assert cells[-1] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"gaps": 0.26}, "held-out loss differs at 11 of 11"),
+        ({"gaps": -0.26}, "held-out loss differs at 11 of 11"),
+        (
+            {"gaps": [0] * 8 + [0.3] + QUIET[9:]},
+            "at 1 of 11 evaluations, first by +0.300 % at step 900",
+        ),
+        ({"accuracy": -0.3}, "accuracy differs at 11 of 11 evaluations, first by -0.300 points"),
+        ({"load": 0.11}, "expert load differs at 11 of 11 evaluations, first by +0.110 shares"),
+        ({"gaps": rising(0.2)}, "the held-out gap grows by 0.200 % over the last half, p = 0.00"),
+        ({"gaps": [-gap for gap in rising(0.2)]}, "the held-out gap grows by 0.200 %"),
+        ({"losses": {700: NAN}}, "loss is nan at step 700"),
+        ({"gaps": [*QUIET[:-1], NAN]}, "held-out loss is nan at step 1200"),
+    ],
+)
+def test_what_fails(results, judge, change, fault):
+    write_arm(results, "bf16_ulp")
+    write_arm(results, "blockwise", **change)
+    status, text = judge()
+    assert status == 1 and "FAIL  blockwise" in text and fault in text
+    assert "ok    bf16_ulp: cannot be told from bf16" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gaps": 0.24},
+        {"accuracy": 0.24},
+        {"load": 0.09},
+        {"gaps": [5.0, *QUIET[1:]]},  # within the warm-up
+        {"gaps": rising(0.02)},
+        {"gaps": rising(-0.2, start=0.24)},  # towards bf16
+        {"gaps": NOISY},
+    ],
+)
+def test_what_passes(results, judge, change):
+    write_arm(results, "bf16_ulp")
+    write_arm(results, "blockwise", **change)
+    assert judge()[0] == 0
+
+
+@pytest.mark.parametrize("key", ["gaps", "accuracy", "load"])
+def test_what_bf16_runs_differ_by_is_allowed(results, judge, key):
+    write_arm(results, "blockwise", **{key: 0.5})
+    assert judge()[0] == 1
+    write_arm(results, "bf16_order", **{key: -0.6})
+    assert judge()[0] == 0
+    write_arm(results, "rowwise", **{key: 0.7})
+    status, text = judge()
+    assert status == 1 and "FAIL  rowwise" in text and "ok    blockwise" in text
+
+
+def test_the_spread_is_between_any_two_bf16_arms(results, judge):
+    write_arm(results, "bf16_order", 0.2)
+    write_arm(results, "bf16_ulp", -0.2)
+    write_arm(results, "blockwise", 0.39)
+    assert judge()[0] == 0
+    write_arm(results, "blockwise", 0.41)
+    assert judge()[0] == 1
+
+
+def test_a_drift_of_bf16_runs_is_allowed(results, judge):
+    write_arm(results, "blockwise", rising(0.2))
+    assert judge()[0] == 1
+    write_arm(results, "bf16_order", rising(0.22))
+    assert judge()[0] == 0
+
+
+def test_the_perturbed_arm_is_judged_without_its_own_spread(results, judge):
+    write_arm(results, "bf16_order", 0.4)
+    write_arm(results, "bf16_ulp", 0.5)
+    status, text = judge()
+    assert status == 1 and "FAIL  bf16_ulp: differs from bf16" in text
+
+
+def test_the_control_must_fail(results, judge):
+    write_arm(results, "blockwise")
+    assert "nothing shows that the verdict sees a difference" in judge()[1]
+    write_arm(results, "control", 2.0)
+    status, text = judge()
+    assert status == 0 and "ok    control: differs from bf16" in text
+    write_arm(results, "control", 0.1)
+    status, text = judge()
+    assert status == 1 and "FAIL  control: cannot be told from bf16" in text
+
+
+def test_a_control_that_is_cut_short_proves_nothing(results, judge):
+    write_arm(results, "blockwise")
+    write_arm(results, "control", 2.0, steps=EVALUATIONS[:-1])
+    status, text = judge()
+    assert status == 1 and "not judged: no evaluation at step 1200" in text
+
+
+@pytest.mark.parametrize("name", ["bf16_order", "blockwise"])
+def test_an_unfinished_arm_fails(results, judge, name):
+    write_arm(results, "blockwise")
+    write_arm(results, name, steps=EVALUATIONS[:-1])
+    status, text = judge()
+    assert status == 1 and "no evaluation at step 1200, of 1200 steps" in text
+
+
+def test_a_nan_in_a_bf16_arm_fails(results, judge):
+    write_arm(results, "blockwise")
+    write_arm(results, "bf16_order", [*QUIET[:-1], NAN])
+    status, text = judge()
+    assert status == 1 and "FAIL  bf16_order: held-out loss is nan at step 1200" in text
+
+
+def test_an_arm_that_equals_the_baseline_was_not_converted(results, judge):
+    write_arm(results, "blockwise", 0.0)
+    status, text = judge()
+    assert status == 1 and "equal to bf16 at every step: nothing was changed" in text
+
+
+def test_too_few_evaluations_for_the_trend_are_no_pass(results, judge):
+    settings = Settings("tiny", 600, 60, 100, tokens=512, config="", text="", flags=[])
+    write_settings(results, settings)
+    for name, gaps in {"bf16": 0.0, "blockwise": QUIET}.items():
+        write_arm(results, name, gaps, steps=EVALUATIONS[:6])
+    status, text = judge()
+    assert status == 1 and "fewer than 4 evaluations in the last half" in text
+
+
+def test_a_resumed_arm_is_compared_with_its_twin(results, judge):
+    write_arm(results, "blockwise", NOISY)
+    write_arm(results, "blockwise_resumed", NOISY)
+    status, text = judge()
+    assert status == 0 and "has the losses of blockwise at every step" in text
+    write_arm(results, "blockwise_resumed", [*NOISY[:6], *[gap + 0.4 for gap in NOISY[6:]]])
+    status, text = judge()
+    assert status == 1 and "FAIL  blockwise_resumed: differs from blockwise" in text
+
+
+def test_a_resumed_arm_repeats_evaluations(results):
+    file = results / "bf16/held_out.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    again = [line.replace('"loss": 3', '"loss": 33') for line in lines[4:6]]
+    file.write_text("".join([*lines[:6], *again, *lines[6:], '{"step": 1300, "lo']))
+    found = read_held_out(results / "bf16")
+    assert list(found) == EVALUATIONS
+    assert found[400].loss == 3.6 and found[500].loss == 33.5 and found[700].loss == 3.3
+
+
+@pytest.mark.parametrize("line", ["{", "{}", '{"step": 1, "loss": 2}', "[]"])
+def test_a_broken_line_is_an_error(results, judge, line):
+    write_arm(results, "blockwise")
+    file = results / "blockwise/held_out.jsonl"
+    file.write_text(line + "\n" + file.read_text())
+    with pytest.raises(InputError, match="line 1"):
+        read_held_out(results / "blockwise")
+    status, text = judge()
+    assert status == 2 and "held_out.jsonl, line 1" in text
+
+
+@pytest.mark.parametrize("missing", ["bf16/held_out.jsonl", "experiment.json", "bf16/tb"])
+def test_missing_results_are_an_error(results, judge, missing):
+    write_arm(results, "blockwise")
+    (results / missing).rename(results / "moved")
+    status, text = judge()
+    assert status == 2 and "converge_verdict: error:" in text
+
+
+def test_only_bf16_arms_leave_nothing_to_judge(results, judge):
+    write_arm(results, "bf16_order")
+    assert judge()[0] == 2
+
+
+def test_text_that_was_read_twice_is_reported(results, judge):
+    write_arm(results, "blockwise")
+    (results / "blockwise/train.log").write_text("Dataset c4_test is being re-looped\n")
+    assert "blockwise read some text more than once" in judge()[1]
+
+
+def test_the_plots_are_drawn(results, monkeypatch):
+    monkeypatch.undo()
+    for name in ("bf16_order", "bf16_ulp", "blockwise", "control", "blockwise_resumed"):
+        write_arm(results, name, 2.0 if ARMS[name].role == "control" else QUIET)
+    assert converge_verdict.main([str(results)]) == 0
+    assert (results / "verdict.png").read_bytes().startswith(b"\x89PNG")

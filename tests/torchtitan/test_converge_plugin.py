@@ -1,0 +1,156 @@
+"""converge_plugin.py: the configs of the convergence experiment, its evaluation and its control."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from converge import DEGREES, ranks_of
+from titan import build, convert, one_process, trainer, training
+from torch.nn.functional import cross_entropy
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols import model_converter, train_spec
+
+from titan_fp8 import FP8Linear
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs/convergence").glob("*.toml"))
+BF16 = ("--quantize.linear.titan_fp8.recipe", "bf16")
+# Parameters in millions, linears of all blocks, and modules of grouped experts.
+EXPECTED = {
+    "llama3_tiny": (2.0, 2 * 7, 0),
+    "llama3_1b": (1107, 16 * 7, 0),
+    "llama3_8b": (8030, 32 * 7, 0),
+    "deepseek_v3_tiny": (2.9, 3 * 4 + 3 * 3, 2),
+    "deepseek_v3_2b": (2134, 13 * 4 + 13 * 3, 12),
+    "deepseek_v3_16b": (15706, 27 * 4 + 27 * 3, 26),
+}
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch, fresh_torchtitan):
+    """The plugin in this test only: it changes what torchtitan knows of llama3 and deepseek_v3."""
+    monkeypatch.setattr(train_spec, "_extra_train_specs", {})
+    registry = dict(model_converter._registry_model_converter_cls)
+    monkeypatch.setattr(model_converter, "_registry_model_converter_cls", registry)
+    monkeypatch.delitem(sys.modules, "converge_plugin", raising=False)
+    return importlib.import_module("converge_plugin")
+
+
+def parse(name: str, *flags: object) -> JobConfig:
+    file = ROOT / f"configs/convergence/{name}.toml"
+    return ConfigManager().parse_args(["--job.config_file", str(file), *map(str, flags)])
+
+
+def count(model: torch.nn.Module, kind: type) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
+def test_every_config_is_expected():
+    assert {path.stem for path in CONFIGS} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_is_a_convergence_run(path):
+    config = parse(path.stem)
+    training, validation = config.training, config.validation
+    assert config.lr_scheduler.warmup_steps == training.steps // 10
+    assert training.steps % validation.freq == 0 and validation.enable
+    assert (
+        sum(step > training.steps / 2 for step in range(0, training.steps + 1, validation.freq)) > 4
+    )
+    assert validation.dataset_path == training.dataset_path.replace("train", "validation")
+    assert config.debug.seed == 42 and config.checkpoint.keep_latest_k == 2
+    plan = {degree: getattr(config.parallelism, degree) for degree in DEGREES}
+    assert ranks_of({"parallelism": plan}) in (1, 2)
+    millions, linears, experts = EXPECTED[path.stem]
+    model = build(config)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.03)
+    convert(config, model)
+    assert (count(model, FP8Linear), count(model, FP8GroupedExperts)) == (linears, experts)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+
+
+def small(text: Path, folder: Path) -> list[object]:
+    flags = [*training(text, folder), "--validation.dataset_path", text / "corpus"]
+    flags += ["--validation.local_batch_size", 2, "--validation.seq_len", 32]
+    return [*flags, "--validation.steps", 3, "--checkpoint.no_enable"]
+
+
+@pytest.mark.parametrize("name", ["llama3_tiny", "deepseek_v3_tiny"])
+def test_every_evaluation_reads_the_same_tokens(text, tmp_path, name):
+    with one_process(), trainer(parse(name, *small(text, tmp_path), *BF16)) as t:
+        (model,) = t.model_parts
+        layers = [module for module in model.modules() if hasattr(module, "tokens_per_expert")]
+        for layer in layers:
+            layer.tokens_per_expert.fill_(7)
+        t.validator.validate(t.model_parts, 1)
+        t.validator.validate(t.model_parts, 2)
+        assert model.training and all((layer.tokens_per_expert == 7).all() for layer in layers)
+        batches = t.validator.batches
+        with torch.no_grad(), t.maybe_enable_amp:
+            logits = torch.cat([model(inputs["input"]).flatten(0, 1) for inputs, _ in batches])
+        labels = torch.cat([labels.flatten() for _, labels in batches])
+    first, second = lines(tmp_path)
+    assert first | {"step": 2} == second
+    assert first["tokens"] == labels.numel() == 3 * 2 * 32
+    assert first["loss"] == pytest.approx(cross_entropy(logits.float(), labels).item(), rel=1e-5)
+    assert first["accuracy"] == pytest.approx((logits.argmax(-1) == labels).float().mean().item())
+    assert [sum(counts) for counts in first["experts"]] == [2 * labels.numel()] * len(layers)
+
+
+def test_evaluation_refuses_what_it_cannot_do(text, tmp_path):
+    config = parse("llama3_tiny", *small(text, tmp_path), "--validation.steps", -1)
+    with one_process(), pytest.raises(ValueError, match="validation.steps = -1"):
+        trainer(config).__enter__()
+
+
+def test_the_control_rounds_gradients_to_four_bits(plugin):
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    g = torch.tensor([-6, 0.2, 0.3, 0.8, 1.2, 1.7, 2.6, 3.6, -5.2, 4.8])
+    x = torch.zeros_like(g, requires_grad=True)
+    plugin._CoarseGradient.apply(x).backward(g / 1024)
+    nearest = values[(g.abs()[:, None] - values).abs().argmin(1)] * g.sign()
+    assert torch.equal(x.grad, nearest / 1024)
+    empty = torch.zeros(0, 4, requires_grad=True)
+    plugin._CoarseGradient.apply(empty).sum().backward()
+    assert empty.grad.shape == (0, 4)
+
+
+def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
+    name = "deepseek_v3_tiny"
+
+    def first_step(*flags: object) -> tuple[float, dict[str, torch.Tensor]]:
+        config = parse(name, *small(text, tmp_path), *BF16, *flags)
+        with trainer(config) as t:
+            hooked = [
+                key for key, module in t.model_parts[0].named_modules() if module._forward_hooks
+            ]
+            batch, labels = next(t.batch_generator(t.dataloader))
+            loss = t.forward_backward_step(
+                input_dict=batch, labels=labels, global_valid_tokens=torch.tensor(192.0)
+            )
+            named = t.model_parts[0].named_parameters()
+            return loss.item(), {key: p.grad.clone() for key, p in named}, hooked
+
+    converters = parse(name).model.converters
+    with one_process():
+        loss, expected, none = first_step()
+        control = ("--model.converters", ",".join([*converters, "converge.control"]))
+        same_loss, found, hooked = first_step(*control)
+    assert loss == same_loss and not none
+    model = build(parse(name))
+    kinds = {key: type(module) for key, module in model.named_modules()}
+    assert {kinds[key] for key in hooked} <= {torch.nn.Linear, GroupedExperts}
+    kept = [key for key in hooked if "output" in key or "router" in key]
+    assert hooked and not kept
+    changed = {key for key in expected if not torch.equal(expected[key], found[key])}
+    assert {f"{key}.weight" for key in hooked if kinds[key] is torch.nn.Linear} <= changed
+    assert "output.weight" not in changed
