@@ -28,10 +28,17 @@ from titan_fp8.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.recipe import RECIPES, Recipe, Scaling, get_recipe
-
-Operand = tuple[Tensor, ...]
-"""What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
+from titan_fp8.gemms import (
+    Operand,
+    SharedInput,
+    Spec,
+    dgrad,
+    fprop,
+    quantize_operands,
+    wgrad,
+)
+from titan_fp8.ops import replayable
+from titan_fp8.recipe import get_recipe
 
 
 class QuantizedWeight(NamedTuple):
@@ -80,23 +87,6 @@ def quantize_weight(
     return QuantizedWeight(recipe, rows, ops.weight_t(weight, emulate=emulate))
 
 
-class Spec(NamedTuple):
-    """What a product needs to know besides its tensors; constants to torch.compile."""
-
-    recipe: str
-    emulate: bool
-    aligned: bool
-    dtype: torch.dtype
-
-    @property
-    def ops(self) -> Recipe:
-        return RECIPES[self.recipe]
-
-    @property
-    def wgrad_in_bf16(self) -> bool:
-        return self.ops.wgrad.left is Scaling.NONE
-
-
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """As PyTorch's `once_differentiable`, but create_graph=True is always an error.
 
@@ -116,106 +106,42 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# The three GEMMs
+# Forward and backward
 
 
-def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec) -> Tensor:
-    """y (M, N) = x Wᵀ, which contracts K.
-
-    Args:
-        x_rows: the rows of x (M, K).
-        w: (N, K) or (E, N, K) in high precision, or the rows of a quantised weight.
-    """
-    layout = offs, spec.aligned, spec.dtype
-    if isinstance(w, Tensor):
-        return spec.ops.fprop.op(*x_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
-    return spec.ops.mm(*x_rows, *w, *layout, emulate=spec.emulate)
+@replayable
+def _forward(
+    x_MK: Tensor, w: Tensor, offs: Tensor | None, for_wgrad: bool, spec: Spec
+) -> tuple[Tensor, ...]:
+    """y, and with `for_wgrad` the columns of x."""
+    x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
+    return fprop(x_rows, w, offs, spec), *x_columns
 
 
-def dgrad(
-    g_rows: Operand,
-    w: Tensor | Operand,
+@replayable
+def _backward(
+    g_MN: Tensor,
+    w: Tensor,
     offs: Tensor | None,
+    dx_dtype: torch.dtype | None,
+    dw_dtype: torch.dtype | None,
     spec: Spec,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """dx (M, K) = g W, which contracts N.
-
-    Args:
-        g_rows: the rows of g (M, N).
-        w: (N, K) or (E, N, K) in high precision, or the columns of a quantised weight.
-    """
-    layout = offs, spec.aligned, out_dtype
-    if isinstance(w, Tensor):
-        return spec.ops.dgrad.op(*g_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
-    return spec.ops.mm(*g_rows, *w, *layout, emulate=spec.emulate)
-
-
-def wgrad(
-    g_columns: Operand,
-    x_columns: Operand,
-    offs: Tensor | None,
-    spec: Spec,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """dW (N, K) or (E, N, K) = gᵀ x, which contracts the tokens.
-
-    Args:
-        g_columns, x_columns: the columns of g (M, N) and x (M, K); g and x themselves in bf16.
-    """
-    layout = offs, spec.aligned, out_dtype
-    return spec.ops.wgrad.op(*g_columns, *x_columns, *layout, emulate=spec.emulate)
-
-
-# Their operands
-
-
-def quantize_operands(
-    x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
-) -> tuple[Operand, Operand]:
-    """The rows and columns of x (M, K), an input or a gradient, as GEMMs read them.
-
-    `rows` and `columns` say which of the two are needed; the other one is ().
-    """
-    ops, layout, emulate = spec.ops, (offs, spec.aligned), spec.emulate
-    x_MK = x_MK.detach().to(spec.dtype)
-    if columns and spec.wgrad_in_bf16:
-        return (ops.rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
-    if rows and columns:
-        q, s, q_t, s_t = ops.rows_and_columns(x_MK, *layout, emulate=emulate)
-        return (q, s), (q_t, s_t)
-    if rows:
-        return ops.rows(x_MK, emulate=emulate), ()
-    return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
-
-
-class SharedInput:
-    """Quantises x once for products that read it one after the other.
-
-    x must not change until the last of them has run. Under torch.compile there is nothing to share:
-    the compiler merges equal quantisations.
-    """
-
-    def __init__(self, x: Tensor):
-        self.x = x
-        self._operands: dict[tuple[bool, Spec], tuple[Operand, Operand]] = {}
-
-    def operands(self, x_MK: Tensor, for_wgrad: bool, spec: Spec) -> tuple[Operand, Operand]:
-        """`quantize_operands` of x_MK, which is x as a matrix."""
-        if torch.compiler.is_compiling():
-            return quantize_operands(x_MK, None, True, for_wgrad, spec)
-        key = for_wgrad, spec
-        if key not in self._operands:
-            self._operands[key] = quantize_operands(x_MK, None, True, for_wgrad, spec)
-        return self._operands[key]
+    *x_columns: Tensor,
+) -> tuple[Tensor, ...]:
+    """dx and dW, each if its dtype is given."""
+    needs_dx, needs_dw = dx_dtype is not None, dw_dtype is not None
+    g_rows, g_columns = quantize_operands(g_MN, offs, needs_dx, needs_dw, spec)
+    dx = (dgrad(g_rows, w, offs, spec, dx_dtype),) if dx_dtype is not None else ()
+    dw = (wgrad(g_columns, x_columns, offs, spec, dw_dtype),) if dw_dtype is not None else ()
+    return *dx, *dw
 
 
 class _Operands(NamedTuple):
-    """What a product reads of its tensors, besides what autograd must see.
+    """What a product reads that is quantised already.
 
     Attributes:
         x_rows, x_columns: of x; x_columns is () if backward computes no dW.
-        w_rows, w_columns: of a weight that is quantised already, else ().
+        w_rows, w_columns: of the weight, or () if it is in high precision.
     """
 
     x_rows: Operand
@@ -227,7 +153,8 @@ class _Operands(NamedTuple):
 class _FP8Product(torch.autograd.Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
-    Forward reads x through its operands only. w is None if the weight is quantised already.
+    Without `operands`, forward quantises x, and its columns if `for_wgrad`. With them it does not
+    read x; w is None if the weight is quantised, too.
     """
 
     @staticmethod
@@ -237,13 +164,20 @@ class _FP8Product(torch.autograd.Function):
         w: Tensor | None,
         bias: Tensor | None,
         offs: Tensor | None,
-        operands: _Operands,
+        operands: _Operands | None,
+        for_wgrad: bool,
         spec: Spec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(offs, w, *operands.w_columns, *operands.x_columns)
-        y_MN = fprop(operands.x_rows, operands.w_rows if w is None else w, offs, spec)
+        if operands is None:
+            assert w is not None
+            x_MK = x_MK.to(spec.dtype).contiguous()
+            y_MN, *columns = _forward(x_MK, w.to(spec.dtype), offs, for_wgrad, spec)
+            ctx.save_for_backward(offs, w, *columns)
+        else:
+            y_MN = fprop(operands.x_rows, operands.w_rows if w is None else w, offs, spec)
+            ctx.save_for_backward(offs, w, *operands.w_columns, *operands.x_columns)
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
@@ -251,16 +185,18 @@ class _FP8Product(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> Any:
         offs, w, *columns = ctx.saved_tensors
         spec = ctx.spec
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        g_rows, g_columns = quantize_operands(g_MN, offs, needs_dx, needs_dw, spec)
-        dx_MK = dw = db = None
-        if needs_dx:
-            dx_MK = dgrad(g_rows, columns if w is None else w, offs, spec, ctx.x_dtype)
-        if needs_dw:
-            dw = wgrad(g_columns, columns, offs, spec, w.dtype)
-        if needs_db:
-            db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx_MK, dw, db, None, None, None
+        needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
+        g = g_MN.to(spec.dtype).contiguous()
+        if w is None:
+            g_rows, _ = quantize_operands(g, offs, needs_dx, False, spec)
+            gradients = iter([dgrad(g_rows, columns, offs, spec, ctx.x_dtype)] if needs_dx else [])
+        else:
+            dtypes = ctx.x_dtype if needs_dx else None, w.dtype if needs_dw else None
+            gradients = iter(_backward(g, w.to(spec.dtype), offs, *dtypes, spec, *columns))
+        dx_MK = next(gradients) if needs_dx else None
+        dw = next(gradients) if needs_dw else None
+        db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
+        return dx_MK, dw, db, *(None for _ in others)
 
 
 def products(
@@ -275,18 +211,19 @@ def products(
     x_MK = x.reshape(-1, x.shape[-1])
     trained = [isinstance(w, Tensor) and w.requires_grad for w in weights]
     for_wgrad = torch.is_grad_enabled() and any(trained)
+    if len(weights) == 1 and shared is None and isinstance(weights[0], Tensor):
+        return [_FP8Product.apply(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
     if shared is None:
         x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
     else:
         x_rows, x_columns = shared.operands(x_MK, for_wgrad, spec)
     outputs = []
-    for w, needs_dw in zip(weights, trained, strict=True):
-        if isinstance(w, QuantizedWeight):
-            operands = _Operands(x_rows, (), w.rows, w.columns)
-            outputs.append(_FP8Product.apply(x_MK, None, bias, offs, operands, spec))
+    for weight, needs_dw in zip(weights, trained, strict=True):
+        if isinstance(weight, QuantizedWeight):
+            w, operands = None, _Operands(x_rows, (), weight.rows, weight.columns)
         else:
-            operands = _Operands(x_rows, x_columns if needs_dw else ())
-            outputs.append(_FP8Product.apply(x_MK, w, bias, offs, operands, spec))
+            w, operands = weight, _Operands(x_rows, x_columns if needs_dw else ())
+        outputs.append(_FP8Product.apply(x_MK, w, bias, offs, operands, needs_dw, spec))
     return outputs
 
 

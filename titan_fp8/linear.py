@@ -32,7 +32,8 @@ from titan_fp8.checks import (
     check_recipe,
     check_shards,
 )
-from titan_fp8.functional import SharedInput, fp8_linear
+from titan_fp8.functional import fp8_linear
+from titan_fp8.gemms import SharedInput
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16
 

@@ -5,7 +5,7 @@ and db in backward likewise. With a blockwise recipe the SwiGLU ops write them i
 h, da and db never exist in high precision. Forward saves a, b and the FP8 columns of x; backward
 computes the columns of h again from a and b, which the gradient of SwiGLU reads in any case.
 
-The GEMMs are those of `functional.py`. Some values are rounded once where separate operations would
+The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
 round twice: h, da, db, and dx, whose two products are one GEMM. Recipes without SwiGLU ops, and
 weights that are quantised already, run as three separate products.
 """
@@ -24,16 +24,12 @@ from titan_fp8.checks import (
 )
 from titan_fp8.functional import (
     QuantizedWeight,
-    Spec,
     Weight,
     check_weight,
-    dgrad,
     differentiable_once,
-    fprop,
     products,
-    quantize_operands,
-    wgrad,
 )
+from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
 from titan_fp8.recipe import SwiGLU, get_recipe
 
 

@@ -96,7 +96,7 @@ def test_a_shared_input_is_quantised_once(launches):
         torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         for shape in ((M, K), (N, K), (N, K), (N, K))
     )
-    shared = titan_fp8.functional.SharedInput(x)
+    shared = titan_fp8.gemms.SharedInput(x)
     for w in weights:
         titan_fp8.fp8_linear(x, w, shared=shared)
     assert launches.total() == 1 + 2 * len(weights), dict(launches)

@@ -16,6 +16,7 @@ neither PyTorch nor Triton checks them.
 import functools
 import logging
 import re
+import threading
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
@@ -32,8 +34,9 @@ from triton.runtime.build import compile_module_from_src
 
 _log = logging.getLogger(__name__)
 
+SOURCES = ("step.c", "launcher.c")
 POINTER, NUMBER, BOX = range(3)
-"""Kinds of kernel parameters, the same numbers as in `launcher.c`."""
+"""Kinds of kernel parameters, the same numbers as in `step.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
 """How many shapes the caches of launch arguments hold. With expert parallelism the number of tokens
@@ -66,12 +69,26 @@ def for_triton(value: Any) -> Any:
 
 @functools.cache
 def native(driver: str = "libcuda.so.1") -> ModuleType:
-    """The module `launcher.c`, built as Triton builds its own launchers."""
-    source = Path(__file__).with_name("launcher.c").read_text()
+    """The module `step.c` and `launcher.c`, built as Triton builds its own launchers."""
+    source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
     module.load_driver(driver)
     return module
+
+
+def address(argument: Any) -> int | None:
+    """The address that an argument stands for, if it is a tensor or a pair."""
+    base = argument[0] if isinstance(argument, tuple) else argument
+    return base.data_ptr() if isinstance(base, Tensor) else None
+
+
+class _Recording(threading.local):
+    recorder: Any = None
+
+
+recording = _Recording()
+"""`recorder`: of this thread, the `replay.Recorder` that is told of each launch, or None."""
 
 
 class Kernel(GluonJITFunction):
@@ -90,7 +107,14 @@ class Kernel(GluonJITFunction):
                 *(first, plans, constants),
                 *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
             )
+        if recording.recorder is not None:
+            return functools.partial(self._launch_recorded, grid)
         return functools.partial(self._launcher, grid)
+
+    def _launch_recorded(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        assert self._launcher is not None
+        self._launcher(grid, *args, **options)
+        recording.recorder.record(self._launcher, grid, args, options)
 
     def _launch_first(
         self,
@@ -134,7 +158,7 @@ class Kernel(GluonJITFunction):
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
-    """The plan by which `launcher.c` launches a compiled kernel; its format is in `launcher.c`.
+    """The plan by which `launcher.c` launches a compiled kernel; its format is in `step.c`.
 
     None if the kernel's parameters differ from those that the plan would pass, or if a launch needs
     more than parameters (scratch memory, clusters, a cooperative launch).

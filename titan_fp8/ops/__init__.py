@@ -12,6 +12,15 @@ from titan_fp8.ops.registry import (
     implementation,
     kernels_for,
     overload_of,
+    replayable,
 )
 
-__all__ = ["DTYPES", "NAMES", "direct", "implementation", "kernels_for", "overload_of"]
+__all__ = [
+    "DTYPES",
+    "NAMES",
+    "direct",
+    "implementation",
+    "kernels_for",
+    "overload_of",
+    "replayable",
+]

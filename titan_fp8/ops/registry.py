@@ -26,12 +26,13 @@ torch.compile merge equal calls, such as the quantisation of an input that wq, w
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from titan_fp8 import reference
 
@@ -53,8 +54,7 @@ subclasses of Tensor. These functions record no gradients: call them with grad m
 _library = torch.library.Library(NAMESPACE, "DEF")
 _fakes = SimpleNamespace()
 _overloads: dict[Callable[..., Any], torch._ops.OpOverload] = {}
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, NoneType, bool, torch.dtype})
-"""Types of arguments that need no dispatcher."""
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def implementation(x: Tensor, emulate: bool) -> Any:
@@ -115,7 +115,8 @@ def primitive(
         return getattr(module, name)(x, *rest)
 
     setattr(_fakes, name, stub)
-    _define(stub, compute if kernel == "hopper" else compute_without_fp8, checked)
+    fp8 = kernel == "hopper"
+    _define(stub, compute if fp8 else compute_without_fp8, checked, fp8)
     return stub
 
 
@@ -127,7 +128,9 @@ def composite(function: Function | None = None, *, checked: Sequence[str] = ()) 
     return function
 
 
-def _define(stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequence[str]) -> None:
+def _define(
+    stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequence[str], fp8: bool = True
+) -> None:
     name = stub.__name__
     parameters = list(inspect.signature(stub).parameters)
     positions = [parameters.index(argument) for argument in checked]
@@ -136,10 +139,13 @@ def _define(stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequ
         x = x.contiguous()
         if positions:
             _check(name, [(x, *args)[i] for i in positions])
-        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        if not x.is_cuda:
             return compute(x, *args, **options)
+        on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
+        if x.get_device() == torch.cuda.current_device():
+            return on_gpu(x, *args, **options)
         with torch.cuda.device(x.device):
-            return compute(x, *args, **options)
+            return on_gpu(x, *args, **options)
 
     _library.define(name + torch.library.infer_schema(stub, mutates_args=()))
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -148,16 +154,49 @@ def _define(stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequ
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: Any, **options: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack()
-            or not _PLAIN.issuperset(map(type, args))
-        ):
-            return overload(*args, **options)
-        return run(*args, **options)
+        return (overload if _needs_dispatcher(args) else run)(*args, **options)
 
     setattr(direct, name, call)
     _overloads[call] = overload
+
+
+def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors that only calls ops; on a GPU its launches are replayed.
+
+    Args:
+        function: takes tensors and hashable constants by position, the first one a tensor, and
+            returns a tensor or a tuple of tensors. `kernels/replay.py` says what it may do.
+    """
+
+    @functools.wraps(function)
+    def call(x: Tensor, *args: Any) -> Any:
+        if _needs_dispatcher((x, *args)):
+            return function(x, *args)
+        if not x.is_cuda or x.get_device() != torch.cuda.current_device():
+            return function(x, *args)
+        return _replayed(function)(x, *args)
+
+    return call
+
+
+@functools.cache
+def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    from titan_fp8.kernels.replay import replayed
+
+    return replayed(function)
+
+
+def _needs_dispatcher(args: Sequence[Any]) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack() and not _sees_inside_ops():
+        return True
+    return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+
+
+def _sees_inside_ops() -> bool:
+    """Whether the innermost dispatch mode wants the ops that an op is made of (`replay.py`)."""
+    return getattr(_get_current_dispatch_mode(), "sees_inside_ops", False)
 
 
 def overload_of(call: Callable[..., Any]) -> torch._ops.OpOverload:

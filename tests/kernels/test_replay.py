@@ -1,0 +1,348 @@
+"""Replays launch what Python would launch, on the right memory, for tensors that they never saw.
+
+`stub_cuda.c` replaces the driver. A kernel of the test runs on the CPU, so that what is replayed
+computes something; the Hopper kernels are compared launch by launch.
+"""
+
+import ctypes
+import gc
+from array import array
+
+import pytest
+import torch
+from compile_utils import triton_compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from titan_fp8 import functional
+from titan_fp8.kernels import hopper, launch, replay
+from titan_fp8.kernels.hopper import gemm_blockwise, quantize_rowwise_one_pass
+from titan_fp8.kernels.replay import replayed
+from titan_fp8.ops import gemm, registry, swiglu
+
+KERNEL = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p))
+
+
+@launch.kernel(do_not_specialize=["n"])
+def add(out, a, b, n, OFFSET: gl.constexpr = 0):
+    """out = a + 10 b, for n int64 values."""
+
+
+@launch.kernel(do_not_specialize=["n"])
+def add_by_tma(desc, out, b, n):
+    """out = a + 10 b, where a is a matrix that is read by TMA; n is 0."""
+
+
+class Launch(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("bytes", ctypes.c_int32),
+        ("parameters", ctypes.c_uint8 * 2048),
+    ]
+
+
+class History(ctypes.Structure):
+    """The struct `history` of `stub_cuda.c`."""
+
+    _fields_ = [("count", ctypes.c_int32), ("launch", Launch * 32)]
+
+
+@pytest.fixture
+def history(cuda):
+    found = History.in_dll(cuda.library, "history")
+    found.count = 0
+    return found
+
+
+@pytest.fixture
+def adds(cuda, monkeypatch):
+    """Launches of `add` compute."""
+
+    def number(parameter, of=ctypes.c_int64):
+        return ctypes.cast(parameter, ctypes.POINTER(of))[0]
+
+    def run(parameters):
+        out, a, b = (number(parameters[i]) for i in range(3))
+        n = number(parameters[3], ctypes.c_int32)
+        out, a, b = ((ctypes.c_int64 * n).from_address(address) for address in (out, a, b))
+        for i in range(n):
+            out[i] = a[i] + 10 * b[i]
+
+    kernel = KERNEL(run)
+    slot = ctypes.c_void_p.in_dll(cuda.library, "run_kernel")
+    slot.value = ctypes.cast(kernel, ctypes.c_void_p).value
+    function = array("q", [6, 8, 8, 8, 4, 8, 8])
+
+    def compiled(self, *, grid, warmup, **values):
+        run_now = [values[name] for name in ("out", "a", "b", "n")]
+        run_now[0].copy_(run_now[1] + 10 * run_now[2])
+        return "compiled"
+
+    def plan(compiled, named):
+        kinds = [launch.POINTER] * 3 + [launch.NUMBER]
+        words = [function.buffer_info()[0], 32, 0]
+        for index, kind in enumerate(kinds):
+            words += [kind, index]
+        return array("q", words).tobytes()
+
+    monkeypatch.setattr(GluonJITFunction, "run", compiled)
+    monkeypatch.setattr(launch, "plan", plan)
+    monkeypatch.setattr(add, "_launcher", None)
+    yield kernel
+    slot.value = None
+
+
+def plus(a, b):
+    """a + 10 b, in fresh memory."""
+    out = torch.empty_like(a)
+    add[(1,)](out, a, b, a.numel())
+    return out
+
+
+def check(function, make, calls=5):
+    """The function and its replay agree on tensors that differ from call to call; the replay."""
+    fast = replayed(function)
+    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    for _ in range(calls):
+        args = make()
+        got, want = fast(*args), function(*args)
+        for g, w in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
+            assert torch.equal(g, w) and g.stride() == w.stride()
+            assert not any(g.data_ptr() == t.data_ptr() for t in args if torch.is_tensor(t))
+    return replays
+
+
+def random(*shape):
+    return torch.randint(0, 1000, shape)
+
+
+def only(replays):
+    (value,) = replays.values()
+    return value
+
+
+def test_a_chain_of_launches(adds):
+    def function(x, y):
+        a = plus(x, y)
+        b = plus(a, x)
+        c = plus(b, a)
+        del a, b
+        return plus(c, y), plus(y, c)
+
+    found = only(check(function, lambda: (random(8, 4), random(8, 4))))
+    assert isinstance(found, replay.Replay)
+    # a, b and c are alive together while c is computed.
+    assert found.bytes == 3 * 256
+
+
+def test_memory_is_reused_when_it_is_free(adds):
+    def function(x, y):
+        for _ in range(6):
+            x = plus(x, y)
+        return plus(x, y)
+
+    found = only(check(function, lambda: (random(64), random(64))))
+    # x and its successor, in turns.
+    assert isinstance(found, replay.Replay) and found.bytes == 2 * 512
+
+
+def test_zeros_are_cleared_at_each_call(adds):
+    def function(x):
+        big = plus(x, x)
+        total = torch.zeros_like(x)
+        add[(1,)](total, total, big, x.numel())
+        add[(1,)](total, total, big, x.numel())
+        return plus(total, torch.zeros(x.shape, dtype=x.dtype))
+
+    assert isinstance(only(check(function, lambda: (random(40),))), replay.Replay)
+
+
+def test_views_of_inputs_and_of_memory(adds):
+    def function(x):
+        upper, lower = x[:4], x[4:]
+        both = torch.empty_like(x)
+        add[(1,)](both[4:], upper, lower, upper.numel())
+        add[(1,)](both[:4], lower, both[4:], upper.numel())
+        return plus(both[4:], both[:4])
+
+    assert isinstance(only(check(function, lambda: (random(8, 16),))), replay.Replay)
+
+
+def test_one_tensor_alone_and_no_temporaries(adds):
+    assert isinstance(only(check(lambda x: plus(x, x), lambda: (random(3),))), replay.Replay)
+
+
+def test_inputs_that_differ_have_replays_of_their_own(adds):
+    sizes = iter([8, 8, 8, 24, 24, 24, 8, 24])
+    replays = check(lambda x, k: (plus(x, x) if k else plus(x[::1], x), plus(x, x)),
+                    lambda: (random(next(sizes)), True), calls=8)  # fmt: skip
+    assert len(replays) == 2
+    assert all(isinstance(each, replay.Replay) for each in replays.values())
+
+
+NOT_REPLAYED = {
+    "another op": lambda x: plus(x + 1, x),
+    "an op on what a launch wrote": lambda x: plus(plus(x, x).add_(1), x),
+    "an output that is an input": lambda x: (plus(x, x), x),
+    "an output that is a view": lambda x: plus(x, x)[1:],
+    "outputs of one memory": lambda x: (lambda y: (y, y.view(-1)))(plus(x, x)),
+    "an output of zeros": lambda x: (torch.zeros_like(x), plus(x, x)),
+    "a result that is kept": lambda x, kept=[]: (kept.append(plus(x, x)), plus(x, kept[-1]))[1],
+}
+
+
+@pytest.mark.parametrize("what", NOT_REPLAYED)
+def test_what_cannot_be_replayed_runs_in_python(adds, what):
+    function = NOT_REPLAYED[what]
+    fast = replayed(function)
+    for _ in range(4):
+        x = random(6)
+        results = [r if isinstance(r, tuple) else (r,) for r in (fast(x), function(x))]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    assert only(replays) == "not replayable"
+
+
+def test_inputs_that_overlap_run_in_python(adds):
+    both = random(12)
+    fast = replayed(plus)
+    for _ in range(4):
+        assert torch.equal(fast(both[:8], both[2:10]), both[:8] + 10 * both[2:10])
+
+
+def test_nothing_is_kept_alive(adds):
+    fast = replayed(lambda x: plus(plus(x, x), x))
+    for _ in range(4):
+        x = random(8)
+        y = fast(x)
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    kept = [StorageWeakRef(t.untyped_storage()) for t in (x, y)]
+    del x, y
+    gc.collect()
+    assert all(each.expired() for each in kept)
+
+
+def test_the_cache_forgets_the_oldest(adds, monkeypatch):
+    monkeypatch.setattr(launch, "CACHED_SHAPES", 4)
+    fast = replayed(plus)
+    for size in range(1, 10):
+        for _ in range(3):
+            x = random(size)
+            assert torch.equal(fast(x, x), 11 * x)
+    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    assert len(replays) == 4
+
+
+# The Hopper kernels
+
+
+FUNCTIONS: list[array] = []
+"""What the stub knows of the compiled kernels, which live as long as the process."""
+
+
+@pytest.fixture
+def kernels(cuda, monkeypatch):
+    """The Hopper kernels compile, and launch on CPU tensors."""
+
+    def run(self, *, grid, warmup, **values):
+        compiled = triton_compile(self, **values)
+        sizes = launch._parameters(compiled.asm["ptx"])
+        FUNCTIONS.append(array("q", [len(sizes), *sizes]))
+        compiled.function = FUNCTIONS[-1].buffer_info()[0]
+        return compiled
+
+    monkeypatch.setattr(GluonJITFunction, "run", run)
+    for module in (gemm_blockwise, quantize_rowwise_one_pass):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    for module in (registry, gemm, swiglu):
+        monkeypatch.setattr(module, "implementation", lambda x, emulate: hopper)
+
+
+def fields(each: Launch) -> list[bytes]:
+    """The parameters of a launch."""
+    count, *sizes = (ctypes.c_int64 * 64).from_address(each.function)
+    ends = [sum(sizes[: i + 1]) for i in range(count)]
+    return [bytes(each.parameters[end - size : end]) for end, size in zip(ends, sizes)]
+
+
+def launched(history, function, args) -> tuple[list, tuple]:
+    """What a call launches: function, grid and parameters; and its outputs."""
+    history.count = 0
+    result = function(*args)
+    launches = [
+        (each.function, tuple(each.grid), fields(each)) for each in history.launch[: history.count]
+    ]
+    return launches, result if isinstance(result, tuple) else (result,)
+
+
+def product(recipe: str, ends: tuple | None, aligned: bool = False):
+    """Forward and backward of a product, and what makes their arguments."""
+    spec = functional.Spec(recipe, False, aligned, torch.bfloat16)
+    lead = () if ends is None else (len(ends),)
+
+    def both(x, g, w, offs):
+        y, *columns = functional._forward.__wrapped__(x, w, offs, True, spec)
+        dtypes = torch.bfloat16, torch.float32
+        return y, *functional._backward.__wrapped__(g, w, offs, *dtypes, spec, *columns)
+
+    def make():
+        shapes = (320, 384), (320, 272), (*lead, 272, 384)
+        offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+        return *(torch.randn(shape).bfloat16() for shape in shapes), offs
+
+    return both, make
+
+
+def experts():
+    """The fused forward and backward of experts, and what makes their arguments."""
+
+    def both(x, w1, w2, w3, g, offs):
+        y, a, b, *columns = swiglu.blockwise_swiglu(x, w1, w2, w3, offs, True)
+        tensors = g, a, b, *columns, w1, w2, w3
+        return y, *swiglu.blockwise_swiglu_backward(*tensors, offs, True)
+
+    def make():
+        shapes = (256, 128), (2, 256, 128), (2, 128, 256), (2, 256, 128), (256, 128)
+        offs = torch.tensor([128, 256], dtype=torch.int32)
+        return *(torch.randn(shape).bfloat16() for shape in shapes), offs
+
+    return both, make
+
+
+HOPPER = {
+    "blockwise": product("blockwise", None),
+    "blockwise, groups": product("blockwise", (5, 5, 200)),
+    "blockwise_pow2, aligned groups": product("blockwise_pow2", (128, 256), True),
+    "rowwise, groups": product("rowwise", (128, 320)),
+    "experts": experts(),
+}
+
+
+@pytest.mark.parametrize("what", HOPPER)
+def test_the_launches_of_a_replay_are_those_of_python(history, kernels, what):
+    function, make = HOPPER[what]
+    fast = replayed(function)
+    for _ in range(3):
+        fast(*make())
+    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    assert isinstance(only(replays), replay.Replay)
+    args = make()
+    want, outputs = launched(history, function, args)
+    got, new_outputs = launched(history, fast, args)
+    assert [(w[:2]) for w in want] == [(g[:2]) for g in got] and len(got) >= 7
+    inputs = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in args if t is not None]
+    moved = {}
+    for (_, _, old), (_, _, new) in zip(want, got, strict=True):
+        for before, after in zip(old, new, strict=True):
+            if len(before) == 4 or before == after:
+                assert before == after
+                continue
+            # An address, or a tensor map, which begins with one.
+            assert before[8:] == after[8:]
+            (start,), (now,) = (array("Q", each[:8]) for each in (before, after))
+            assert not any(first <= start < end for first, end in inputs)
+            moved[start] = now
+    for before, after in zip(outputs, new_outputs, strict=True):
+        assert moved.get(before.data_ptr(), after.data_ptr()) == after.data_ptr()

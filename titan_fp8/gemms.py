@@ -1,0 +1,128 @@
+"""The three GEMMs of a product y = x Wᵀ, and the operands that they read.
+
+    fprop   y  (M, N) = x  Wᵀ     reads the rows of x and of W
+    dgrad   dx (M, K) = g  W      reads the rows of g and the columns of W
+    wgrad   dW (N, K) = gᵀ x      reads the columns of g and of x
+
+The rows of a matrix are the matrix itself, quantised along its rows; its columns are the transpose,
+quantised along what were its columns (`layouts.py`). A weight in high precision is quantised by the
+op that multiplies by it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_fp8.recipe import RECIPES, Recipe, Scaling
+
+Operand = tuple[Tensor, ...]
+"""What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
+
+
+class Spec(NamedTuple):
+    """What a product needs to know besides its tensors; constants to torch.compile."""
+
+    recipe: str
+    emulate: bool
+    aligned: bool
+    dtype: torch.dtype
+
+    @property
+    def ops(self) -> Recipe:
+        return RECIPES[self.recipe]
+
+    @property
+    def wgrad_in_bf16(self) -> bool:
+        return self.ops.wgrad.left is Scaling.NONE
+
+
+def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec) -> Tensor:
+    """y (M, N) = x Wᵀ, which contracts K.
+
+    Args:
+        x_rows: the rows of x (M, K).
+        w: (N, K) or (E, N, K) in high precision, or the rows of a quantised weight.
+    """
+    layout = offs, spec.aligned, spec.dtype
+    if isinstance(w, Tensor):
+        return spec.ops.fprop.op(*x_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
+    return spec.ops.mm(*x_rows, *w, *layout, emulate=spec.emulate)
+
+
+def dgrad(
+    g_rows: Operand,
+    w: Tensor | Operand,
+    offs: Tensor | None,
+    spec: Spec,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx (M, K) = g W, which contracts N.
+
+    Args:
+        g_rows: the rows of g (M, N).
+        w: (N, K) or (E, N, K) in high precision, or the columns of a quantised weight.
+    """
+    layout = offs, spec.aligned, out_dtype
+    if isinstance(w, Tensor):
+        return spec.ops.dgrad.op(*g_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
+    return spec.ops.mm(*g_rows, *w, *layout, emulate=spec.emulate)
+
+
+def wgrad(
+    g_columns: Operand,
+    x_columns: Operand,
+    offs: Tensor | None,
+    spec: Spec,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dW (N, K) or (E, N, K) = gᵀ x, which contracts the tokens.
+
+    Args:
+        g_columns, x_columns: the columns of g (M, N) and x (M, K); g and x themselves in bf16.
+    """
+    layout = offs, spec.aligned, out_dtype
+    return spec.ops.wgrad.op(*g_columns, *x_columns, *layout, emulate=spec.emulate)
+
+
+# Their operands
+
+
+def quantize_operands(
+    x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
+) -> tuple[Operand, Operand]:
+    """The rows and columns of x (M, K), an input or a gradient, as GEMMs read them.
+
+    `rows` and `columns` say which of the two are needed; the other one is ().
+    """
+    ops, layout, emulate = spec.ops, (offs, spec.aligned), spec.emulate
+    x_MK = x_MK.detach().to(spec.dtype)
+    if columns and spec.wgrad_in_bf16:
+        return (ops.rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
+    if rows and columns:
+        q, s, q_t, s_t = ops.rows_and_columns(x_MK, *layout, emulate=emulate)
+        return (q, s), (q_t, s_t)
+    if rows:
+        return ops.rows(x_MK, emulate=emulate), ()
+    return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
+
+
+class SharedInput:
+    """Quantises x once for products that read it one after the other.
+
+    x must not change until the last of them has run. Under torch.compile there is nothing to share:
+    the compiler merges equal quantisations.
+    """
+
+    def __init__(self, x: Tensor):
+        self.x = x
+        self._operands: dict[tuple[bool, Spec], tuple[Operand, Operand]] = {}
+
+    def operands(self, x_MK: Tensor, for_wgrad: bool, spec: Spec) -> tuple[Operand, Operand]:
+        """`quantize_operands` of x_MK, which is x as a matrix."""
+        if torch.compiler.is_compiling():
+            return quantize_operands(x_MK, None, True, for_wgrad, spec)
+        key = for_wgrad, spec
+        if key not in self._operands:
+            self._operands[key] = quantize_operands(x_MK, None, True, for_wgrad, spec)
+        return self._operands[key]
