@@ -147,6 +147,18 @@ def test_memory_is_reused_when_it_is_free(adds):
     assert isinstance(found, replay.Replay) and found.bytes == 2 * 512
 
 
+def test_a_function_that_calls_one_with_a_replay(adds):
+    """The launches of the inner function are recorded, although it would replay them."""
+    inner = replayed(plus)
+    for _ in range(3):
+        inner(random(8), random(8))
+
+    def function(x, y):
+        return plus(inner(x, y), y)
+
+    assert isinstance(only(check(function, lambda: (random(8), random(8)))), replay.Replay)
+
+
 def test_zeros_are_cleared_at_each_call(adds):
     def function(x):
         big = plus(x, x)

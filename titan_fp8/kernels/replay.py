@@ -186,6 +186,8 @@ def replayed(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if launch.recording.recorder is not None:
+            return function(*args, **options)  # The recorder must see each launch.
         key = *map(_key, args), *options.items(), torch._C._cuda_getDevice()
         replay = replays.get(key)
         if isinstance(replay, Replay):
@@ -194,7 +196,7 @@ def replayed(function: Function) -> Function:
             replays[key] = "seen"
             if len(replays) > launch.CACHED_SHAPES:
                 replays.popitem(last=False)
-        if replay != "seen" or launch.recording.recorder is not None:
+        if replay != "seen":
             return function(*args, **options)
         with Recorder([t for t in args if type(t) in _TENSORS]) as recorder:
             outputs = function(*args, **options)
