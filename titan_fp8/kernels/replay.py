@@ -3,115 +3,56 @@
 A product allocates a few tensors and launches a few kernels, and all of it follows from the shapes,
 strides and dtypes of its inputs. In Python this takes the host longer than many of the kernels run.
 So `replayed` calls a function in Python the first two times that it sees such inputs, and records
-the second call. From then on a call allocates the outputs and one workspace for all temporaries,
-and one call into C does all launches, with the addresses of the tensors at hand.
+the second call (`record.py`). From then on a call allocates the outputs and one workspace for the
+temporaries, and one call into C does all launches, with the addresses of the tensors at hand.
 
 The function must depend on its arguments alone. It may allocate tensors, with zeros too, take
-views, and launch kernels of `launch.kernel`. If it calls any other PyTorch op, or returns anything
-but fresh tensors, every call runs in Python.
+views, launch kernels of `launch.kernel`, and call PyTorch ops that return a new tensor. Such an op
+is called again between the launches before it and those after it, and what it reads is a tensor of
+its own. If the function does anything else, or returns anything but fresh tensors, every call runs
+in Python.
 """
 
 import contextlib
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8.kernels import launch
+from titan_fp8.kernels.record import Call, Form, Memory, Recorder, View, form_of
 from titan_fp8.layouts import round_up
 
 Function = Callable[..., Any]
 
 ALIGNMENT = 256
 """Of temporaries in the workspace, in bytes."""
-_aten = torch.ops.aten
-_EMPTY = {
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.empty_like.default,
-}
-_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
-class _Memory:
-    """Memory that the function allocates; it exists while launches `first` to `last` are done."""
+class _Stage(NamedTuple):
+    """Launches in one call into C, or one call of an op.
 
-    def __init__(self, t: Tensor, zeros: bool, first: int):
-        storage = t.untyped_storage()
-        self.storage = StorageWeakRef(storage)
-        self.address, self.size, self.zeros = storage.data_ptr(), storage.nbytes(), zeros
-        self.first = self.last = first
-        self.offset = 0
+    Attributes:
+        new: the tensors to allocate before: index, form, and whether as zeros.
+        run: takes the list of all tensors. It writes an op's result into it.
+        gone: indices of the tensors that no later stage needs.
+    """
 
-    def meets(self, other: "_Memory") -> bool:
-        """Whether both exist at the same time."""
-        return self.first <= other.last and other.first <= self.last
-
-
-class Recorder(TorchDispatchMode):
-    """Records what a function of `inputs` allocates and launches in this thread."""
-
-    sees_inside_ops = True
-
-    def __init__(self, inputs: list[Tensor]):
-        super().__init__()
-        self.inputs = [(t.data_ptr(), _extent(t)) for t in inputs]
-        self.memory: list[_Memory] = []
-        self.steps: list[bytes] = []
-        self.replayable = True
-
-    def __enter__(self) -> "Recorder":
-        launch.recording.recorder = self
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        launch.recording.recorder = None
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **kwargs or {})
-        if op in _EMPTY or op in _ZEROS:
-            self.memory.append(_Memory(result, op in _ZEROS, len(self.steps)))
-        elif not op.is_view:
-            self.replayable = False
-        return result
-
-    def record(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict) -> None:
-        """A launch that has just been done."""
-        for memory in self.memory:
-            if not memory.storage.expired():
-                memory.last = len(self.steps)
-        places = tuple(self._place(launch.address(argument)) for argument in args)
-        step = kernel.step(grid, places, *args, **options) if self.replayable else None
-        self.replayable = step is not None
-        self.steps.append(step or b"")
-
-    def _place(self, address: int | None) -> tuple[int, int] | None:
-        """The slot of the input or memory that holds an address, and the offset there."""
-        if address is None:
-            return None
-        ranges = [*self.inputs, *((m.address, m.size) for m in self.memory)]
-        gone = {len(self.inputs) + i for i, m in enumerate(self.memory) if m.storage.expired()}
-        found = [
-            (slot, address - start)
-            for slot, (start, size) in enumerate(ranges)
-            if start <= address < start + size and slot not in gone
-        ]
-        if len(found) == 1:
-            return found[0]
-        self.replayable = False  # For example, one input is a part of another.
-        return None
+    new: list[tuple[int, Form, bool]]
+    run: Callable[[list[Tensor]], None]
+    gone: list[int]
 
 
 class Replay:
     """What a recorded call did, for other tensors of the same shapes.
+
+    The tensors are numbered: the inputs, then each memory that has a form, outputs among them, and
+    last the workspace, which holds the other memory.
 
     Raises:
         ValueError: an output is not a fresh tensor of its own.
@@ -119,62 +60,137 @@ class Replay:
 
     def __init__(self, recorder: Recorder, result: Any):
         self.returns_tuple = isinstance(result, tuple)
-        outputs = result if self.returns_tuple else (result,)
-        self.outputs = [(tuple(t.shape), t.stride(), t.dtype) for t in outputs]
-        first_output = len(recorder.inputs)
-        workspace = first_output + len(outputs)
-        of_outputs = {t.untyped_storage().data_ptr(): i for i, t in enumerate(outputs)}
-        temporaries = [m for m in recorder.memory if m.storage.expired()]
-        fresh = [m for m in recorder.memory if not m.storage.expired() and not m.zeros]
-        if {m.address for m in fresh} != of_outputs.keys() or len(fresh) != len(outputs):
-            raise ValueError("every output must be a tensor that the function allocated")
-        if any(t.storage_offset() for t in outputs):
-            raise ValueError("an output is a view")
-        zeros, self.bytes = _pack(temporaries)
-        slots = [(i, 0) for i in range(first_output)]
-        for memory in recorder.memory:
-            if memory.address in of_outputs and not memory.storage.expired():
-                slots.append((first_output + of_outputs[memory.address], 0))
+        memory, inputs = recorder.memory, len(recorder.inputs)
+        by_ops = {step.memory for step in recorder.steps if isinstance(step, Call)}
+        outputs = _outputs(recorder, result if self.returns_tuple else (result,), by_ops)
+        zeros, self.bytes, offsets = _pack([m for m in memory if m.form is None])
+        self._bases = [form for _, form in recorder.inputs]
+        self._bases += [m.form for m in memory if m.form is not None]
+        self._workspace = len(self._bases)
+        numbers, free = iter(range(inputs, self._workspace)), iter(offsets)
+        slots = [(i, 0) for i in range(inputs)]
+        slots += [(self._workspace, next(free)) if m.form is None else (next(numbers), 0)
+                  for m in memory]  # fmt: skip
+        self._slots = tuple(slots)
+        self.outputs = [slots[inputs + i][0] for i in outputs]
+        self.stages = []
+        for begin, end in _parts(recorder.steps):
+            new, gone = [], []
+            for i, m in enumerate(memory):
+                number, _ = slots[inputs + i]
+                if m.form is not None and begin <= m.first < end and i not in by_ops:
+                    new.append((number, m.form, m.zeros))
+                if m.form is not None and begin <= m.last < end and number not in self.outputs:
+                    gone.append(number)
+            steps = recorder.steps[begin:end]
+            if isinstance(steps[0], Call):
+                run = self._call(steps[0], inputs)
             else:
-                slots.append((workspace, memory.offset))
-        self._launch = launch.native().Replay(
-            *(b"".join(recorder.steps), tuple(slots), workspace + 1, zeros),
+                run = self._launches(b"".join(s for s in steps if isinstance(s, bytes)), zeros)
+                zeros = 0  # The first launches clear them.
+            self.stages.append(_Stage(new, run, gone))
+
+    def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
+        native = launch.native().Replay(
+            *(steps, self._slots, self._workspace + 1, zeros),
             *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
         )
+        return lambda tensors: native(*tensors)
+
+    def _call(self, call: Call, inputs: int) -> Callable[[list[Tensor]], None]:
+        args = [self._argument(value) for value in call.args]
+        kwargs = {name: self._argument(value) for name, value in call.kwargs.items()}
+        result, _ = self._slots[inputs + call.memory]
+
+        def run(tensors: list[Tensor]) -> None:
+            options = {name: value(tensors) for name, value in kwargs.items()}
+            tensors[result] = call.op(*[value(tensors) for value in args], **options)
+
+        return run
+
+    def _argument(self, value: Any) -> Callable[[list[Tensor]], Any]:
+        """The argument of an op, as a function of all tensors."""
+        if not isinstance(value, View):
+            return lambda tensors: value
+        number, _ = self._slots[value.slot]
+        if value.form == self._bases[number] and not value.offset:
+            return operator.itemgetter(number)
+        shape, strides, _ = value.form
+
+        def view(tensors: list[Tensor]) -> Tensor:
+            t = tensors[number]
+            return t.as_strided(shape, strides, t.storage_offset() + value.offset)
+
+        return view
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         device = inputs[0].device
-        outputs = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            for shape, strides, dtype in self.outputs
-        ]
-        workspace = torch.empty(self.bytes, dtype=torch.uint8, device=device)
-        self._launch(*inputs, *outputs, workspace)
-        return tuple(outputs) if self.returns_tuple else outputs[0]
+        workspace = inputs[0]
+        if self.bytes:
+            workspace = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+        # The workspace stands for tensors that do not exist.
+        tensors = [*inputs, *[workspace] * (self._workspace - len(inputs) + 1)]
+        for new, run, gone in self.stages:
+            for index, (shape, strides, dtype), zeros in new:
+                t = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+                tensors[index] = t.zero_() if zeros else t
+            run(tensors)
+            for index in gone:
+                tensors[index] = workspace
+        if self.returns_tuple:
+            return tuple([tensors[i] for i in self.outputs])
+        return tensors[self.outputs[0]]
 
 
-def _pack(memory: list[_Memory]) -> tuple[int, int]:
-    """Gives each memory its offset in the workspace, where no other has it at the same time.
+def _outputs(recorder: Recorder, results: tuple[Tensor, ...], by_ops: set[int]) -> list[int]:
+    """Which memory each result is. Gives that memory the result's form."""
+    kept = {m.address: i for i, m in enumerate(recorder.memory) if not m.storage.expired()}
+    outputs = [kept.get(t.untyped_storage().data_ptr(), -1) for t in results]
+    if not recorder.steps or sorted(outputs) != sorted(kept.values()):
+        raise ValueError("every output must be a tensor that the function allocated")
+    for i, t in zip(outputs, results, strict=True):
+        memory, form = recorder.memory[i], form_of(t)
+        made_by_op = i in by_ops and memory.form != form
+        if t.storage_offset() or memory.zeros or made_by_op or form.dtype != memory.dtype:
+            raise ValueError("an output is a view, or zeros")
+        memory.form, memory.first = form, min(memory.first, len(recorder.steps) - 1)
+    return outputs
+
+
+def _parts(steps: list[bytes | Call]) -> list[tuple[int, int]]:
+    """The first step and the end of each run of launches, and of each call of an op."""
+    begins = [
+        i
+        for i, step in enumerate(steps)
+        if i == 0 or isinstance(step, Call) or isinstance(steps[i - 1], Call)
+    ]
+    return list(zip(begins, [*begins[1:], len(steps)], strict=True))
+
+
+def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
+    """Places memory in the workspace; two share bytes if they never exist at the same time.
 
     Returns:
-        The bytes at the start of the workspace that must be zero, and its bytes in all.
+        The bytes at the start of the workspace that must be zero, its bytes in all, and the offset
+        of each memory.
     """
-    zeros = 0
-    for m in memory:
+    zeros, offsets = 0, {}
+    for i, m in enumerate(memory):
         if m.zeros:
-            m.offset, zeros = zeros, zeros + round_up(m.size, ALIGNMENT)
+            offsets[i], zeros = zeros, zeros + round_up(m.size, ALIGNMENT)
     total = zeros
-    placed: list[_Memory] = []
-    for m in memory:
+    placed: list[tuple[int, Memory]] = []  # with offsets
+    for i, m in enumerate(memory):
         if m.zeros:
             continue
-        m.offset = zeros
-        for other in sorted(placed, key=lambda other: other.offset):
-            if m.meets(other) and m.offset + m.size > other.offset:
-                m.offset = max(m.offset, other.offset + round_up(other.size, ALIGNMENT))
-        placed.append(m)
-        total = max(total, m.offset + round_up(m.size, ALIGNMENT))
-    return zeros, total
+        offset = zeros
+        for taken, other in sorted(placed, key=operator.itemgetter(0)):
+            if m.meets(other) and offset + m.size > taken:
+                offset = max(offset, taken + round_up(other.size, ALIGNMENT))
+        placed.append((offset, m))
+        offsets[i] = offset
+        total = max(total, offset + round_up(m.size, ALIGNMENT))
+    return zeros, total, [offsets[i] for i in range(len(memory))]
 
 
 def replayed(function: Function) -> Function:
@@ -214,10 +230,3 @@ def _key(value: Any) -> Any:
     if type(value) in _TENSORS:
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     return value
-
-
-def _extent(t: Tensor) -> int:
-    """The bytes from a tensor's first element to the end of its last."""
-    if not t.numel():
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.itemsize
