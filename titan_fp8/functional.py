@@ -37,7 +37,7 @@ from titan_fp8.gemms import (
     quantize_operands,
     wgrad,
 )
-from titan_fp8.ops import replayable
+from titan_fp8.ops import direct, replayable
 from titan_fp8.recipe import get_recipe
 
 
@@ -106,9 +106,6 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-# Forward and backward
-
-
 @replayable
 def _forward(
     x_MK: Tensor, w: Tensor, offs: Tensor | None, for_wgrad: bool, spec: Spec
@@ -116,24 +113,6 @@ def _forward(
     """y, and with `for_wgrad` the columns of x."""
     x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
     return fprop(x_rows, w, offs, spec), *x_columns
-
-
-@replayable
-def _backward(
-    g_MN: Tensor,
-    w: Tensor,
-    offs: Tensor | None,
-    dx_dtype: torch.dtype | None,
-    dw_dtype: torch.dtype | None,
-    spec: Spec,
-    *x_columns: Tensor,
-) -> tuple[Tensor, ...]:
-    """dx and dW, each if its dtype is given."""
-    needs_dx, needs_dw = dx_dtype is not None, dw_dtype is not None
-    g_rows, g_columns = quantize_operands(g_MN, offs, needs_dx, needs_dw, spec)
-    dx = (dgrad(g_rows, w, offs, spec, dx_dtype),) if dx_dtype is not None else ()
-    dw = (wgrad(g_columns, x_columns, offs, spec, dw_dtype),) if dw_dtype is not None else ()
-    return *dx, *dw
 
 
 class _Operands(NamedTuple):
@@ -187,14 +166,19 @@ class _FP8Product(torch.autograd.Function):
         spec = ctx.spec
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
         g = g_MN.to(spec.dtype).contiguous()
-        if w is None:
-            g_rows, _ = quantize_operands(g, offs, needs_dx, False, spec)
-            gradients = iter([dgrad(g_rows, columns, offs, spec, ctx.x_dtype)] if needs_dx else [])
+        dx_MK = dw = None
+        if needs_dx and needs_dw:
+            w_scale, (x_columns, *x_scale) = None, columns
+            tensors = g, w.to(spec.dtype), w_scale, x_columns, *(x_scale or [None]), offs
+            layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe
+            dx_MK, dw = direct.product_backward(*tensors, *layout, emulate=spec.emulate)
         else:
-            dtypes = ctx.x_dtype if needs_dx else None, w.dtype if needs_dw else None
-            gradients = iter(_backward(g, w.to(spec.dtype), offs, *dtypes, spec, *columns))
-        dx_MK = next(gradients) if needs_dx else None
-        dw = next(gradients) if needs_dw else None
+            g_rows, g_columns = quantize_operands(g, offs, needs_dx, needs_dw, spec)
+            if needs_dx:
+                right = columns if w is None else w.to(spec.dtype)
+                dx_MK = dgrad(g_rows, right, offs, spec, ctx.x_dtype)
+            if needs_dw:
+                dw = wgrad(g_columns, columns, offs, spec, w.dtype)
         db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
         return dx_MK, dw, db, *(None for _ in others)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_fp8 import gemms  # noqa: F401  (defines product_backward)
 from titan_fp8.ops import direct
 
 _aten = torch.ops.aten
@@ -139,7 +140,7 @@ def _experts(
     return direct.blockwise_swiglu_fp8(x, *weights, *layout, **options)
 
 
-def _experts_backward(
+def _swiglu_backward(
     g: Tensor,
     a: Tensor,
     b: Tensor,
@@ -148,7 +149,7 @@ def _experts_backward(
     w1: GatheredWeight,
     w2: GatheredWeight,
     w3: GatheredWeight,
-    offs: Tensor,
+    offs: Tensor | None,
     aligned: bool = False,
     dx_dtype: torch.dtype = torch.bfloat16,
     **options: Any,
@@ -156,6 +157,12 @@ def _experts_backward(
     weights = (operand for w in (w1, w2, w3) for operand in w.for_dgrad)
     layout = offs, aligned, dx_dtype, w1.dtype
     return direct.blockwise_swiglu_backward_fp8(g, a, b, x_q_t, x_s_t, *weights, *layout, **options)
+
+
+def _product_backward(
+    g: Tensor, w: GatheredWeight, w_scale: None, *others: Any, emulate: bool = False
+) -> tuple[Tensor, Tensor]:
+    return direct.product_backward(g, *w.for_dgrad, *others, emulate=emulate)
 
 
 _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
@@ -168,7 +175,8 @@ _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     _ops.blockwise_dgrad.default: _dgrad(direct.blockwise_dgrad_fp8),
     _ops.blockwise_dgrad_pair.default: _dgrad_pair,
     _ops.blockwise_swiglu.default: _experts,
-    _ops.blockwise_swiglu_backward.default: _experts_backward,
+    _ops.blockwise_swiglu_backward.default: _swiglu_backward,
+    _ops.product_backward.default: _product_backward,
     _ops.rowwise_fprop.default: _fprop(direct.rowwise_mm),
     _ops.rowwise_dgrad.default: _dgrad(direct.rowwise_dgrad_fp8),
 }

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_fp8.ops import composite, direct
 from titan_fp8.recipe import RECIPES, Recipe, Scaling
 
 Operand = tuple[Tensor, ...]
@@ -105,6 +106,44 @@ def quantize_operands(
     if rows:
         return ops.rows(x_MK, emulate=emulate), ()
     return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
+
+
+# All of backward
+
+
+@composite(checked=("g",))
+def product_backward(
+    g: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    x_columns: Tensor,
+    x_scale: Tensor | None,
+    offs: Tensor | None,
+    aligned: bool,
+    dx_dtype: torch.dtype,
+    dw_dtype: torch.dtype,
+    recipe: str,
+    *,
+    emulate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """dx (M, K) and dW (N, K) or (E, N, K) of a product, from g (M, N).
+
+    One op, because nothing else reads what g is quantised to, and each op costs the host time.
+
+    Args:
+        w, w_scale: the weight in high precision and None; or q, laid out as the weight, and the
+            scales that dgrad reads.
+        x_columns, x_scale: the columns of x; x itself and None in bf16.
+    """
+    spec = Spec(recipe, emulate, aligned, g.dtype)
+    g_rows, g_columns = quantize_operands(g, offs, True, True, spec)
+    weight: Tensor | Operand = w
+    if w_scale is not None:
+        weight = direct.transpose_fp8(w, emulate=emulate), w_scale
+    dx = dgrad(g_rows, weight, offs, spec, dx_dtype)
+    del g_rows, weight
+    columns = (x_columns,) if x_scale is None else (x_columns, x_scale)
+    return dx, wgrad(g_columns, columns, offs, spec, dw_dtype)
 
 
 class SharedInput:

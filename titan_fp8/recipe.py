@@ -60,7 +60,7 @@ class SwiGLU:
     backward: Op
     dgrad_pair: Op
     experts: Op
-    experts_backward: Op
+    all_of_backward: Op
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
             backward=scaled(_ops.swiglu_backward_1x128_128x1_t),
             dgrad_pair=scaled(_ops.blockwise_dgrad_pair),
             experts=scaled(_ops.blockwise_swiglu),
-            experts_backward=scaled(_ops.blockwise_swiglu_backward),
+            all_of_backward=scaled(_ops.blockwise_swiglu_backward),
         ),
     )
 

@@ -30,6 +30,7 @@ from titan_fp8.functional import (
     products,
 )
 from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
+from titan_fp8.ops import replayable
 from titan_fp8.recipe import SwiGLU, get_recipe
 
 
@@ -37,6 +38,24 @@ def _swiglu_ops(spec: Spec) -> SwiGLU:
     ops = spec.ops.swiglu
     assert ops is not None, spec.recipe
     return ops
+
+
+@replayable
+def _forward(
+    x_MK: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    offs: Tensor | None,
+    for_wgrad: bool,
+    spec: Spec,
+) -> tuple[Tensor, ...]:
+    """y, a, b, and with `for_wgrad` the columns of x."""
+    x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
+    a_MH = fprop(x_rows, w1, offs, spec)
+    b_MH = fprop(x_rows, w3, offs, spec)
+    h_rows = _swiglu_ops(spec).rows(a_MH, b_MH, emulate=spec.emulate)
+    return fprop(h_rows, w2, offs, spec), a_MH, b_MH, *x_columns
 
 
 class _FP8SwiGLU(torch.autograd.Function):
@@ -63,12 +82,9 @@ class _FP8SwiGLU(torch.autograd.Function):
             y_MN, *saved = ops.experts(x_MK, w1, w2, w3, offs, spec.aligned, emulate=emulate)
             ctx.save_for_backward(w1, w2, w3, offs, *saved)
             return y_MN
-        x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
-        a_MH = fprop(x_rows, w1, offs, spec)
-        b_MH = fprop(x_rows, w3, offs, spec)
-        h_rows = ops.rows(a_MH, b_MH, emulate=emulate)
-        ctx.save_for_backward(w1, w2, w3, offs, a_MH, b_MH, *x_columns)
-        return fprop(h_rows, w2, offs, spec)
+        y_MN, *saved = _forward(x_MK, w1, w2, w3, offs, for_wgrad, spec)
+        ctx.save_for_backward(w1, w2, w3, offs, *saved)
+        return y_MN
 
     @staticmethod
     @differentiable_once
@@ -77,10 +93,10 @@ class _FP8SwiGLU(torch.autograd.Function):
         spec = ctx.spec
         ops, emulate = _swiglu_ops(spec), spec.emulate
         needs_dx, needs_dw1, needs_dw2, needs_dw3, *others = ctx.needs_input_grad
-        if offs is not None and needs_dx and needs_dw1 and needs_dw2 and needs_dw3:
-            tensors = g_MN, a_MH, b_MH, *x_columns, w1, w2, w3
+        if needs_dx and needs_dw1 and needs_dw2 and needs_dw3:
+            tensors = g_MN.to(spec.dtype), a_MH, b_MH, *x_columns, w1, w2, w3
             layout = offs, spec.aligned, ctx.x_dtype
-            gradients = ops.experts_backward(*tensors, *layout, emulate=emulate)
+            gradients = ops.all_of_backward(*tensors, *layout, emulate=emulate)
             return *gradients, *(None for _ in others)
         g_rows, g_columns = quantize_operands(g_MN, offs, True, needs_dw2, spec)
         dh_MH = dgrad(g_rows, w2, offs, spec, spec.dtype)

@@ -111,14 +111,30 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
     operands = *ops.quantize_col_t(g, *layout), *ops.quantize_col_t(x, *layout)
     yield ops.rowwise_wgrad, (*operands, *end)
     yield ops.bf16_wgrad, (g.bfloat16(), x.bfloat16(), *end)
+    yield from backward_calls(g.to(dtype), x, w, *layout)
+    weights = w, torch.randn(*w.shape[:-2], 48, n), torch.randn_like(w)
+    kept = *torch.randn(2, m, n), *ops.quantize_128x1_t(x, *layout)
+    yield ops.blockwise_swiglu_backward, (torch.randn(m, 48), *kept, *weights, *end)
     if offs is not None:
-        weights = w, torch.randn(len(offs), 48, n), torch.randn_like(w)
         yield ops.blockwise_swiglu, (x.to(dtype), *weights, *layout)
-        kept = *torch.randn(2, m, n), *ops.quantize_128x1_t(x, *layout)
-        yield ops.blockwise_swiglu_backward, (torch.randn(m, 48), *kept, *weights, *end)
         rows = [t for each in weights for t in ops.quantize_128x128(each)]
         yield ops.blockwise_swiglu_fp8, (x.to(dtype), *rows, *layout)
         for i, each in enumerate(weights):
             rows[2 * i + 1] = ops.quantize_128x128_t(each)[1]
         arguments = torch.randn(m, 48), *kept, *rows, *layout, dtype, dtype
         yield ops.blockwise_swiglu_backward_fp8, arguments
+
+
+def backward_calls(g, x, w, offs, aligned):
+    """The backward of a product, for each recipe, and with a weight that is FP8 already."""
+    quantised = {
+        "blockwise": (ops.quantize_128x1_t(x, offs, aligned), ops.quantize_128x128_t(w)),
+        "rowwise": (ops.quantize_col_t(x, offs, aligned), ops.quantize_weight_col_t(w)),
+    }
+    for recipe in RECIPES:
+        columns, (_, sw_t) = quantised["rowwise" if recipe.startswith("rowwise") else "blockwise"]
+        if recipe == "rowwise_with_gw_hp":
+            columns = x.bfloat16(), None
+        layout = offs, aligned, torch.bfloat16, torch.float32, recipe
+        yield ops.product_backward, (g, w.to(g.dtype), None, *columns, *layout)
+        yield ops.product_backward, (g, w.to(E4M3), sw_t, *columns, *layout)

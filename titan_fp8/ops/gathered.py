@@ -112,7 +112,7 @@ def blockwise_swiglu_backward_fp8(
     sw2_t: Tensor,
     w3: Tensor,
     sw3_t: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     aligned: bool = False,
     dx_dtype: torch.dtype = torch.bfloat16,
     dw_dtype: torch.dtype = torch.bfloat16,

@@ -1,12 +1,12 @@
-"""SwiGLU with quantised outputs, and the experts' whole forward and backward as one op each.
+"""SwiGLU with quantised outputs, the experts' forward as one op, and the whole backward as another.
 
 h = silu(a) · b is read by the next GEMM only, and that reads it quantised; the same holds for da
 and db in backward. The primitive ops write these in FP8 directly.
 
 The composite ops exist for the CPU: a MoE model in FP8 keeps its CPU as busy as its GPU, and every
 op costs a pass through the dispatcher, the guards of compiled code and the modes of activation
-checkpointing. Dense layers do not use them, because op-level checkpointing saves some of their
-GEMMs, and because the compiler frees tensors between the smaller ops.
+checkpointing. Dense layers use only that of backward: in forward, op-level checkpointing saves some
+of their GEMMs, and the compiler merges equal quantisations of an input.
 """
 
 from collections.abc import Callable
@@ -86,14 +86,14 @@ def blockwise_swiglu_backward(
     w1: Tensor,
     w2: Tensor,
     w3: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
     aligned: bool = False,
     dx_dtype: torch.dtype = torch.bfloat16,
     *,
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The experts' backward: dx (M, K), dW1, dW2, dW3, from g (M, N) and the forward's outputs."""
+    """The whole backward: dx (M, K), dW1, dW2, dW3, from g (M, N) and the forward's outputs."""
     impl, weights = implementation(g, emulate), (w1, w2, w3)
 
     def quantised(w: Tensor) -> Operand:
@@ -109,7 +109,7 @@ def experts_forward(
     x: Tensor,
     weights: tuple[Weight, Weight, Weight],
     operand: Callable[[Weight], Operand],
-    offs: Tensor,
+    offs: Tensor | None,
     aligned: bool,
     scale_fmt: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -129,7 +129,7 @@ def experts_backward(
     kept: tuple[Tensor, Tensor, Tensor, Tensor],
     weights: tuple[Weight, Weight, Weight],
     operand: Callable[[Weight], Operand],
-    offs: Tensor,
+    offs: Tensor | None,
     aligned: bool,
     dx_dtype: torch.dtype,
     dw_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
