@@ -17,7 +17,7 @@ A composite op is written once over the primitive ops of an implementation:
 
 `implementation` returns the kernels on a CUDA device, the reference on the CPU or with
 `emulate=True`, and the stubs themselves for a tensor without data. So the same body serves as
-kernel, reference and fake.
+kernel, reference and fake. `observe.py` puts an observer between these and the ops.
 
 Ops are functional: they write to none of their arguments and return fresh tensors. That lets
 torch.compile merge equal calls, such as the quantisation of an input that wq, wk and wv share.

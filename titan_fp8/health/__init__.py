@@ -1,0 +1,16 @@
+"""The health of FP8 in a training run: what quantising does to the operands of every layer.
+
+    statistics.py   what is counted, of a sample of elements and of all scales
+    sampling.py     takes the samples
+    watch.py        the ops, telling an observer what they read and write
+    shards.py       those of weights that FSDP2 gathers in FP8
+    observer.py     finds out whose an operand is, and collects the statistics of a step
+    report.py       combines ranks, and says it in metrics, a table and warnings
+
+The adapter for torchtitan decides which steps are observed.
+"""
+
+from titan_fp8.health.observer import Layer, Observer
+from titan_fp8.health.report import Report
+
+__all__ = ["Layer", "Observer", "Report"]

@@ -1,0 +1,264 @@
+"""Watches the quantisers and GEMMs of some steps, and takes samples of the operands.
+
+An observer sits inside the ops, below autograd, torch.compile, checkpointing and the parallel plan
+(`ops/observe.py`). So it sees the very q and scales that the GEMMs read, on local shards, and the
+compiled code is the same whether a step is observed or not.
+
+Ops do not know the layer that calls them. The observer finds out by the memory of their arguments:
+
+- A GEMM's operand is what a quantiser has written to its address last.
+- The right operand of fprop and dgrad is a weight, and the tensor that was quantised to it is the
+  parameter of one of the layers: it has its address or, if it was cast on the way, its values.
+- fprop's left operand is then x of that layer and dgrad's is g. wgrad reads columns that were
+  written together with the rows of fprop or dgrad, at least on one side.
+
+Operands that cannot be traced to a layer are left out. A weight that FSDP2 gathers in FP8 is
+sampled where it was quantised, on the ranks that have its shards (`shards.py`).
+
+Elements are sampled: of each operand SAMPLED_ROWS tokens, or rows of a weight, evenly spaced.
+Scales are read in full. Nothing waits for the device before `table`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.health.sampling import Sample, Sampler
+from titan_fp8.health.shards import samples_of_shard
+from titan_fp8.health.statistics import MAXIMA, SUMS, Stat, in_absolute_units
+from titan_fp8.health.watch import WatchedOps
+
+SAMPLED_ROWS = 32
+COMPARED = 64
+"""Elements by which a weight that was cast is recognised."""
+
+OPERANDS = ("x fprop", "w fprop", "g dgrad", "w dgrad", "g wgrad", "x wgrad")
+"""What the three GEMMs of a layer read."""
+
+
+class Layer(NamedTuple):
+    """A weight that FP8 GEMMs read, as the parameter `parameter` of `module`."""
+
+    name: str
+    module: nn.Module
+    parameter: str
+
+    @property
+    def weight(self) -> Any:
+        """The local tensor as it is now: sharded, gathered or gathered in FP8."""
+        weight = getattr(self.module, self.parameter)
+        return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
+class Owner(NamedTuple):
+    """Whose an operand is: of the layer `layers[choice]`, of nobody if `choice` is -1."""
+
+    layers: list[int]
+    choice: Tensor | None
+    """On the device; None for the first."""
+
+
+@dataclass(eq=False)
+class Operand:
+    """What one call of a quantiser has written along one dimension."""
+
+    sample: Sample
+    weight: Callable[[], Owner | None] | None
+    """For what may be a weight: whose it is."""
+    gemm: str
+    """For a weight: the GEMM that reads this layout."""
+    twin: "Operand | None"
+    """For columns: the rows that the same call has written."""
+    owners: list[tuple[Owner, str]] = field(default_factory=list)
+    """Layers, and which of OPERANDS this is to them."""
+
+
+class Observer:
+    """Watches the ops that `wrap` returns, and collects statistics until `table` is called.
+
+    Args:
+        layers: the layers to observe.
+        observing: whether the ops that run now are of interest.
+        phase: moves the sampled places, so that not all steps sample the same tokens.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], observing: Callable[[], bool] = lambda: True, phase: int = 0
+    ):
+        self.layers, self.observing = layers, observing
+        self.sampler = Sampler(SAMPLED_ROWS, phase)
+        self._operands: list[Operand] = []
+        self._group_sizes: list[tuple[Owner, Tensor]] = []
+        self._products: list[tuple[Operand, Operand]] = []
+        self._by_address: dict[int, Operand] = {}
+        self._transposed: dict[int, Owner] = {}
+        self._values: dict[Any, tuple[list[int], Tensor | None]] = {}
+        self._last = 0
+        self._note_gathered()
+
+    def wrap(self, implementation: Any) -> Any:
+        """The implementation, watched; for `ops.observe`."""
+        return WatchedOps(implementation, self)
+
+    # What was quantised
+
+    def note(
+        self,
+        sample: Sample,
+        weight: Callable[[], Owner | None] | None = None,
+        gemm: str = "",
+        twin: Operand | None = None,
+    ) -> Operand:
+        operand = Operand(sample, weight, gemm, twin)
+        self._operands.append(operand)
+        self._by_address[sample.address] = operand
+        return operand
+
+    def _note_gathered(self) -> None:
+        """Weights that FSDP2 gathers in FP8: each rank has quantised its shard for this step."""
+        for index, layer in enumerate(self.layers):
+            for gemms, sample in samples_of_shard(self.sampler, layer.weight):
+                operand = Operand(sample, None, "", None)
+                operand.owners = [(Owner([index], None), f"w {gemm}") for gemm in gemms]
+                self._operands.append(operand)
+
+    # What was multiplied
+
+    def multiplied(self, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
+        """fprop or dgrad of a and the weight b."""
+        owner, gemm = self._weight(b)
+        if owner is None:
+            return
+        left = self._by_address.get(a.data_ptr())
+        if left is not None:
+            left.owners.append((owner, "x fprop" if gemm == "fprop" else "g dgrad"))
+        if offs is not None and gemm == "fprop":
+            self._group_sizes.append((owner, offs.diff(prepend=offs.new_zeros(1))))
+
+    def multiplied_columns(self, g: Tensor, x: Tensor) -> None:
+        """wgrad of the columns of g and x."""
+        left, right = (self._by_address.get(t.data_ptr()) for t in (g, x))
+        if left is not None and right is not None:
+            self._products.append((left, right))
+
+    def transposed(self, q: Tensor, q_t: Tensor) -> None:
+        """A weight that is in FP8 already, transposed for dgrad."""
+        owner = self.find(q)
+        if owner is not None:
+            self._transposed[q_t.data_ptr()] = owner
+
+    def _weight(self, b: Tensor) -> tuple[Owner | None, str]:
+        """The owner of a right operand of fprop or dgrad, and which of the two it is."""
+        address = b.data_ptr()
+        if address in self._transposed:
+            return self._transposed.pop(address), "dgrad"
+        operand = self._by_address.get(address)
+        if operand is None or operand.weight is None:
+            return self.find(b), "fprop"
+        owner = operand.weight()
+        if owner is not None:
+            operand.owners.append((owner, f"w {operand.gemm}"))
+        return owner, operand.gemm
+
+    def find(self, weight: Tensor) -> Owner | None:
+        """The layer of a weight that is quantised or read now."""
+        address = weight.data_ptr()
+        for index in self._outward():
+            if address in _addresses(self.layers[index].weight):
+                self._last = index
+                return Owner([index], None)
+        return self._find_by_values(weight)
+
+    def _outward(self) -> Iterator[int]:
+        """All layers, first the neighbours of the one that was found last."""
+        count = len(self.layers)
+        for step in range(count):
+            yield (self._last + (step + 1) // 2 * (1 if step % 2 else -1)) % count
+
+    def _find_by_values(self, weight: Tensor) -> Owner | None:
+        key = weight.shape, weight.dtype
+        if key not in self._values:
+            candidates = [
+                (i, _some_values(layer.weight).to(weight.dtype))
+                for i, layer in enumerate(self.layers)
+                if layer.weight.shape == weight.shape and layer.weight.dtype != weight.dtype
+            ]
+            indices, values = [i for i, _ in candidates], [v for _, v in candidates]
+            self._values[key] = indices, torch.stack(values) if values else None
+        indices, table = self._values[key]
+        if table is None:
+            return None
+        same = (table == _some_values(weight)).all(1)
+        return Owner(indices, torch.where(same.any(), same.int().argmax(), -1))
+
+    # Results
+
+    def table(self) -> tuple[Tensor, list[list[Tensor]]]:
+        """The results; waits for the device.
+
+        Returns:
+            The statistics (layers, OPERANDS, Stat), float64, on the CPU, zero and -inf where there
+            are none; and for each layer the tokens (E,) of each of its products of experts.
+        """
+        self._trace_columns()
+        index_of = self._indices()
+        places: set[tuple[int, int]] = set()
+        for operand in self._operands:
+            for owner, role in operand.owners:
+                if index_of(owner) >= 0:
+                    cell = index_of(owner) * len(OPERANDS) + OPERANDS.index(role)
+                    places.add((cell, operand.sample.position))
+        cells, positions = torch.tensor(sorted(places), dtype=torch.int64).view(-1, 2).unbind(1)
+        results = in_absolute_units(*(r.cpu() for r in self.sampler.results()))[positions]
+        table = torch.zeros(len(self.layers) * len(OPERANDS), len(Stat), dtype=torch.float64)
+        table[:, MAXIMA] = -torch.inf
+        table[:, SUMS].index_add_(0, cells, results[:, SUMS])
+        of_maxima = cells[:, None].expand(-1, 2)
+        table[:, MAXIMA] = table[:, MAXIMA].scatter_reduce(0, of_maxima, results[:, MAXIMA], "amax")
+        sizes: list[list[Tensor]] = [[] for _ in self.layers]
+        for owner, counts in self._group_sizes:
+            if index_of(owner) >= 0:
+                sizes[index_of(owner)].append(counts.cpu())
+        return table.view(len(self.layers), len(OPERANDS), len(Stat)), sizes
+
+    def _trace_columns(self) -> None:
+        for g, x in self._products:
+            owners = [o for o, role in (g.twin.owners if g.twin else ()) if role == "g dgrad"]
+            if not owners and x.twin:
+                inputs = [o for o, role in x.twin.owners if role == "x fprop"]
+                owners = inputs if len(inputs) == 1 else []
+            for owner in owners:
+                g.owners.append((owner, "g wgrad"))
+                x.owners.append((owner, "x wgrad"))
+
+    def _indices(self) -> Callable[[Owner], int]:
+        """Resolves owners, after one transfer of those that were found by their values."""
+        owners = [owner for operand in self._operands for owner, _ in operand.owners]
+        owners += [owner for owner, _ in self._group_sizes]
+        tensors = {id(o.choice): o.choice for o in owners if o.choice is not None}
+        values = torch.stack(list(tensors.values())).tolist() if tensors else []
+        positions = dict(zip(tensors, values))
+
+        def index_of(owner: Owner) -> int:
+            if owner.choice is None:
+                return owner.layers[0]
+            position = positions[id(owner.choice)]
+            return owner.layers[position] if position >= 0 else -1
+
+        return index_of
+
+
+def _addresses(weight: Any) -> tuple[int, ...]:
+    if isinstance(weight, GatheredWeight):
+        return tuple(q.data_ptr() for q in (weight.q, weight.q_columns) if q is not None)
+    return (weight.data_ptr(),)
+
+
+def _some_values(weight: Tensor) -> Tensor:
+    values = weight.detach().flatten()
+    return values[:: max(1, values.numel() // COMPARED)][:COMPARED]

@@ -1,0 +1,231 @@
+"""The health of one step over all ranks, as metrics, as text and as warnings.
+
+Ranks are combined by one sum and one maximum over all of them. Shares and errors are those of all
+sampled elements together: each rank counts with as many as it has sampled. Ranks that compute the
+same, as data-parallel ranks do with a weight, do not change a share. The spread of an operand's
+scales is over all ranks, and tokens per expert are those of all experts.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_fp8.health.observer import OPERANDS
+from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
+
+UNDERFLOW_BOUND = 0.05
+"""A warning names layers of which a larger share of an operand's elements became zero."""
+NAMED = 5
+"""Layers that a warning names, and lines of the worst ones in the log."""
+
+
+def kind_of(layer: str) -> str:
+    """A layer's name without numbers: layers.3.attention.wq is an attention.wq."""
+    return re.sub(r"^layers\.|(?<=\.)\d+\.|^\d+\.", "", layer)
+
+
+def union_of_names(names: Sequence[str]) -> list[str]:
+    """The names on all ranks, in the order of the first rank that has them."""
+    if not dist.is_initialized():
+        return list(names)
+    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, list(names))
+    return list(dict.fromkeys(name for each in gathered for name in each))
+
+
+@dataclass
+class Report:
+    """The statistics of a step.
+
+    Attributes:
+        names: of the layers, on whatever ranks they are.
+        table: (layers, OPERANDS, Stat), float64.
+        tokens: (layers, 4), float64: of experts' products the sum of the tokens over experts, the
+            number of experts, the most and minus the fewest tokens of one; -inf where none is.
+    """
+
+    names: list[str]
+    table: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of_rank(
+        cls, names: list[str], own: Sequence[str], table: Tensor, sizes: Iterable[list[Tensor]]
+    ) -> "Report":
+        """What `Observer.table` has returned for the layers `own`, as a report on `names`."""
+        rows = [names.index(name) for name in own]
+        report = cls(
+            names,
+            torch.zeros(len(names), len(OPERANDS), len(Stat), dtype=torch.float64),
+            torch.zeros(len(names), 4, dtype=torch.float64),
+        )
+        report.table[..., MAXIMA] = report.tokens[:, 2:] = -torch.inf
+        report.table[rows] = table
+        for row, counts in zip(rows, sizes, strict=True):
+            if counts:
+                each = torch.cat(counts).double()
+                report.tokens[row] = torch.stack(
+                    [each.sum(), torch.tensor(float(len(each))), each.max(), -each.min()]
+                )
+        return report
+
+    def over_ranks(self, device: torch.device) -> "Report":
+        """The report of all ranks together, by two all-reduces of tensors on `device`."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self
+        sums = torch.cat([self.table[..., SUMS].flatten(), self.tokens[:, :2].flatten()])
+        maxima = torch.cat([self.table[..., MAXIMA].flatten(), self.tokens[:, 2:].flatten()])
+        sums, maxima = sums.to(device), maxima.to(device)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        combined = Report(self.names, self.table.clone(), self.tokens.clone())
+        for part, table, tokens in (
+            (sums.cpu(), combined.table[..., SUMS], combined.tokens[:, :2]),
+            (maxima.cpu(), combined.table[..., MAXIMA], combined.tokens[:, 2:]),
+        ):
+            table.copy_(part[: table.numel()].view(table.shape))
+            tokens.copy_(part[table.numel() :].view(tokens.shape))
+        return combined
+
+    # Shares and errors
+
+    def kinds(self) -> dict[str, list[int]]:
+        """The rows of the layers of each kind."""
+        kinds: dict[str, list[int]] = {}
+        for row, name in enumerate(self.names):
+            kinds.setdefault(kind_of(name), []).append(row)
+        return kinds
+
+    def metrics(self) -> dict[str, float]:
+        """The scalars for TensorBoard, by tag. What nothing was seen of is left out."""
+        scalars: dict[str, Tensor] = {}
+        for kind, rows in self.kinds().items():
+            for name, values in _ratios(self.table[rows].sum(0)).items():
+                scalars |= {
+                    f"health_{name}/{kind}/{operand.replace(' ', '_')}": value
+                    for operand, value in zip(OPERANDS, values)
+                }
+            scalars[f"health_scale_spread/{kind}"] = _spread(self.table[rows]).max()
+        spreads = _spread(self.table).amax(1)
+        for layer, table, spread in zip(self.names, self.table, spreads):
+            ratios = _ratios(table)
+            for name in ("underflow", "error", "non_finite"):
+                scalars[f"health_layer_{name}/{layer}"] = _worst(ratios[name])
+            scalars[f"health_layer_scale_spread/{layer}"] = spread
+        for layer, (mean, most, fewest) in self.tokens_per_expert().items():
+            for name, value in (("mean", mean), ("max", most), ("min", fewest)):
+                scalars[f"health_tokens_per_expert/{layer}/{name}"] = torch.tensor(value)
+        return {tag: value for tag, v in scalars.items() if (value := float(v)) == value}
+
+    def tokens_per_expert(self) -> dict[str, tuple[float, float, float]]:
+        """The mean, the most and the fewest tokens of one expert, padding included, by module."""
+        found = {}
+        for layer, (total, experts, most, fewest) in zip(self.names, self.tokens.tolist()):
+            if experts:
+                found[layer.rpartition(".")[0]] = total / experts, most, -fewest
+        return found
+
+    def underflowing(self, bound: float = UNDERFLOW_BOUND) -> list[tuple[float, str, str]]:
+        """(share, layer, operand) of the operands whose underflow passes the bound, worst first."""
+        shares = _ratios(self.table)["underflow"]
+        return sorted(
+            (
+                (share, layer, operand)
+                for layer, row in zip(self.names, shares.tolist())
+                for operand, share in zip(OPERANDS, row)
+                if share > bound
+            ),
+            reverse=True,
+        )
+
+    def warnings(self, step: int) -> list[str]:
+        """What is wrong, in words, naming layers."""
+        messages = []
+        if found := self.underflowing():
+            worst = [f"{layer} ({share:.1%} of {of})" for share, layer, of in _by_layer(found)]
+            messages.append(
+                f"step {step}: more than {UNDERFLOW_BOUND:.0%} of non-zero elements became zero "
+                f"in FP8 in {_listed(worst)}"
+            )
+        broken = []
+        for name, counts in zip(self.names, self.table[..., Stat.NON_FINITE].tolist()):
+            if operands := [operand for operand, count in zip(OPERANDS, counts) if count]:
+                broken.append(f"{name} ({', '.join(operands)})")
+        if broken:
+            messages.append(f"step {step}: NaN or Inf in what the GEMMs read of {_listed(broken)}")
+        return messages
+
+    def __str__(self) -> str:
+        """A line for each kind of layers, and one for each of the worst layers."""
+        kinds = [(kind, *_cells(self.table[rows])) for kind, rows in self.kinds().items()]
+        underflow = _ratios(self.table)["underflow"].nan_to_num(0).amax(1)
+        worst = sorted(range(len(self.names)), key=lambda i: -underflow[i])[:NAMED]
+        layers = [
+            (self.names[i], *_cells(self.table[i : i + 1])) for i in worst if underflow[i] > 0
+        ]
+        header = ("", "underflow", "at 448", "error", "scale spread")
+        lines = _aligned([header, *kinds, *([("worst layers",), *layers] if layers else [])])
+        modules = self.tokens_per_expert().items()
+        uneven = sorted(modules, key=lambda each: each[1][1] / max(each[1][0], 1), reverse=True)
+        for module, (mean, most, fewest) in uneven[:NAMED]:
+            lines.append(
+                f"{module}: {fewest:.0f} to {most:.0f} tokens per expert, {mean:.0f} on average"
+            )
+        return "\n".join(lines)
+
+
+def _ratios(table: Tensor) -> dict[str, Tensor]:
+    """Shares and relative errors of (..., Stat); NaN where nothing was counted."""
+    stats = table.unbind(-1)
+    nonzero = stats[Stat.NONZERO]
+    return {
+        "underflow": stats[Stat.UNDERFLOW] / nonzero,
+        "at_448": stats[Stat.AT_MAX] / nonzero,
+        "error": (stats[Stat.ERROR] / stats[Stat.SQUARES]).sqrt(),
+        "non_finite": stats[Stat.NON_FINITE] / stats[Stat.BLOCKS],
+    }
+
+
+def _spread(table: Tensor) -> Tensor:
+    """log2 of the largest scale of a tensor over its smallest; 0 where there is none."""
+    spread = table[..., Stat.LOG2_MAX] + table[..., Stat.LOG2_MIN]
+    return torch.where(spread.isfinite(), spread, 0)
+
+
+def _worst(values: Tensor) -> Tensor:
+    """The largest that is not NaN; NaN if all are."""
+    return values[~values.isnan()].max() if values.isfinite().any() else values.sum()
+
+
+def _cells(table: Tensor) -> tuple[str, ...]:
+    """Of layers (n, OPERANDS, Stat) together, each statistic at the operand where it is worst."""
+    cells = []
+    for values in list(_ratios(table.sum(0)).values())[:3]:
+        worst = values.nan_to_num(-1).argmax()
+        share = values[worst].item()
+        cells.append(f"{share:.2%} {OPERANDS[worst]}" if share == share else "-")
+    return *cells, f"2^{_spread(table).max():.1f}"
+
+
+def _by_layer(found: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
+    """The worst operand of each layer."""
+    worst: dict[str, tuple[float, str, str]] = {}
+    for each in found:
+        worst.setdefault(each[1], each)
+    return list(worst.values())
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more layers" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    columns = max(map(len, rows))
+    padded = [(*row, *[""] * (columns - len(row))) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*padded)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in padded]

@@ -1,0 +1,49 @@
+"""Samples of weights that FSDP2 gathers in FP8 (`titan_fp8/fsdp.py`), from this rank's shard.
+
+Their GEMMs read what the shards were quantised to after the last step of the optimizer, and no rank
+has the gathered weight in high precision.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_fp8.fsdp import ShardedWeight
+from titan_fp8.health.sampling import Sample, Sampler
+from titan_fp8.layouts import BLOCK
+
+
+def samples_of_shard(sampler: Sampler, weight: Any) -> Iterator[tuple[tuple[str, ...], Sample]]:
+    """The GEMMs that read a layout of a shard, and a sample of it; nothing for other weights.
+
+    Args:
+        weight: the local tensor of a parameter, (N, K) or (E, N, K).
+    """
+    shard = weight.memory.shard if isinstance(weight, ShardedWeight) else None
+    if shard is None or shard.q is None or weight.memory.stale or not weight.numel():
+        return
+    w, place = weight.plain(), shard.place
+    dims = w.shape if w.dim() == 3 else (1, *w.shape)
+    expert, row = sampler.rows_of_experts(dims[0], dims[1], w.device)
+    whole_row = row + place.first_row
+
+    def take(q: Tensor, s: Tensor, blockwise: bool, by_row: bool) -> Sample:
+        """s (..., rows or blocks of rows, blocks), (..., rows) or, if not by_row, (..., K)."""
+        s = place.part(s, len(w)) if w.dim() == 3 else s[None]
+        if blockwise:
+            sampled = s[expert, whole_row // BLOCK]
+        else:
+            sampled = s[expert, whole_row][:, None] if by_row else s[expert]
+        # FSDP2 pads q behind the last row.
+        x, bytes_of_q = (t if t.dim() == 3 else t[None] for t in (w, q.view(torch.uint8)))
+        x = x[expert, row].to(place.dtype)
+        return sampler.add(q, x, bytes_of_q[expert, row], sampled, s)
+
+    if shard.blockwise:
+        yield ("fprop", "dgrad"), take(shard.q, shard.s, True, True)
+    else:
+        assert shard.q_columns is not None
+        yield ("fprop",), take(shard.q, shard.s, False, True)
+        yield ("dgrad",), take(shard.q_columns, shard.s_t, False, False)

@@ -1,0 +1,109 @@
+"""What quantising an operand did to its values, and how far its scales spread.
+
+Shares and errors are of elements: those that became zero, those at the largest value of e4m3, and
+the squared error of q · s. Scales are counted and compared as blocks. Every statistic is a sum, a
+maximum or a minimum, so those of several operands, micro-batches and ranks can be combined.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from titan_fp8.layouts import BLOCK
+from titan_fp8.reference import AMAX_MIN, E4M3_MAX
+
+EMPTY_SCALE = 2 * AMAX_MIN / E4M3_MAX
+"""Blocks of zeros have at most this scale: that of AMAX_MIN, rounded up to a power of two."""
+
+
+class Stat(IntEnum):
+    """The columns of a table of statistics."""
+
+    NONZERO = 0
+    """Elements that are not zero, in blocks whose scale is finite; the next two are of these."""
+    UNDERFLOW = 1
+    """Elements that became zero."""
+    AT_MAX = 2
+    """Elements that became 448 or -448."""
+    ERROR = 3
+    """The sum of the squares of q · s - x."""
+    SQUARES = 4
+    """The sum of the squares of x."""
+    BLOCKS = 5
+    NON_FINITE = 6
+    """Blocks whose scale is NaN or Inf, because one of their elements is."""
+    LOG2_MAX = 7
+    """log2 of the largest finite scale; -inf if every block is empty. Combined by maximum."""
+    LOG2_MIN = 8
+    """-log2 of the smallest scale of a block that is not all zero. Combined by maximum."""
+
+
+SUMS = slice(Stat.NONZERO, Stat.LOG2_MAX)
+MAXIMA = slice(Stat.LOG2_MAX, Stat.LOG2_MIN + 1)
+
+
+def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
+    """The statistics NONZERO to SQUARES of several operands of one shape.
+
+    Args:
+        x: (n, R, C), what was quantised, bfloat16 or float32.
+        q: (n, R, C), float8_e4m3fn.
+        s: (n, R or 1, 1, C or ⌈C/128⌉), float32: one scale for a row, for each element or for each
+            128 of a row. Elements whose scale is not finite count nowhere.
+
+    Returns:
+        (n, 6) float32: the five, with both squares in units of the last column's.
+    """
+    if s.shape[-1] not in (1, x.shape[-1]):
+        s = s.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]]
+    finite = s.isfinite()
+    unit = torch.where(finite, s, 0).amax((1, 2), keepdim=True)
+    # Squares of gradients may be too small for FP32, those of multiples of a scale are not.
+    s = torch.where(finite, s, 0) / torch.where(unit > 0, unit, 1)
+    x = torch.where(finite, x.float(), 0) / torch.where(unit > 0, unit, 1)
+    q = torch.where(finite, q.float(), 0)
+    nonzero = x != 0
+    columns = (
+        nonzero.sum((1, 2)),
+        (nonzero & (q == 0)).sum((1, 2)),
+        (nonzero & (q.abs() == E4M3_MAX)).sum((1, 2)),
+        (q * s - x).square().sum((1, 2)),
+        x.square().sum((1, 2)),
+        unit.flatten(),
+    )
+    return torch.stack([c.float() for c in columns], 1)
+
+
+def scale_statistics(scales: Sequence[Tensor]) -> Tensor:
+    """The statistics BLOCKS to LOG2_MIN of the scales of several operands.
+
+    Args:
+        scales: for each operand its scales (n,), float32. A zero is no scale: it marks a block that
+            belongs to no token.
+
+    Returns:
+        (n, 4) float32.
+    """
+    if len({len(each) for each in scales}) == 1:
+        s = torch.stack(list(scales))
+    else:
+        s = pad_sequence(list(scales), batch_first=True)
+    finite = s.isfinite()
+    used = finite & (s > EMPTY_SCALE)
+    columns = (
+        s.ne(0).sum(1),
+        (~finite).sum(1),
+        torch.where(used, s, 0).amax(1).log2(),
+        -torch.where(used, s, torch.inf).amin(1).log2(),
+    )
+    return torch.stack([c.float() for c in columns], 1)
+
+
+def in_absolute_units(elements: Tensor, scales: Tensor) -> Tensor:
+    """A table (n, len(Stat)) float64 of the results of the two functions above."""
+    elements = elements.double()
+    squares = elements[:, 3:5] * elements[:, 5:] ** 2
+    return torch.cat([elements[:, :3], squares, scales.double()], 1)

@@ -1,0 +1,208 @@
+"""An implementation of the primitive ops that tells an observer what its functions did.
+
+Each function below stands for one or more ops: it calls the op, then notes samples of what it has
+read and written, or the operands that a GEMM has read. The other ops pass unseen.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titan_fp8.reference import swiglu, swiglu_backward
+
+if TYPE_CHECKING:
+    from titan_fp8.health.observer import Observer
+
+Op = Callable[..., Any]
+
+
+class WatchedOps:
+    """The functions of an implementation, watched by an observer."""
+
+    def __init__(self, implementation: Any, observer: "Observer"):
+        self._implementation, self._observer = implementation, observer
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._implementation, name)
+        watch = _WATCHED.get(name)
+        if watch is None or not self._observer.observing():
+            return op
+
+        @torch.no_grad()
+        def run(x: Tensor, *args: Any, **options: Any) -> Any:
+            if not x.numel():
+                return op(x, *args, **options)
+            return watch(self._observer, op, x, *args, **options)
+
+        return run
+
+
+def _at(o: "Observer", x: Tensor) -> Tensor:
+    """The sampled rows of x."""
+    return x[o.sampler.places(len(x), x.device)]
+
+
+# Inputs and gradients
+
+
+def _rows(o: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
+    q, s = op(x, **options)
+    o.note(o.sampler.take_rows(_at(o, x), q, s))
+    return q, s
+
+
+def _columns(
+    blockwise: bool,
+    o: "Observer",
+    op: Op,
+    x: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    **options: Any,
+) -> Any:
+    q, s = op(x, offs, aligned, **options)
+    o.note(o.sampler.take_columns(_at(o, x), len(x), q, s, offs, aligned, blockwise))
+    return q, s
+
+
+def _rows_and_columns(
+    blockwise: bool,
+    o: "Observer",
+    op: Op,
+    x: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    **options: Any,
+) -> Any:
+    outputs = op(x, offs, aligned, **options)
+    _note_both(o, _at(o, x), len(x), outputs, offs, aligned, blockwise)
+    return outputs
+
+
+def _note_both(
+    o: "Observer",
+    x: Tensor,
+    size: int,
+    outputs: tuple[Tensor, ...],
+    offs: Tensor | None,
+    aligned: bool,
+    blockwise: bool = True,
+) -> None:
+    """Rows and columns of a tensor of `size` rows, of which x are the sampled ones."""
+    q, s, q_t, s_t = outputs
+    rows = o.note(o.sampler.take_rows(x, q, s, offs))
+    columns = o.sampler.take_columns(x, size, q_t, s_t, offs, aligned, blockwise)
+    o.note(columns, twin=rows)
+
+
+def _swiglu_rows(o: "Observer", op: Op, a: Tensor, b: Tensor, **options: Any) -> Any:
+    q, s = op(a, b, **options)
+    o.note(o.sampler.take_rows(swiglu(_at(o, a), _at(o, b)), q, s))
+    return q, s
+
+
+def _swiglu_backward(
+    o: "Observer",
+    op: Op,
+    dh: Tensor,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    **options: Any,
+) -> Any:
+    outputs = op(dh, a, b, offs, aligned, **options)
+    dh, a_at, b_at = _at(o, dh), _at(o, a), _at(o, b)
+    for i, gradient in enumerate(swiglu_backward(dh, a_at, b_at)):
+        _note_both(o, gradient, len(a), outputs[4 * i : 4 * i + 4], offs, aligned)
+    h, (q, s) = swiglu(a_at, b_at), outputs[8:]
+    o.note(o.sampler.take_columns(h, len(a), q, s, offs, aligned, blockwise=True))
+    return outputs
+
+
+# Weights
+
+
+def _weight(gemm: str, o: "Observer", op: Op, w: Tensor, **options: Any) -> Any:
+    q, s = op(w, **options)
+    sample = o.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
+    owner = o.find(w)
+    o.note(sample, weight=lambda: owner, gemm=gemm)
+    return q, s
+
+
+def _row(o: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
+    """Rows of an input, of a gradient, or of a weight: the GEMM that reads them will show."""
+    q, s = op(x, **options)
+    if x.dim() == 3:
+        sample = o.sampler.take_weight(x, q, s)
+    else:
+        sample = o.sampler.take_rows(_at(o, x), q, s)
+    find = functools.partial(_find_alive, o, weakref.ref(x))
+    o.note(sample, weight=find, gemm="fprop")
+    return q, s
+
+
+def _find_alive(o: "Observer", reference: Callable[[], Tensor | None]) -> Any:
+    weight = reference()
+    return None if weight is None else o.find(weight)
+
+
+def _transpose(o: "Observer", op: Op, q: Tensor) -> Tensor:
+    q_t = op(q)
+    o.transposed(q, q_t)
+    return q_t
+
+
+# GEMMs
+
+
+def _mm(
+    o: "Observer",
+    op: Op,
+    a: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    *args: Any,
+) -> Tensor:
+    o.multiplied(a, b, offs)
+    return op(a, sa, b, sb, offs, *args)
+
+
+def _mm_pair(o: "Observer", op: Op, *args: Any) -> Tensor:
+    a, _, b, _, a2, _, b2, *_ = args
+    o.multiplied(a, b, None)
+    o.multiplied(a2, b2, None)
+    return op(*args)
+
+
+def _wgrad(o: "Observer", op: Op, g: Tensor, sg: Tensor, x: Tensor, *args: Any) -> Tensor:
+    o.multiplied_columns(g, x)
+    return op(g, sg, x, *args)
+
+
+_WATCHED: dict[str, Op] = {
+    "quantize_1x128": _rows,
+    "quantize_128x1_t": functools.partial(_columns, True),
+    "quantize_1x128_128x1_t": functools.partial(_rows_and_columns, True),
+    "quantize_128x128": functools.partial(_weight, "fprop"),
+    "quantize_128x128_t": functools.partial(_weight, "dgrad"),
+    "swiglu_1x128": _swiglu_rows,
+    "swiglu_backward_1x128_128x1_t": _swiglu_backward,
+    "quantize_row": _row,
+    "quantize_col_t": functools.partial(_columns, False),
+    "quantize_row_col_t": functools.partial(_rows_and_columns, False),
+    "quantize_weight_col_t": functools.partial(_weight, "dgrad"),
+    "transpose_fp8": _transpose,
+    "blockwise_mm": _mm,
+    "blockwise_mm_pair": _mm_pair,
+    "blockwise_wgrad": _wgrad,
+    "rowwise_mm": _mm,
+    "rowwise_wgrad": _wgrad,
+}
