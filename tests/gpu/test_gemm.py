@@ -153,14 +153,28 @@ def test_rowwise_wgrad(shape, dtype):
         c = hopper.rowwise_wgrad(a, sa, b, sb, offs, out_dtype=dtype)
     assert c.dtype == dtype
     c = c.view(-1, n, k)
-    # The dense product is cuBLAS's: it writes bf16, and how it accumulates is not documented.
-    tolerance = ROWWISE_TOLERANCE if ends is None else TOLERANCE[dtype]
     for e, (_, columns) in enumerate(groups_of(ends, m)):
         left, right = (
             q[:, columns].double() * s.view(-1, q.shape[0])[e].double()[:, None]
             for q, s in ((a, sa), (b, sb))
         )
-        assert_close(c[e], left @ right.T, tolerance)
+        assert_close(c[e], left @ right.T, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", [shape[:3] for shape in ODD_GEMM if shape[3] is None], ids=str)
+def test_dense_rowwise_equals_scaled_mm(shape):
+    """Bit for bit, with fast accumulation and with slow."""
+    m, n, k = shape
+    x, w = reference.quantize_row(uneven(m, k)), reference.quantize_row(uneven(n, k))
+    g_t, x_t = reference.quantize_col_t(uneven(m, n)), reference.quantize_col_t(uneven(m, k))
+    for product, fast, left, right in (
+        (hopper.rowwise_mm, True, x, w),
+        (hopper.rowwise_wgrad, False, g_t, x_t),
+    ):
+        (a, sa), (b, sb) = left, right
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        want = torch._scaled_mm(a, b.t(), sa[:, None], sb[None, :], **options)
+        assert torch.equal(product(*left, *right), want)
 
 
 RECIPES = [

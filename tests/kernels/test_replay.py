@@ -327,10 +327,8 @@ def kernels(cuda, monkeypatch):
         compiled.function = FUNCTIONS[-1].buffer_info()[0]
         return compiled
 
-    def scaled_mm(a, b, *scales, out_dtype, use_fast_accum):
-        return torch.mm(a.view(torch.int8).int(), b.view(torch.int8).int()).to(out_dtype)
-
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    # The CPU has no torch.mm with an out_dtype.
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a @ b).to(out_dtype))
     monkeypatch.setattr(GluonJITFunction, "run", run)
     for module in (gemm_blockwise, quantize_rowwise_one_pass):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
@@ -362,7 +360,9 @@ def product(recipe: str, ends: tuple | None, aligned: bool = False):
 
     def both(x, g, w, offs):
         y, *columns = functional._forward.__wrapped__(x, w, offs, True, spec)
-        dtypes = torch.bfloat16, torch.float32
+        in_bf16 = recipe == "rowwise_with_gw_hp"
+        dtypes = torch.bfloat16, torch.bfloat16 if in_bf16 else torch.float32
+        columns = (x, None) if in_bf16 else columns
         layout = offs, aligned, *dtypes, recipe
         return y, *gemms.product_backward(g, w, None, *columns, *layout)
 
@@ -395,6 +395,7 @@ HOPPER = {
     "blockwise, groups": product("blockwise", (5, 5, 200)),
     "blockwise_pow2, aligned groups": product("blockwise_pow2", (128, 256), True),
     "rowwise": product("rowwise", None),
+    "rowwise_with_gw_hp, which calls torch.mm": product("rowwise_with_gw_hp", None),
     "rowwise, groups": product("rowwise", (128, 320)),
     "experts": experts(),
 }

@@ -7,7 +7,7 @@
 e is the group of token m, or all tokens of group e; a dense layer has one group. Every operand is
 K-major: the contracted dimension is last and contiguous, as Hopper's FP8 WGMMA requires. The
 kernels are in gemm_blockwise_fprop_dgrad.py and gemm_blockwise_wgrad.py, what they share in
-gemm_schedule.py. gemm_rowwise_grouped.py uses the same structure.
+gemm_schedule.py. gemm_rowwise_kernels.py uses the same structure.
 
 Promotion. Hopper's tensor cores accumulate FP8 products with about 14 bits, and each 128 of the
 contraction has its own scales. So the accumulator of a WGMMA never runs longer than 128: its

@@ -58,7 +58,7 @@ def next_group(group, end, block, blocks, offs_ptr, width, E):
     if offs_ptr is not None:
         if group < E:
             end = gl.maximum(begin, gl.minimum(gl.load(offs_ptr + group), width))
-    halves = gl.minimum(gl.cdiv(end - begin, 64), (width // 128 - block) * 2)
+    halves = gl.minimum(gl.cdiv(end - begin, 64), (gl.cdiv(width, 128) - block) * 2)
     return group, end, block, gl.cdiv(halves, 2), halves
 
 

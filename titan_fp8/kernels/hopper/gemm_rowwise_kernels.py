@@ -1,4 +1,4 @@
-"""The rowwise grouped kernels: fprop and dgrad M-grouped, wgrad K-grouped.
+"""The rowwise GEMM kernels: fprop and dgrad M-grouped, wgrad K-grouped.
 
 Producers, ring, tile queue and epilogue are those of the blockwise kernels (`gemm_blockwise.py`).
 There are no scales per block: the scales of a tile, one per row and one per column, are read when
@@ -8,7 +8,7 @@ issued. wgrad promotes to FP32 every 128 tokens (slow accumulation).
 
 Groups end at multiples of 16 rows, so tiles differ in work. A consumer without rows in a group's
 last tile skips it, wgrad skips the half of a group's last block that has no tokens, and M-grouped
-programs draw tickets, too.
+programs draw tickets, too. A dense product is one group whose tiles are known in advance.
 """
 
 from triton.experimental import gluon
