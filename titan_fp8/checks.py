@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Placement
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import RECIPE_NAMES
 
+_DTYPES = set(DTYPES)
+
 # Configuration values
 
 
@@ -42,13 +44,12 @@ def check_patterns(key: str, patterns: Any) -> None:
 
 def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
     """The dtype in which F.linear would compute, autocast included."""
-    same = True
-    for name, t in (("x", x), *others.items()):
-        if t is None:
-            continue
-        if t.dtype not in DTYPES:
-            raise ValueError(f"{name} is {t.dtype}: allowed are torch.bfloat16 and torch.float32")
-        same = same and t.dtype == x.dtype
+    dtypes = {x.dtype, *[t.dtype for t in others.values() if t is not None]}
+    if not dtypes <= _DTYPES:
+        for name, t in {"x": x, **others}.items():
+            if t is not None and t.dtype not in _DTYPES:
+                allowed = "allowed are torch.bfloat16 and torch.float32"
+                raise ValueError(f"{name} is {t.dtype}: {allowed}")
     device = x.device.type
     # torch.amp.is_autocast_available would say that meta has no autocast, but breaks graphs.
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -56,9 +57,9 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
         if dtype not in DTYPES:
             raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
         return dtype
-    if not same:
-        dtypes = {name: t.dtype for name, t in {"x": x, **others}.items() if t is not None}
-        raise ValueError(f"dtypes differ outside autocast: {dtypes}")
+    if len(dtypes) > 1:
+        each = {name: t.dtype for name, t in {"x": x, **others}.items() if t is not None}
+        raise ValueError(f"dtypes differ outside autocast: {each}")
     return x.dtype
 
 

@@ -168,8 +168,8 @@ class _FP8Product(torch.autograd.Function):
         g = g_MN.to(spec.dtype).contiguous()
         dx_MK = dw = None
         if needs_dx and needs_dw:
-            w_scale, (x_columns, *x_scale) = None, columns
-            tensors = g, w.to(spec.dtype), w_scale, x_columns, *(x_scale or [None]), offs
+            x_columns, x_scale = columns if len(columns) == 2 else (columns[0], None)
+            tensors = g, w.to(spec.dtype), None, x_columns, x_scale, offs
             layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe
             dx_MK, dw = direct.product_backward(*tensors, *layout, emulate=spec.emulate)
         else:
@@ -192,10 +192,14 @@ def products(
     shared: SharedInput | None = None,
 ) -> list[Tensor]:
     """y (M, N) of x (..., K) and each of the weights; x is quantised once for all of them."""
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     trained = [isinstance(w, Tensor) and w.requires_grad for w in weights]
     for_wgrad = torch.is_grad_enabled() and any(trained)
     if len(weights) == 1 and shared is None and isinstance(weights[0], Tensor):
+        if not torch.is_grad_enabled():  # An autograd function would only take time.
+            x_MK, right = x_MK.to(spec.dtype).contiguous(), weights[0].to(spec.dtype)
+            (y_MN,) = _forward(x_MK, right, offs, False, spec)
+            return [y_MN if bias is None else y_MN + bias.to(spec.dtype)]
         return [_FP8Product.apply(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
     if shared is None:
         x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
@@ -263,7 +267,7 @@ def fp8_linear(
     check_devices(x, weight=weight, bias=bias)
     spec = Spec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
     (y_MN,) = products(x, (weight,), bias, None, spec, shared)
-    return y_MN.view(*x.shape[:-1], weight.shape[0])
+    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
 def fp8_grouped_mm(

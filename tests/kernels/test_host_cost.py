@@ -44,12 +44,7 @@ def launches(monkeypatch):
     def count_launch(kernel, grid):
         return lambda *args, **options: count.update([kernel.__name__])
 
-    def scaled_mm(a, b, *scales, out_dtype, use_fast_accum):
-        count["torch._scaled_mm"] += 1
-        return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-
     monkeypatch.setattr(launch.Kernel, "__getitem__", count_launch)
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     for module in (gemm_blockwise, quantize_rowwise_one_pass):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for module in (registry, gemm, swiglu):
@@ -128,6 +123,5 @@ def test_ops_of_a_linear(launches, recipe):
         y = forward()
     with Calls() as of_backward:
         torch.autograd.grad(y, inputs, g)
-    free = {"aten::view": 2, "aten::detach": 1}
-    assert of_forward.count == {both: 1, fprop: 1} | free
-    assert of_backward.count == {"titan_fp8::product_backward": 1, "aten::view": 2}
+    assert of_forward.count == {both: 1, fprop: 1, "aten::detach": 1}
+    assert of_backward.count == {"titan_fp8::product_backward": 1}

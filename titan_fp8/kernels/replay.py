@@ -204,7 +204,15 @@ def replayed(function: Function) -> Function:
     def call(*args: Any, **options: Any) -> Any:
         if launch.recording.recorder is not None:
             return function(*args, **options)  # The recorder must see each launch.
-        key = *map(_key, args), *options.items(), torch._C._cuda_getDevice()
+        # What the call depends on, besides addresses and the contents of memory.
+        key = (
+            *[
+                (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if type(a) in _TENSORS else a
+                for a in args
+            ],
+            *options.items(),
+            torch._C._cuda_getDevice(),
+        )
         replay = replays.get(key)
         if isinstance(replay, Replay):
             return replay([t for t in args if type(t) in _TENSORS])
@@ -223,10 +231,3 @@ def replayed(function: Function) -> Function:
         return outputs
 
     return call
-
-
-def _key(value: Any) -> Any:
-    """What a call depends on, besides addresses and the memory's contents."""
-    if type(value) in _TENSORS:
-        return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
-    return value

@@ -54,7 +54,8 @@ subclasses of Tensor. These functions record no gradients: call them with grad m
 _library = torch.library.Library(NAMESPACE, "DEF")
 _fakes = SimpleNamespace()
 _overloads: dict[Callable[..., Any], torch._ops.OpOverload] = {}
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
+"""Types of arguments that need no dispatcher. Others may: subclasses of Tensor do."""
 
 
 def implementation(x: Tensor, emulate: bool) -> Any:
@@ -142,7 +143,7 @@ def _define(
         if not x.is_cuda:
             return compute(x, *args, **options)
         on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
-        if x.get_device() == torch.cuda.current_device():
+        if x.get_device() == torch._C._cuda_getDevice():
             return on_gpu(x, *args, **options)
         with torch.cuda.device(x.device):
             return on_gpu(x, *args, **options)
@@ -172,7 +173,7 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(x: Tensor, *args: Any) -> Any:
         if _needs_dispatcher((x, *args)):
             return function(x, *args)
-        if not x.is_cuda or x.get_device() != torch.cuda.current_device():
+        if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
             return function(x, *args)
         return _replayed(function)(x, *args)
 
@@ -191,6 +192,8 @@ def _needs_dispatcher(args: Sequence[Any]) -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() and not _sees_inside_ops():
         return True
+    if _PLAIN.issuperset(map(type, args)):
+        return False
     return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
 
 
