@@ -1,4 +1,6 @@
-"""Counts the ops of titan_fp8 as they run."""
+"""Counts ops as they run."""
+
+import collections
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,4 +19,20 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "titan_fp8":
             self.arguments.setdefault(func.name().split("::")[1], []).append(args)
+        return func(*args, **(kwargs or {}))
+
+
+class CountKernels(TorchDispatchMode):
+    """Counts all ops that compute something, those inside the ops of titan_fp8 instead of these."""
+
+    sees_inside_ops = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: collections.Counter = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        allocates = func.name().startswith(("aten::empty", "aten::new_empty"))
+        if not func.is_view and not allocates:
+            self.calls[func] += 1
         return func(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from count import CountKernels
 from numerics import (
     DTYPES,
     GROUPS,
@@ -20,7 +21,6 @@ from numerics import (
     offsets,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
 from titan_fp8.health import Layer, Observer, observer, sampling
@@ -337,22 +337,6 @@ def test_layers_that_are_not_asked_for_are_left_out():
 # What it costs
 
 
-class Kernels(TorchDispatchMode):
-    """Counts all ops, also those that titan_fp8's ops are made of."""
-
-    sees_inside_ops = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        allocates = func.name().startswith(("aten::empty", "aten::new_empty"))
-        if not func.is_view and not allocates:
-            self.calls[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("recipe", QUANTISING)
 def test_launches(recipe):
     model, layers = mlp(recipe)
@@ -360,7 +344,7 @@ def test_launches(recipe):
     x = torch.randn(512, 128, dtype=torch.bfloat16)
 
     def count(step) -> collections.Counter:
-        with Kernels() as kernels:
+        with CountKernels() as kernels:
             step()
         return kernels.calls
 
