@@ -56,11 +56,11 @@ class Layer(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Whose an operand is: of the layer `layers[choice]`, of nobody if `choice` is -1."""
+    """Whose an operand is: of the first of `layers` that `matches`, of nobody if none does."""
 
     layers: list[int]
-    choice: Tensor | None
-    """On the device; None for the first."""
+    matches: Tensor | None
+    """Booleans on the device; None: all match."""
 
 
 @dataclass(eq=False)
@@ -193,8 +193,7 @@ class Observer:
         indices, table = self._values[key]
         if table is None:
             return None
-        same = (table == _some_values(weight)).all(1)
-        return Owner(indices, torch.where(same.any(), same.int().argmax(), -1))
+        return Owner(indices, (table == _some_values(weight)).all(1))
 
     # Results
 
@@ -240,15 +239,16 @@ class Observer:
         """Resolves owners, after one transfer of those that were found by their values."""
         owners = [owner for operand in self._operands for owner, _ in operand.owners]
         owners += [owner for owner, _ in self._group_sizes]
-        tensors = {id(o.choice): o.choice for o in owners if o.choice is not None}
-        values = torch.stack(list(tensors.values())).tolist() if tensors else []
-        positions = dict(zip(tensors, values))
+        tensors = {id(o.matches): o.matches for o in owners if o.matches is not None}
+        sizes = [len(each) for each in tensors.values()]
+        found = torch.cat(list(tensors.values())).cpu().split(sizes) if tensors else []
+        matches = {key: each.tolist() for key, each in zip(tensors, found)}
 
         def index_of(owner: Owner) -> int:
-            if owner.choice is None:
+            if owner.matches is None:
                 return owner.layers[0]
-            position = positions[id(owner.choice)]
-            return owner.layers[position] if position >= 0 else -1
+            of_layers = zip(owner.layers, matches[id(owner.matches)])
+            return next((index for index, match in of_layers if match), -1)
 
         return index_of
 

@@ -30,7 +30,7 @@ def kind_of(layer: str) -> str:
 
 def union_of_names(names: Sequence[str]) -> list[str]:
     """The names on all ranks, in the order of the first rank that has them."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(names)
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, list(names))
@@ -102,24 +102,27 @@ class Report:
 
     def metrics(self) -> dict[str, float]:
         """The scalars for TensorBoard, by tag. What nothing was seen of is left out."""
-        scalars: dict[str, Tensor] = {}
-        for kind, rows in self.kinds().items():
-            for name, values in _ratios(self.table[rows].sum(0)).items():
-                scalars |= {
-                    f"health_{name}/{kind}/{operand.replace(' ', '_')}": value
-                    for operand, value in zip(OPERANDS, values)
-                }
-            scalars[f"health_scale_spread/{kind}"] = _spread(self.table[rows]).max()
-        spreads = _spread(self.table).amax(1)
-        for layer, table, spread in zip(self.names, self.table, spreads):
-            ratios = _ratios(table)
-            for name in ("underflow", "error", "non_finite"):
-                scalars[f"health_layer_{name}/{layer}"] = _worst(ratios[name])
-            scalars[f"health_layer_scale_spread/{layer}"] = spread
+        scalars: dict[str, float] = {}
+        kinds, spreads = self.kinds(), _spread(self.table).amax(1)
+        operands = [operand.replace(" ", "_") for operand in OPERANDS]
+        for name, values in _ratios(self._sums(kinds.values())).items():
+            for kind, shares in zip(kinds, values.tolist()):
+                scalars |= {f"health_{name}/{kind}/{of}": v for of, v in zip(operands, shares)}
+        for kind, rows in kinds.items():
+            scalars[f"health_scale_spread/{kind}"] = spreads[rows].max().item()
+        of_layers = {name: _worst(values) for name, values in _ratios(self.table).items()}
+        for name, values in (*of_layers.items(), ("scale_spread", spreads)):
+            for layer, value in zip(self.names, values.tolist()):
+                scalars[f"health_layer_{name}/{layer}"] = value
         for layer, (mean, most, fewest) in self.tokens_per_expert().items():
             for name, value in (("mean", mean), ("max", most), ("min", fewest)):
-                scalars[f"health_tokens_per_expert/{layer}/{name}"] = torch.tensor(value)
-        return {tag: value for tag, v in scalars.items() if (value := float(v)) == value}
+                scalars[f"health_tokens_per_expert/{layer}/{name}"] = value
+        return {tag: value for tag, value in scalars.items() if value == value}
+
+    def _sums(self, rows: Iterable[list[int]]) -> Tensor:
+        """The statistics (n, OPERANDS, Stat) of n lists of layers; only the SUMS are of use."""
+        sums = [self.table[each].sum(0) for each in rows]
+        return torch.stack(sums) if sums else self.table
 
     def tokens_per_expert(self) -> dict[str, tuple[float, float, float]]:
         """The mean, the most and the fewest tokens of one expert, padding included, by module."""
@@ -129,7 +132,7 @@ class Report:
                 found[layer.rpartition(".")[0]] = total / experts, most, -fewest
         return found
 
-    def underflowing(self, bound: float = UNDERFLOW_BOUND) -> list[tuple[float, str, str]]:
+    def underflowing(self) -> list[tuple[float, str, str]]:
         """(share, layer, operand) of the operands whose underflow passes the bound, worst first."""
         shares = _ratios(self.table)["underflow"]
         return sorted(
@@ -137,7 +140,7 @@ class Report:
                 (share, layer, operand)
                 for layer, row in zip(self.names, shares.tolist())
                 for operand, share in zip(OPERANDS, row)
-                if share > bound
+                if share > UNDERFLOW_BOUND
             ),
             reverse=True,
         )
@@ -151,13 +154,23 @@ class Report:
                 f"step {step}: more than {UNDERFLOW_BOUND:.0%} of non-zero elements became zero "
                 f"in FP8 in {_listed(worst)}"
             )
-        broken = []
-        for name, counts in zip(self.names, self.table[..., Stat.NON_FINITE].tolist()):
-            if operands := [operand for operand, count in zip(OPERANDS, counts) if count]:
-                broken.append(f"{name} ({', '.join(operands)})")
-        if broken:
+        if broken := [f"{layer} ({', '.join(operands)})" for layer, operands in self.non_finite()]:
             messages.append(f"step {step}: NaN or Inf in what the GEMMs read of {_listed(broken)}")
         return messages
+
+    def non_finite(self) -> list[tuple[str, list[str]]]:
+        """Layers and their operands that hold NaN or Inf.
+
+        They come in the order in which NaN spreads: in forward from the first layer on, and if it
+        does not begin there, from the last layer back.
+        """
+        found = [
+            (layer, [operand for operand, count in zip(OPERANDS, counts) if count])
+            for layer, counts in zip(self.names, self.table[..., Stat.NON_FINITE].tolist())
+        ]
+        forward = [each for each in found if any("fprop" in operand for operand in each[1])]
+        backward = [each for each in reversed(found) if each[1] and each not in forward]
+        return forward + backward
 
     def __str__(self) -> str:
         """A line for each kind of layers, and one for each of the worst layers."""
@@ -197,8 +210,9 @@ def _spread(table: Tensor) -> Tensor:
 
 
 def _worst(values: Tensor) -> Tensor:
-    """The largest that is not NaN; NaN if all are."""
-    return values[~values.isnan()].max() if values.isfinite().any() else values.sum()
+    """The largest of each row that is not NaN; NaN if all are."""
+    worst = values.nan_to_num(-1).amax(-1)
+    return torch.where(worst < 0, torch.nan, worst)
 
 
 def _cells(table: Tensor) -> tuple[str, ...]:

@@ -61,6 +61,10 @@ class TitanFP8Linear:
     """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
     gathered. The values are the same."""
 
+    health_freq: int = 0
+    """Every so many steps, log what FP8 does to the operands of each layer: underflow, error and
+    scales, to TensorBoard and the log. 0: never."""
+
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
 
@@ -69,6 +73,7 @@ class TitanFP8Linear:
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
         check_bool(f"[{LINEAR}] emulate", self.emulate)
         check_bool(f"[{LINEAR}] fsdp_all_gather", self.fsdp_all_gather)
+        _check_freq(f"[{LINEAR}] health_freq", self.health_freq)
         _check_origin(LINEAR, self.origin)
 
 
@@ -95,6 +100,10 @@ class TitanFP8GroupedMM:
     for roundings of weighted outputs to the dtype of the activations. The default is "gather", and
     "host" for recipe "bf16"."""
 
+    health_freq: int = 0
+    """Every so many steps, log what FP8 does to the operands of each layer: underflow, error and
+    scales, to TensorBoard and the log. 0: never."""
+
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
 
@@ -109,6 +118,7 @@ class TitanFP8GroupedMM:
             )
         check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
         check_bool(f"[{GROUPED_MM}] fsdp_all_gather", self.fsdp_all_gather)
+        _check_freq(f"[{GROUPED_MM}] health_freq", self.health_freq)
         _check_origin(GROUPED_MM, self.origin)
         allowed = get_args(PermutationName)
         if self.permutation not in (None, *allowed):
@@ -122,6 +132,11 @@ def _check_list(key: str, value: object) -> None:
     if not isinstance(value, list):
         raise ValueError(f"{key} = {value!r}: allowed is a list of strings")
     check_patterns(key, value)
+
+
+def _check_freq(key: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
 
 
 def _check_origin(section: str, value: object) -> None:

@@ -19,7 +19,7 @@ from titan_fp8.fsdp import gather_in_fp8, requantise
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import fsdp, patches, permutation
+from titan_fp8.torchtitan_0_2 import fsdp, health, patches, permutation
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
@@ -49,6 +49,7 @@ class _Converter(QuantizationConverter):
         else:
             kernels_for(torch.device("cuda", torch.cuda.current_device()))
         self.check_schedule()
+        health.install(self.job_config)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)

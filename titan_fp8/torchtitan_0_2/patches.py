@@ -90,6 +90,20 @@ CHECKPOINT_MARKS = Patch(
     until="torch 2.11 need not be supported.",
 )
 
+STEP_METRICS = Patch(
+    name="step metrics",
+    targets=(
+        Target("torchtitan.components.metrics:MetricsProcessor.should_log", ("self", "step")),
+    ),
+    why="Converters have a hook after each step, but it knows neither the step nor the logger of "
+    "metrics. The trainer calls this method after each step, on each rank, with the step; its "
+    "object has the logger and the model. Only applied with `health_freq` (health.py).",
+    without="`health_freq` reports nothing.",
+    versions=TORCHTITAN,
+    gain="FP8 health in the run's own TensorBoard.",
+    until="post_optimizer_hook gets the step and the metrics processor.",
+)
+
 SINGLE_RANK_COPY = Patch(
     name="single-rank gradient copy",
     targets=(
@@ -144,7 +158,7 @@ CPU_SEED_WARNING = Patch(
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 ON_CONVERSION = (
     *(TOKEN_GROUP_ALIGNMENT, PERMUTATION, SAC_POLICY, RECOMPUTABLE_QUANTISERS),
-    *(CHECKPOINT_MARKS, SINGLE_RANK_COPY),
+    *(CHECKPOINT_MARKS, SINGLE_RANK_COPY, STEP_METRICS),
 )
 ON_CPU = (
     *(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_HISTC, CPU_PERMUTE_INDICES),

@@ -1,0 +1,216 @@
+"""`health_freq` in torchtitan's trainer: which steps it reports, what, and at what cost."""
+
+import logging
+
+import pytest
+import torch
+from count import CountKernels
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from titan import (
+    BOTH,
+    CHECKPOINTING,
+    CONVERTERS,
+    GROUPED_MM,
+    LINEAR,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
+
+from titan_fp8.health import report
+from titan_fp8.health.observer import OPERANDS
+from titan_fp8.ops.observe import observe
+from titan_fp8.torchtitan_0_2 import patches
+
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
+
+
+@pytest.fixture
+def job(text, tmp_path):
+    """Makes the config of a tiny training job with these frequencies of health reports."""
+
+    def make(model, *flags, linear=0, experts=0):
+        common = [*training(text, tmp_path), "--training.steps", 4]
+        freqs = [f"--{LINEAR}.health_freq", linear] if linear else []
+        freqs += [f"--{GROUPED_MM}.health_freq", experts] if experts else []
+        return parse(tmp_path, toml(model, CONVERTERS[model]), *common, *freqs, *flags)
+
+    with one_process():
+        yield make
+    observe(None)
+
+
+class Recorder:
+    """In place of torchtitan's logger: the metrics of each step."""
+
+    def __init__(self):
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def log(self, metrics, step):
+        self.steps.setdefault(step, {}).update(metrics)
+
+    def close(self):
+        pass
+
+    def health(self) -> dict[int, dict[str, float]]:
+        """The metrics of health alone, without the steps that have none."""
+        found = {
+            step: {tag: value for tag, value in metrics.items() if tag.startswith("health")}
+            for step, metrics in self.steps.items()
+        }
+        return {step: metrics for step, metrics in found.items() if metrics}
+
+    def losses(self) -> list[float]:
+        return [metrics["loss_metrics/global_avg_loss"] for metrics in self.steps.values()]
+
+
+def run(config) -> Recorder:
+    recorder = Recorder()
+    with trainer(config) as t:
+        t.metrics_processor.logger = recorder
+        t.train()
+    return recorder
+
+
+def linears(model: str) -> set[str]:
+    """The names of the linears of a tiny model."""
+    attention = ["wq", "wk", "wv", "wo"] if model == "llama3" else ["wq", "wkv_a", "wkv_b", "wo"]
+    feed_forward = [f"feed_forward.w{i}" for i in (1, 2, 3)]
+    shared = [f"moe.shared_experts.w{i}" for i in (1, 2, 3)] if model != "llama3" else feed_forward
+    names = {f"layers.{i}.attention.{w}" for i in (0, 1) for w in attention}
+    return names | {f"layers.0.{w}" for w in feed_forward} | {f"layers.1.{w}" for w in shared}
+
+
+EXPERTS = {f"layers.1.moe.experts.w{i}" for i in (1, 2, 3)}
+
+
+def layers_in(metrics: dict[str, float]) -> set[str]:
+    prefix = "health_layer_error/"
+    return {tag.removeprefix(prefix) for tag in metrics if tag.startswith(prefix)}
+
+
+def assert_complete(metrics: dict[str, float]) -> None:
+    """Every operand of every kind of layers was seen, and its error is that of four bits."""
+    kinds = {tag.split("/")[1] for tag in metrics if tag.startswith("health_error/")}
+    for kind in kinds:
+        for operand in OPERANDS:
+            error = metrics[f"health_error/{kind}/{operand.replace(' ', '_')}"]
+            assert 0.01 < error < 0.03, (kind, operand)
+
+
+def test_steps_layers_and_losses(job):
+    without = run(job("deepseek_v3"))
+    found = run(job("deepseek_v3", linear=2, experts=3))
+    assert found.losses() == without.losses()
+    assert not without.health()
+    health = found.health()
+    assert {step: layers_in(m) for step, m in health.items()} == {
+        2: linears("deepseek_v3"),
+        3: EXPERTS,
+        4: linears("deepseek_v3"),
+    }
+    for metrics in health.values():
+        assert_complete(metrics)
+    experts = {name: health[3][f"health_tokens_per_expert/layers.1.moe.experts/{name}"]
+               for name in ("mean", "max", "min")}  # fmt: skip
+    tokens, count, top_k = 2 * 96, 4, 2
+    assert experts["mean"] == tokens * top_k / count
+    assert experts["min"] <= experts["mean"] <= experts["max"]
+
+
+@pytest.mark.parametrize(
+    "model, flags",
+    [
+        ("llama3", (*COMPILE, *CHECKPOINTING["op"])),
+        ("llama3", ("--training.global_batch_size", 4, *CHECKPOINTING["full"])),
+        ("deepseek_v3", (*COMPILE, f"--{LINEAR}.recipe", "blockwise_pow2")),
+        ("deepseek_v3", (f"--{LINEAR}.recipe", "rowwise", *CHECKPOINTING["layer 2"])),
+    ],
+)
+def test_every_operand_is_seen_in_every_mode(job, model, flags):
+    freqs = {"linear": 2} if model == "llama3" else {"linear": 2, "experts": 2}
+    health = run(job(model, "--training.steps", 2, *flags, **freqs)).health()
+    assert layers_in(health[2]) == linears(model) | (EXPERTS if model != "llama3" else set())
+    assert_complete(health[2])
+
+
+def test_only_observed_steps_cost_anything(job):
+    def kernels(config) -> list[int]:
+        counts = []
+        with trainer(config) as t:
+            batches = t.batch_generator(t.dataloader)
+            for _ in range(4):
+                t.step += 1
+                with CountKernels() as counted:
+                    t.train_step(batches)
+                counts.append(counted.calls.total())
+        return counts
+
+    without = kernels(job("llama3"))
+    found = kernels(job("llama3", linear=2))
+    assert [a - b for a, b in zip(found[::2], without[::2])] == [0, 0]
+    for more in (a - b for a, b in zip(found[1::2], without[1::2])):
+        assert 0 < more < 32 * len(linears("llama3")) + 1000
+
+
+def test_validation_is_not_observed(job, text):
+    validation = [
+        *("--validation.enable", "--validation.freq", 1, "--validation.steps", 2),
+        *("--validation.dataset", "c4_test", "--validation.dataset_path", text / "corpus"),
+        *("--validation.local_batch_size", 2, "--validation.seq_len", 96),
+    ]
+    two = ("--training.steps", 2)
+    expected, found = (
+        run(job("llama3", *two, *flags, linear=2)).health() for flags in ((), validation)
+    )
+    assert found == expected
+
+
+def test_the_log_and_the_event_files(job, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(report, "UNDERFLOW_BOUND", -1)
+    with trainer(job("llama3", "--metrics.enable_tensorboard", linear=4)) as t:
+        t.train()
+    (text,) = [r.getMessage() for r in caplog.records if "FP8 health of step 4" in r.getMessage()]
+    assert "attention.wq" in text and "worst layers" in text
+    (warning,) = [r.getMessage() for r in caplog.records if "became zero" in r.getMessage()]
+    assert warning.startswith("titan_fp8: step 4") and "layers." in warning
+    (file,) = tmp_path.rglob("*tfevents*")
+    events = EventAccumulator(str(file)).Reload()
+    scalars = {tag for tag in events.Tags()["scalars"] if tag.startswith("health")}
+    assert "health_underflow/attention.wq/g_dgrad" in scalars
+    assert {e.step for tag in scalars for e in events.Scalars(tag)} == {4}
+
+
+def test_nan_is_reported_with_the_layer(job, caplog):
+    with trainer(job("llama3", linear=2)) as t:
+        batches = t.batch_generator(t.dataloader)
+        for _ in range(2):
+            t.step += 1
+            if t.step == 2:
+                with torch.no_grad():
+                    t.model_parts[0].layers["1"].feed_forward.w2.weight[3, 5] = float("nan")
+            t.train_step(batches)
+    (warning,) = [r.getMessage() for r in caplog.records if "NaN or Inf" in r.getMessage()]
+    # Forward is broken from here on, and all of backward.
+    assert "read of layers.1.feed_forward.w2 (w fprop, g dgrad, " in warning
+    assert warning.endswith("more layers")
+
+
+def test_without_a_patch_there_is_no_report(job, monkeypatch, caplog):
+    monkeypatch.setattr(patches.STEP_METRICS.targets[0].locate()[0], "should_log", lambda self: 1)
+    with trainer(job("llama3", linear=2)):
+        pass
+    assert patches.STEP_METRICS.without in caplog.text
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, '"10"'])
+@pytest.mark.parametrize("section", BOTH)
+def test_a_bad_frequency(tmp_path, section, value):
+    body = f"[{section}]\nhealth_freq = {str(value).lower()}\n"
+    with pytest.raises(ValueError, match=r"health_freq = .*: allowed are whole numbers"):
+        parse(tmp_path, toml("deepseek_v3") + body)
