@@ -22,7 +22,6 @@ from titan import (
 from titan_fp8.health import report
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.ops.observe import observe
-from titan_fp8.torchtitan_0_2 import patches
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -199,13 +198,6 @@ def test_nan_is_reported_with_the_layer(job, caplog):
     # Forward is broken from here on, and all of backward.
     assert "read of layers.1.feed_forward.w2 (w fprop, g dgrad, " in warning
     assert warning.endswith("more layers")
-
-
-def test_without_a_patch_there_is_no_report(job, monkeypatch, caplog):
-    monkeypatch.setattr(patches.STEP_METRICS.targets[0].locate()[0], "should_log", lambda self: 1)
-    with trainer(job("llama3", linear=2)):
-        pass
-    assert patches.STEP_METRICS.without in caplog.text
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.5, '"10"'])

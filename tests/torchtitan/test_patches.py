@@ -16,6 +16,7 @@ from titan import (
     AC,
     CHECKPOINTING,
     CONVERTERS,
+    LINEAR,
     converted,
     job,
     loss_and_gradients,
@@ -36,6 +37,8 @@ from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 EP = ("--parallelism.expert_parallel_degree", 2)
+ALL = (*EP, "--compile.enable", f"--{LINEAR}.health_freq", 2)
+"""What all patches of a conversion take, but for one mode of checkpointing or another."""
 TARGETS = [
     (patch, target) for patch in patches.PATCHES for target in (*patch.targets, *patch.relies_on)
 ]
@@ -151,7 +154,7 @@ def test_names_and_targets_are_unique_and_every_field_is_written():
 
 def test_the_log_names_each_patch_once(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    config = job(tmp_path, "deepseek_v3", *EP, "--compile.enable")
+    config = job(tmp_path, "deepseek_v3", *ALL)
     for _ in range(2):
         converted(config)
     for patch in patches.ON_CONVERSION:
@@ -170,7 +173,7 @@ def test_the_plugin_does_not_load_without_its_check(tmp_path):
 def test_a_conversion_goes_on_without_a_patch(monkeypatch, tmp_path, caplog, patch):
     # Quantisers are recomputed by their own patch only where blocks are not checkpointed.
     checkpointing = "op" if patch is not patches.RECOMPUTABLE_QUANTISERS else "layer 2"
-    config = job(tmp_path, "deepseek_v3", *EP, "--compile.enable", *CHECKPOINTING[checkpointing])
+    config = job(tmp_path, "deepseek_v3", *ALL, *CHECKPOINTING[checkpointing])
     change(monkeypatch, patch.targets[-1])
     model = converted(config)
     assert of_type(model, titan_fp8.FP8Linear) and of_type(model, FP8GroupedExperts)
