@@ -20,7 +20,7 @@ KINDS = {
     "NCCL": r"nccl",
     "inductor": r"^triton_(?!tem_)",  # templates (tem) are FlexAttention
     "FP8 GEMM": r"^(blockwise|rowwise)_|e4m3",
-    "quantisers": r"^quantize_",
+    "quantisers": r"^(quantize|transpose_fp8)_",
     "SwiGLU": r"^swiglu_",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
     "permutation": r"^permute_|fill_indices|index|scatter|gather|sort|radix",
@@ -31,8 +31,9 @@ KINDS = {
 }
 """Kinds of kernels and patterns of their names; the first match counts.
 
-The kernels of this project start with blockwise_ or rowwise_ (GEMMs), quantize_, swiglu_ or
-permute_, after the modules that they are in.
+The kernels of this project start with blockwise_ or rowwise_ (GEMMs), quantize_, transpose_fp8_
+(weights gathered in FP8, which take the place of quantising them), swiglu_ or permute_, after the
+modules that they are in.
 """
 
 

@@ -74,6 +74,7 @@ def test_uneven_ends(groups, alignment):
         ("quantize_1x128_kernel", "quantisers"),
         ("swiglu_backward_kernel", "SwiGLU"),
         ("permute_gather_kernel", "permutation"),
+        ("transpose_fp8_kernel", "quantisers"),
         ("quantize_columns_one_pass_kernel", "quantisers"),
         ("blockwise_fprop_dgrad_kernel", "FP8 GEMM"),
         ("rowwise_wgrad_kernel", "FP8 GEMM"),
@@ -106,8 +107,8 @@ def test_a_file_that_is_not_a_trace(text, tmp_path, monkeypatch, capsys):
 
 def test_kernels_of_ours_have_a_kind():
     """The kind of a kernel follows from the module that it is in."""
-    kinds = {"gemm": "FP8 GEMM", "quantize": "quantisers", "swiglu": "SwiGLU"}
-    kinds |= {"permute": "permutation"}
+    kinds = {"gemm": "FP8 GEMM", "quantize": "quantisers", "transpose": "quantisers"}
+    kinds |= {"swiglu": "SwiGLU", "permute": "permutation"}
     found = pkgutil.walk_packages(kernels.__path__, "titan_fp8.kernels.")
     modules = [importlib.import_module(info.name) for info in found]
     ours = {k for m in modules for k in vars(m).values() if isinstance(k, launch.Kernel)}
