@@ -305,6 +305,24 @@ def test_compiled_checkpointed_and_eager_agree(recipe: str):
         assert error(got, want) < 0.05
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_graphs_of_a_compiled_block(recipe: str):
+    """torch.compile's mode="reduce-overhead": captured once, then replayed for other inputs."""
+    block = Block().cuda()
+    titan_fp8.convert_linears(block, recipe=recipe)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    for _ in range(5):
+        x = torch.randn(2, 384, 512, device="cuda", requires_grad=True)
+        want = [t.clone() for t in run_block(block, x, lambda f, x: f(x))]
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [t.clone() for t in run_block(block, x, lambda f, x: compiled(x))]
+        for a, b in zip(got, want, strict=True):
+            assert a.isfinite().all() and error(a, b) < 0.05
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
 def test_no_fp8_weight_is_kept_for_backward():
     block = Block().cuda()
     titan_fp8.convert_linears(block)
