@@ -1,5 +1,5 @@
-# Sourced by the other scripts. Sets `root`, the repository, and defines `prepare_env`, which sets
-# `python` to an interpreter with all dependencies:
+# Sourced by the other scripts. Sets `root`, the repository, and defines `prepare_env` and
+# `prepare_torchtitan_0_3`. `prepare_env` sets `python` to an interpreter with all dependencies:
 #
 # 1. TITAN_FP8_PYTHON if it is set, unchecked: for container images and GPU nodes without a network.
 # 2. Otherwise the python3 on PATH, if it has every package of pyproject.toml in a fitting version.
@@ -7,6 +7,9 @@
 #    and a change to pyproject.toml or to this file updates it. It gets a version of torch that was
 #    tested: 2.11 with an NVIDIA GPU, 2.13 without. pip's settings (PIP_INDEX_URL, ...) say where
 #    packages come from; a CPU build of torch is a far smaller download.
+#
+# `prepare_torchtitan_0_3` sets `python` to an interpreter with torchtitan 0.3: TITAN_FP8_PYTHON if
+# that has it, otherwise an environment in build/.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -40,12 +43,14 @@ for package in map(Requirement, needed):
 PY
 }
 
+# Prints the first Python from 3.10, or from $1, to 3.12 on PATH.
 find_python() {
-    local candidate in_range='import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))'
+    local oldest=${1:-3.10} candidate
+    local in_range="import sys; sys.exit(not (${oldest/./, }) <= sys.version_info < (3, 13))"
     for candidate in python3 python3.12 python3.11 python3.10; do
         "$candidate" -c "$in_range" 2>/dev/null && echo "$candidate" && return
     done
-    die "no Python 3.10, 3.11 or 3.12 on PATH"
+    die "no Python from $oldest to 3.12 on PATH"
 }
 
 make_venv() {
@@ -74,4 +79,24 @@ prepare_env() {
         make_venv
         python=$root/.venv/bin/python
     fi
+}
+
+prepare_torchtitan_0_3() {
+    local venv=$root/build/venv-torchtitan-0.3 stamp host_python
+    local packages=(torch==2.13.0 torchtitan==0.3.0 triton matplotlib pytest pytest-xdist)
+    local is_0_3='from importlib.metadata import version; assert version("torchtitan") >= "0.3"'
+    if [[ -n "${TITAN_FP8_PYTHON:-}" ]] && "$TITAN_FP8_PYTHON" -c "$is_0_3" 2>/dev/null; then
+        python=$TITAN_FP8_PYTHON
+        return
+    fi
+    stamp="${packages[*]}"
+    if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
+        echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
+        host_python=$(find_python 3.11) || exit 2
+        "$host_python" -m venv "$venv" || die "could not create $venv"
+        "$venv/bin/python" -m pip install "${packages[@]}" >"$venv/install.log" 2>&1 ||
+            { tail -n 20 "$venv/install.log" >&2 && die "could not install torchtitan 0.3"; }
+        echo "$stamp" >"$venv/stamp"
+    fi
+    python=$venv/bin/python
 }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and all tests. tests/kernels, which compiles the kernels for Hopper, runs twice: with
-# the installed Triton and with the oldest supported one. With a GPU, tests/gpu runs too.
+# the installed Triton and with the oldest supported one. tests/torchtitan_0_3 runs in an
+# environment of its own. With a GPU, tests/gpu runs too.
 # Arguments go to pytest, and then only the first of these test runs happens:
 #
 #   ./scripts/test.sh [-k compare ...]
@@ -24,6 +25,14 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
     fi
     echo "== tests/kernels with Triton $oldest"
     PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/kernels
+fi
+
+if [[ $# -eq 0 ]]; then
+    (
+        prepare_torchtitan_0_3
+        echo "== tests/torchtitan_0_3 with torchtitan 0.3"
+        "$python" -m pytest -q -n 2 --dist worksteal tests
+    )
 fi
 
 has_gpu='import torch; raise SystemExit(not torch.cuda.is_available())'

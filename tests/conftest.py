@@ -1,6 +1,8 @@
 """What all tests share: torchtitan prepared for the CPU, and one thread per process."""
 
 import gc
+import importlib.metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,13 @@ cpu_host.prepare()
 
 # torch.cuda cannot be used in the same process: `scripts/test_gpu.sh` runs the GPU tests.
 collect_ignore = ["gpu"]
+
+# One environment has one torchtitan. That of torchtitan 0.3 runs only the tests of its adapter.
+if importlib.metadata.version("torchtitan").startswith("0.3."):
+    folders = (path.name for path in Path(__file__).parent.iterdir() if path.is_dir())
+    collect_ignore += [name for name in folders if name != "torchtitan_0_3"]
+else:
+    collect_ignore += ["torchtitan_0_3"]
 
 # The tensors are so small that a second thread only costs time.
 torch.set_num_threads(1)
@@ -41,7 +50,7 @@ def fresh_torchtitan(monkeypatch):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """A folder with the tokenizer and the corpus of `titan.write_text`."""
-    from titan import write_text
+    """A folder with the tokenizer and the corpus of `corpus.write_text`."""
+    from corpus import write_text
 
     return write_text(tmp_path_factory.mktemp("text"))

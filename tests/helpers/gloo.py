@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOAD = "plan_ranks"
+"""The module that the server has imported when it forks the ranks."""
+
 
 def spawn(worker: Callable, ranks: int, *args, timeout: float = 180) -> None:
     """Runs `worker(rank, *args)` on each of `ranks` ranks of one process group.
@@ -52,7 +55,7 @@ def spawn(worker: Callable, ranks: int, *args, timeout: float = 180) -> None:
 
 def _start_server() -> None:
     """Starts the process from which ranks are forked, unless it runs already."""
-    forkserver.set_forkserver_preload(["plan_ranks"])
+    forkserver.set_forkserver_preload([PRELOAD])
     # The server finds the modules to preload only by its PYTHONPATH.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()

@@ -5,8 +5,6 @@ In a subprocess `--experimental.custom_import titan` defines the tiny models.
 
 import contextlib
 import dataclasses
-import inspect
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from plans import BOTH, CONVERTERS, GROUPED_MM, LINEAR  # noqa: F401  (for the tests)
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager, JobConfig
@@ -134,24 +131,6 @@ def converted(config: JobConfig) -> nn.Module:
 def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
     """The modules of a class and its subclasses, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def write_text(folder: Path) -> Path:
-    """Writes a byte-level tokenizer and a corpus of Python sources, without downloads."""
-    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate((begin, end, *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.add_special_tokens([begin, end])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": begin, "eos_token": end}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "corpus").mkdir()
-    texts = [inspect.getsource(module) for module in (inspect, json, os, subprocess, contextlib)]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    (folder / "corpus" / "text.jsonl").write_text("".join(lines))
-    return folder
 
 
 def training(text: Path, folder: Path) -> list[object]:

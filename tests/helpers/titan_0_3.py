@@ -1,0 +1,158 @@
+"""torchtitan 0.3 in tests: the debug models cut to two layers, trained in this process.
+
+Also a config module for the command line: `--module titan_0_3 --config llama3_blockwise`.
+"""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtitan.config import ConfigManager
+from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+from torchtitan.models.llama3 import config_registry as llama3
+from torchtitan.trainer import Trainer
+
+from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
+
+MODELS = {
+    "llama3": (llama3.llama3_debugmodel, llama3.model_registry),
+    "deepseek_v3": (deepseek_v3.deepseek_v3_debugmodel, deepseek_v3.model_registry),
+}
+
+VOCABULARY = 512
+"""Twice that of the tokenizer in tests, and a quarter of torchtitan's, which only takes time."""
+
+
+def converters(model: str, recipe: str, **experts: Any) -> list[Any]:
+    """The converters of a model; `experts` are fields of the second."""
+    linear = FP8LinearConverter.Config(recipe=recipe)
+    if model == "llama3":
+        return [linear]
+    return [linear, FP8GroupedExpertsConverter.Config(recipe=recipe, **experts)]
+
+
+def small(name: str, converters: list[Any] | None = None, layers: int = 2) -> Trainer.Config:
+    """The config of a debug model, cut to its first layers; the second of DeepSeek's is an MoE."""
+    make_config, model_registry = MODELS[name]
+    config = make_config()
+    config.model_spec = model_registry("debugmodel")
+    model = config.model_spec.model
+    del model.layers[layers:]
+    model.vocab_size = model.tok_embeddings.num_embeddings = VOCABULARY
+    model.lm_head.out_features = config.loss.loss_fn.global_vocab_size = VOCABULARY
+    for converter in converters or ():
+        converter.build().convert(model)
+    config.activation_checkpoint = None
+    return config
+
+
+def __getattr__(name: str) -> Callable[[], Trainer.Config]:
+    """The config function MODEL_RECIPE; the recipe "plain" stands for no converters."""
+    for model in MODELS:
+        if name.startswith(f"{model}_"):
+            recipe = name.removeprefix(f"{model}_")
+            return partial(small, model, None if recipe == "plain" else converters(model, recipe))
+    raise AttributeError(name)
+
+
+def flags(text: Path, folder: Path, *more: object) -> list[str]:
+    """A small training on `text` that writes to `folder`."""
+    settings = {
+        "dump_folder": folder,
+        "hf_assets_path": text,
+        "dataloader.dataset_path": text / "corpus",
+        "training.seq_len": 64,
+        "training.local_batch_size": 1,
+        "training.steps": 20,
+        "optimizer.implementation": "foreach",
+        "lr_scheduler.warmup_steps": 2,
+        "debug.seed": 42,
+        "parallelism.spmd_backend": "partial_dtensor",
+    }
+    switches = ["--training.disable_cuda_graphs", "--debug.no-enable-structured-logging"]
+    pairs = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+    return [*pairs, *switches, *map(str, more)]
+
+
+def parse(config: str, *arguments: object) -> Trainer.Config:
+    """torchtitan's config of `--module titan_0_3 --config CONFIG` and flags."""
+    command = ["--module", "titan_0_3", "--config", config, *map(str, arguments)]
+    parsed = ConfigManager().parse_args(command)
+    if hasattr(parsed, "validator"):
+        parsed.validator.enable = False
+    return parsed
+
+
+def initialise(model: nn.Module) -> None:
+    """Gives every parameter values that depend on its name alone, however it is sharded.
+
+    DTensor has no random numbers for CPU meshes.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            full = torch.ones(parameter.shape)
+            if parameter.dim() > 1:
+                full = torch.randn(parameter.shape, generator=generator) * 0.02
+            if isinstance(parameter, DTensor):
+                full = distribute_tensor(
+                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
+                ).to_local()
+                parameter = parameter.to_local()
+            parameter.copy_(full)
+
+
+@contextlib.contextmanager
+def trainer(config: Trainer.Config) -> Iterator[Trainer]:
+    """torchtitan's trainer, its model initialised, in the current process group."""
+    # As torchtitan's init_distributed does, which finds a process group and returns.
+    torch.autograd.set_multithreading_enabled(False)
+    built = Trainer(config)
+    try:
+        for part in built.model_parts:
+            initialise(part)
+        yield built
+    finally:
+        built.close()
+
+
+def losses(config: Trainer.Config) -> list[float]:
+    """Trains; returns the loss of each step."""
+    seen: list[float] = []
+    with trainer(config) as trained:
+        trained.metrics_processor.log = lambda step, loss, *_, **__: seen.append(loss)
+        data = trained.batch_generator(trained.dataloader)
+        for step in range(1, config.training.steps + 1):
+            trained.step = step
+            trained.train_step(data)
+    return seen
+
+
+def write_losses(rank: int, folder: Path, runs: dict[str, tuple[str, list[str]]]) -> None:
+    """On each rank: trains each run, (config, flags), and has rank 0 write its losses."""
+    for name, (config, arguments) in runs.items():
+        seen = losses(parse(config, *arguments))
+        if rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps(seen))
+
+
+def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:
+    """The modules of a class and its subclasses, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The local gradient of each parameter by name."""
+    local = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        local[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+    return local

@@ -1,0 +1,10 @@
+"""Imported by the server of ranks: prepares the CPU before it imports torchtitan."""
+
+import torch
+
+from titan_fp8 import cpu_host
+
+cpu_host.prepare()
+torch.set_num_threads(1)
+
+import titan_0_3  # noqa: F401

@@ -1,0 +1,134 @@
+"""The fields of the converters and of the overrides: defaults, and the error for each mistake."""
+
+import re
+
+import pytest
+import titan_0_3
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config.override import OverrideConfig, apply_overrides, override
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.rope import ComplexRoPE
+
+from titan_fp8.recipe import RECIPE_NAMES
+from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
+from titan_fp8.torchtitan_0_3.experts import FP8Experts
+from titan_fp8.torchtitan_0_3.linear import FP8Linear
+
+ADAPTER = "titan_fp8.torchtitan_0_3"
+
+
+def test_the_documented_defaults():
+    linear, experts = FP8LinearConverter.Config(), FP8GroupedExpertsConverter.Config()
+    assert linear.recipe == experts.recipe == "blockwise"
+    assert linear.filter_fqns == ["lm_head", "router.gate"] and experts.fqns == ["experts"]
+    assert linear.emulate is experts.emulate is False and experts.permutation is None
+    assert isinstance(linear.build(), QuantizationConverter)
+    assert isinstance(experts.build(), QuantizationConverter)
+
+
+LIST, ONE_MORE, BOOL = ("list of strings",), ("empty string",), ("true", "false")
+MISTAKES = [
+    *(
+        (converter, "recipe", value, RECIPE_NAMES)
+        for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
+        for value in ("blokwise", "", "Rowwise", 3, True, ["rowwise"])
+    ),
+    *((FP8LinearConverter, "emulate", value, BOOL) for value in ("yes", 1, [])),
+    *((FP8GroupedExpertsConverter, "emulate", value, BOOL) for value in ("yes", 1, [])),
+    *((FP8LinearConverter, "filter_fqns", value, LIST) for value in ("lm_head", True, [1])),
+    (FP8LinearConverter, "filter_fqns", ["lm_head", ""], ONE_MORE),
+    *((FP8GroupedExpertsConverter, "fqns", value, LIST) for value in ("experts", True, [1])),
+    (FP8GroupedExpertsConverter, "fqns", [""], ONE_MORE),
+    (FP8GroupedExpertsConverter, "fqns", [], ("convert nothing",)),
+    *(
+        (FP8GroupedExpertsConverter, "permutation", value, ("'gather'", "'host'"))
+        for value in ("gathers", True, [])
+    ),
+]
+
+
+@pytest.mark.parametrize("converter, field, value, allowed", MISTAKES)
+def test_a_mistake_names_field_value_and_what_is_allowed(converter, field, value, allowed):
+    with pytest.raises(ValueError) as caught:
+        converter.Config(**{field: value})
+    message = str(caught.value)
+    assert message.startswith(f"{converter.__name__}: {field} = {value!r}")
+    assert all(word in message for word in allowed)
+
+
+def overridden(model: str, *entries: object):
+    """The config of a model after these overrides."""
+    config = titan_0_3.small(model)
+    config.override = OverrideConfig(imports=list(entries))
+    apply_overrides(config.override, config)
+    return config.model_spec.model
+
+
+def recipes(model) -> tuple[set[str], set[str]]:
+    """The recipes of the linears and of the experts."""
+    experts = [c for _, c, *_ in model.traverse(GroupedExperts.Config)]
+    return (
+        {linear.recipe for _, linear, *_ in model.traverse(FP8Linear.Config)},
+        {e.recipe for e in experts if issubclass(e._owner, FP8Experts)},
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("model", titan_0_3.MODELS)
+def test_every_recipe_is_an_override(model, recipe):
+    fp8 = set() if recipe == "bf16" else {recipe}
+    linears, experts = recipes(overridden(model, f"{ADAPTER}.{recipe}"))
+    assert linears == fp8 and experts == (fp8 if model == "deepseek_v3" else set())
+
+
+def test_an_override_takes_the_fields_of_the_converters():
+    arguments = {
+        "filter_fqns": ["wo"],
+        "emulate": True,
+        "fqns": ["layers.1"],
+        "permutation": "host",
+    }
+    model = overridden("deepseek_v3", (f"{ADAPTER}.rowwise", arguments))
+    left = [n for n, c, *_ in model.traverse(Linear.Config) if type(c) is Linear.Config]
+    assert left == [
+        "layers.0.attention.wo",
+        "layers.1.attention.wo",
+        "layers.1.moe.router.gate",
+    ]
+    experts = model.layers[1].moe.routed_experts
+    assert experts.inner_experts.emulate and model.lm_head.emulate
+    assert type(experts.token_dispatcher).__qualname__ == "AllToAllTokenDispatcher.Config"
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"filter_fqns": ["typo"]}, ValueError, "filter_fqns = ['typo']: no module's name"),
+        ({"fqns": ["experts"]}, ValueError, "'experts' converts nothing"),
+        ({"emulate": "yes"}, ValueError, "emulate = 'yes': allowed are true and false"),
+        ({"recipes": "rowwise"}, TypeError, "blockwise() got an unexpected keyword"),
+    ],
+)
+def test_a_mistake_in_an_override_is_an_error(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        overridden("llama3", (f"{ADAPTER}.blockwise", arguments))
+
+
+def test_an_override_keeps_the_sharding():
+    config = titan_0_3.small("llama3")
+    config.model_spec.model.update_from_config(config=config)
+    before = {n: c.sharding_config for n, c, *_ in config.model_spec.model.traverse(Linear.Config)}
+    config.override = OverrideConfig(imports=[f"{ADAPTER}.blockwise"])
+    apply_overrides(config.override, config)
+    after = {n: c.sharding_config for n, c, *_ in config.model_spec.model.traverse(Linear.Config)}
+    assert after == before and all(after.values())
+
+
+def test_torchtitan_refuses_an_override_of_a_part_beside_it():
+    @override(target=ComplexRoPE.Config)
+    def rope(config):
+        return config
+
+    with pytest.raises(ValueError, match="an ancestor of"):
+        overridden("llama3", f"{ADAPTER}.blockwise", f"{__name__}.rope")

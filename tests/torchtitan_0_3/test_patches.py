@@ -1,0 +1,76 @@
+"""Every patch of the adapter: its targets are here, and without them training goes on or stops.
+
+`tests/torchtitan/test_patches.py` tests the machinery and the patches that both adapters share.
+"""
+
+import datetime
+import logging
+import sys
+
+import pytest
+import titan_0_3
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.models.common.attention import FlexAttention
+
+from titan_fp8 import cpu_host
+from titan_fp8.torchtitan_0_3 import FP8LinearConverter, patches
+from titan_fp8.torchtitan_0_3.linear import FP8Linear
+
+TARGETS = [
+    (patch, target) for patch in patches.PATCHES for target in (*patch.targets, *patch.relies_on)
+]
+
+
+@pytest.mark.parametrize("patch, target", TARGETS, ids=[target.path for _, target in TARGETS])
+def test_a_target_is_here_and_takes_what_the_replacement_relies_on(patch, target):
+    assert target.problem() is None
+
+
+def test_names_are_unique_and_every_field_is_written():
+    assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES)
+    for patch in patches.PATCHES:
+        assert all((patch.why, patch.without, patch.versions, patch.gain, patch.until)), patch.name
+
+
+@pytest.mark.parametrize("patch", patches.ON_CONVERSION, ids=lambda patch: patch.name)
+def test_a_conversion_goes_on_without_a_patch(monkeypatch, caplog, patch):
+    monkeypatch.delattr(*patch.targets[0].locate())
+    config = titan_0_3.small("llama3", [FP8LinearConverter.Config()]).model_spec.model
+    assert any(config.traverse(FP8Linear.Config))
+    assert f"patch {patch.name!r} does not apply" in caplog.text and patch.without in caplog.text
+
+
+def test_importing_the_adapter_provides_the_timeout_that_older_torch_lacks():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.set_timeout(datetime.timedelta(seconds=7), None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_models_get_an_attention_that_the_cpu_can_differentiate():
+    assert any(titan_0_3.small("deepseek_v3").model_spec.model.traverse(FlexAttention.Config))
+    parsed = titan_0_3.parse("deepseek_v3_blockwise")
+    assert not any(parsed.model_spec.model.traverse(FlexAttention.Config))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_unseeded_sharded_start_is_warned_of(ranks, monkeypatch, caplog):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    manager = object.__new__(CheckpointManager)
+    manager.enable = False
+    with caplog.at_level(logging.WARNING):
+        assert not manager.load()
+    assert ("starts without a checkpoint" in caplog.text) == (ranks > 1)
+
+
+def test_main_adds_what_the_cpu_needs(monkeypatch):
+    calls = []
+    monkeypatch.setattr("torchtitan.train.main", lambda: calls.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["cpu_host", "--module", "llama3"])
+    cpu_host.main()
+    (arguments,) = calls
+    assert arguments[2:4] == ["--optimizer.implementation", "foreach"]
+    assert "--training.disable_cuda_graphs" in arguments

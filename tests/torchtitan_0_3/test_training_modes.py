@@ -1,0 +1,101 @@
+"""Compiled blocks and activation checkpointing in torchtitan's trainer, on one rank."""
+
+import contextlib
+import os
+
+import pytest
+import titan_0_3
+import torch
+import torch.distributed as dist
+from count import Count
+from torch import Tensor
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.moe import RoutedExperts
+
+from titan_fp8.patches import SAC_POLICY, Patch, restore
+from titan_fp8.torchtitan_0_3 import patches
+from titan_fp8.torchtitan_0_3.dispatcher import GatherTokenDispatcher
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", "0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def step(config: str, text, folder, *flags: object, checkpointing=None) -> tuple[dict, dict]:
+    """The loss and the gradients of one step, and the calls of titan_fp8's ops."""
+    backend = ("--parallelism.spmd_backend", "spmd_types")
+    parsed = titan_0_3.parse(config, *titan_0_3.flags(text, folder, *backend, *flags))
+    parsed.activation_checkpoint = checkpointing
+    # A compiled block does not run inside a dispatch mode.
+    count = contextlib.nullcontext() if parsed.compile.enable else Count()
+    with titan_0_3.trainer(parsed) as trainer, count:
+        inputs, labels = next(iter(trainer.dataloader))
+        loss = trainer.forward_backward_step(
+            input_dict=inputs, labels=labels, global_valid_tokens=torch.tensor(64.0)
+        )
+        result = {"loss": loss.detach(), **titan_0_3.gradients(trainer.model_parts[0])}
+    # As the trainer asked, and as torchtitan's own check would have answered.
+    assert trainer.metrics_processor.has_quantization
+    assert not has_quantization(trainer.model_config)
+    wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
+    for wrapper in wrappers:
+        result = {name.replace(wrapper, ""): value for name, value in result.items()}
+    return result, getattr(count, "calls", {})
+
+
+def distances(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    assert got.keys() == want.keys()
+    return {name: float((got[name] - w).norm() / (w.norm() + 1e-20)) for name, w in want.items()}
+
+
+@pytest.mark.parametrize("model", titan_0_3.MODELS)
+def test_a_compiled_block_is_one_graph_and_computes_the_same(model, text, tmp_path):
+    """MoE blocks too, with a number of tokens that the compiler does not know."""
+    eager, _ = step(f"{model}_blockwise", text, tmp_path)
+    flags = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
+    compiled, _ = step(f"{model}_blockwise", text, tmp_path, *flags)
+    assert max(distances(compiled, eager).values()) < 0.02
+
+
+GEMMS = 2 * 5
+"""Two layers with wqkv, wo, w1, w3 and w2."""
+
+
+@pytest.mark.parametrize(
+    "checkpointing, with_policy, recomputed",
+    [
+        (SelectiveAC.Config(), True, 2 * 2),
+        (SelectiveAC.Config(), False, GEMMS),
+        (FullAC.Config(), True, GEMMS),
+    ],
+)
+def test_op_level_checkpointing_saves_every_second_fp8_gemm(
+    monkeypatch, text, tmp_path, checkpointing, with_policy, recomputed
+):
+    want, calls = step("llama3_blockwise", text, tmp_path)
+    assert calls["blockwise_fprop"] == GEMMS
+    if not with_policy:
+        apply = Patch.apply
+
+        def apply_others(patch, *makes):
+            return patch is not SAC_POLICY and apply(patch, *makes)
+
+        monkeypatch.setattr(Patch, "apply", apply_others)
+        restore(patches.ON_CONVERSION)
+    got, calls = step("llama3_blockwise", text, tmp_path, checkpointing=checkpointing)
+    assert calls["blockwise_fprop"] == GEMMS + recomputed
+    assert max(distances(got, want).values()) == 0
+
+
+def test_tokens_are_padded_under_expert_parallelism_only():
+    config = titan_0_3.parse("deepseek_v3_blockwise").model_spec.model
+    (routed,) = (c for _, c, *_ in config.traverse(RoutedExperts.Config))
+    assert type(routed.token_dispatcher) is GatherTokenDispatcher.Config
+    with torch.device("meta"):
+        experts = routed.inner_experts.build()
+    assert experts.dispatch_aligns and not experts.aligned
