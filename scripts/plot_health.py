@@ -1,0 +1,222 @@
+"""Draws the health of FP8 in a training run, layers by steps, from its TensorBoard event files.
+
+    python scripts/plot_health.py RUN [--out health.png]
+
+A RUN is a dump folder, a TensorBoard folder or an event file of a torchtitan run with `health_freq`
+(see titan_logs.py). Each picture has a row for each layer and a column for each step that was
+observed. A layer has the colour of its worst operand. Crosses mark steps in which an operand of the
+layer held NaN or Inf. The last picture, for experts, shows how uneven their tokens were.
+
+Exit status: 0; 2 if there is nothing to draw.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+from titan_logs import InputError, read_events, refuse_mixture
+
+from titan_fp8.health.report import kind_of
+
+LAYER = re.compile(r"health_layer_(\w+)/(.+)")
+TOKENS = re.compile(r"health_tokens_per_expert/(.+)/(mean|max)")
+NAMED_ROWS = 48
+"""Up to so many layers each has its name at the axis; more have those of their kinds."""
+
+
+FORMATS: dict[str, Any] = {
+    "%": lambda value, _: f"{100 * value:.4g} %",
+    "2^": "2^{x:.0f}",
+    "x": "{x:.1f} x",
+}
+"""Of numbers at a colour bar."""
+
+
+@dataclass
+class Picture:
+    title: str
+    norm: Normalize
+    unit: str  # a key of FORMATS
+    values: dict[str, dict[int, float]]  # layer -> step -> value
+
+
+def read_health(run: Path) -> dict[str, dict[int, float]]:
+    """The values of each tag of health by step; the value written last wins.
+
+    Raises:
+        InputError: there is no run at `run`, more than one, or one without health.
+    """
+    if not run.exists():
+        raise InputError(f"no such file or folder: {run}")
+    files = [run] if run.is_file() else sorted(run.rglob("*tfevents*"))
+    if not files or run.is_file() and "tfevents" not in run.name:
+        raise InputError(f"no TensorBoard event file in {run}: set [metrics] enable_tensorboard")
+    refuse_mixture(run, {file: read_events(file) for file in files})
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for file in files:
+        events = EventAccumulator(str(file), size_guidance={SCALARS: 0}).Reload()
+        for tag in events.Tags()[SCALARS]:
+            if tag.startswith("health_"):
+                steps = found.setdefault(tag, {})
+                for event in events.Scalars(tag):
+                    new = event.wall_time, event.value
+                    steps[event.step] = max(new, steps.get(event.step, new))
+    if not found:
+        raise InputError(
+            f"{run} has no health of FP8: train with --quantize.linear.titan_fp8.health_freq 10"
+        )
+    return {tag: {step: v for step, (_, v) in steps.items()} for tag, steps in found.items()}
+
+
+def by_layer(health: dict[str, dict[int, float]], name: str) -> dict[str, dict[int, float]]:
+    """The series of one statistic of the layers."""
+    found = {}
+    for tag, steps in health.items():
+        match = LAYER.fullmatch(tag)
+        if match and match[1] == name:
+            found[match[2]] = steps
+    return found
+
+
+def unevenness(health: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    """The tokens of the expert that has most, over the mean."""
+    tokens: dict[str, dict[str, dict[int, float]]] = {}
+    for tag, steps in health.items():
+        if match := TOKENS.fullmatch(tag):
+            tokens.setdefault(match[1], {})[match[2]] = steps
+    return {
+        module: {step: most / of["mean"][step] for step, most in of["max"].items() if most}
+        for module, of in tokens.items()
+    }
+
+
+def pictures(health: dict[str, dict[int, float]]) -> list[Picture]:
+    """Three of all layers, and one of experts if there are any."""
+    underflow, error, spread = (
+        by_layer(health, name) for name in ("underflow", "error", "scale_spread")
+    )
+    of_errors = Normalize(0.02, max(0.03, largest(error)), clip=True)
+    of_spreads = Normalize(0, max(1, largest(spread)))
+    every = [
+        Picture("Non-zero elements that became zero", LogNorm(1e-6, 1, clip=True), "%", underflow),
+        Picture("Error of q · s", of_errors, "%", error),
+        Picture("Largest scale of a tensor over its smallest", of_spreads, "2^", spread),
+    ]
+    if tokens := unevenness(health):
+        norm = Normalize(1, max(2, largest(tokens)))
+        every.append(Picture("Tokens of the fullest expert over the mean", norm, "x", tokens))
+    return every
+
+
+def largest(values: dict[str, dict[int, float]]) -> float:
+    finite = (v for steps in values.values() for v in steps.values() if math.isfinite(v))
+    return max(finite, default=0.0)
+
+
+def in_order(layers: list[str]) -> list[str]:
+    """By kind, and in each kind by number."""
+    kinds = list(dict.fromkeys(map(kind_of, layers)))
+
+    def key(layer: str) -> tuple[int, list[int]]:
+        return kinds.index(kind_of(layer)), [int(n) for n in re.findall(r"\d+", layer)]
+
+    return sorted(layers, key=key)
+
+
+def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: set) -> None:
+    layers = in_order(list(picture.values))
+    grid = np.array([[picture.values[layer].get(s, np.nan) for s in steps] for layer in layers])
+    image = axes.imshow(grid, aspect="auto", interpolation="none", norm=picture.norm)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, format=FORMATS[picture.unit])
+    bar.ax.tick_params(labelsize=7)
+    if picture.unit == "2^":
+        bar.locator = MaxNLocator(integer=True)
+    crosses = [(steps.index(s), layers.index(name)) for name, s in bad if name in picture.values]
+    if crosses:
+        axes.plot(*zip(*crosses), "x", color="red", ms=5)
+    axes.set_title(picture.title, loc="left", fontsize=9)
+    shown = range(0, len(steps), max(1, len(steps) // 10))
+    axes.set_xticks(list(shown), [str(steps[i]) for i in shown], fontsize=7)
+    label_rows(axes, layers)
+
+
+def label_rows(axes: Any, layers: list[str]) -> None:
+    kinds = [kind_of(layer) for layer in layers]
+    edges = [i for i in range(1, len(layers)) if kinds[i] != kinds[i - 1]]
+    for edge in edges:
+        axes.axhline(edge - 0.5, color="white", lw=0.8)
+    if len(layers) <= NAMED_ROWS:
+        axes.set_yticks(range(len(layers)), layers, fontsize=6)
+        return
+    blocks = list(zip([0, *edges], [*edges, len(layers)]))
+    middles = [(first + end - 1) / 2 for first, end in blocks]
+    axes.set_yticks(middles, [kinds[first] for first, _ in blocks], fontsize=7)
+
+
+def draw(health: dict[str, dict[int, float]], out: Path) -> None:
+    *of_layers, last = every = pictures(health)
+    of_experts = len(every) > 3
+    steps = sorted({s for picture in every for of in picture.values.values() for s in of})
+    non_finite = by_layer(health, "non_finite")
+    bad = {(name, step) for name, of in non_finite.items() for step, v in of.items() if v}
+    heights = [max(2.5, 0.11 * min(NAMED_ROWS, len(each.values))) for each in of_layers[:1]]
+    heights += [max(1.0, 0.11 * len(last.values))] if of_experts else []
+    matplotlib.rcParams["text.parse_math"] = False
+    figure = Figure(figsize=(13, sum(heights) + 0.6 * len(heights)), dpi=100, layout="constrained")
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    for i, picture in enumerate(every):
+        axes = figure.add_subplot(grid[0, i] if i < 3 else grid[1, :])
+        draw_one(figure, axes, picture, steps, bad)
+        if i in (1, 2):
+            axes.set_yticklabels([])
+        axes.set_xlabel("step", fontsize=8)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, format="png")
+
+
+def summary(health: dict[str, dict[int, float]]) -> Iterator[str]:
+    """The worst layer of each statistic, and where NaN or Inf came first."""
+    for name, title in (("underflow", "largest underflow"), ("error", "largest error")):
+        found = by_layer(health, name)
+        value, step, layer = max((v, s, name) for name, of in found.items() for s, v in of.items())
+        yield f"{title}: {value:.2%}, {layer}, step {step}"
+    found = by_layer(health, "non_finite")
+    bad = [(step, layer) for layer, of in found.items() for step, value in of.items() if value]
+    if bad:
+        step = min(bad)[0]
+        layers = in_order([layer for at, layer in bad if at == step])
+        more = f" and {len(layers) - 5} more" if len(layers) > 5 else ""
+        yield f"NaN or Inf from step {step} on: {', '.join(layers[:5])}{more}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, default=Path("health.png"), help="plot file")
+    args = parser.parse_args(argv)
+    try:
+        health = read_health(args.run)
+        for line in summary(health):
+            print(line)
+        draw(health, args.out)
+    except (InputError, OSError) as error:
+        print(f"plot_health: error: {error}", file=sys.stderr)
+        return 2
+    print(f"plot: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
