@@ -64,6 +64,24 @@ def complete_events(trace: Path) -> list[dict]:
     return [{**e, "name": str(e["name"]), **n} for e, n in zip(events, numbers, strict=True)]
 
 
+def gpu_events(events: list[dict]) -> list[dict]:
+    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def idle_share(trace: Path) -> float:
+    """The share of the time from the first to the last kernel in which none runs.
+
+    Raises:
+        ValueError: the trace has no kernels.
+    """
+    gpu = gpu_events(complete_events(trace))
+    if not gpu:
+        raise ValueError(f"{trace}: the trace has no GPU kernels")
+    total, gaps = busy(gpu)
+    idle = sum(gap for gap, _ in gaps)
+    return idle / (idle + total)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", type=Path, help="a .json or .json.gz file of torch.profiler")
@@ -73,7 +91,7 @@ def main() -> None:
         events = complete_events(args.trace)
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as reason:
         parser.error(f"{args.trace} is not a trace of torch.profiler: {reason!r}")
-    gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    gpu = gpu_events(events)
     steps = [e for e in events if e["name"].startswith("ProfilerStep")]
     if not gpu:
         parser.error(f"{args.trace}: the trace has no GPU kernels")

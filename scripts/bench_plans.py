@@ -1,0 +1,221 @@
+"""Trains production models under many parallel plans, in bf16 and in FP8, and prints one table.
+
+    NGPU=4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
+
+Without a PLAN it runs all that use NGPU GPUs (2 or 4). Every run is compiled and has op-level
+activation checkpointing. Results are in outputs/bench_plans: a folder for each run, and the table
+as result.json, which render_benchmarks.py reads. A run that fails is reported in the table, the
+others go on, and the exit status is 1.
+
+Idle is the share of the last step in which no kernel runs, from the trace of rank 0. The profiler
+slows the CPU down, so it is an upper bound. The loss is the mean of the last five that were logged.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import bench_common
+from summarize_trace import idle_share
+from tables import Row
+from titan_logs import COLOUR, SPEED_FROM_STEP, InputError, read_run
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "outputs" / "bench_plans"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model under one parallel plan; degrees as in torchtitan's [parallelism]."""
+
+    config: str
+    flavor: str
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    batch: int = 1
+    tokens: int = 8192
+    dtype: str = "float32"
+    balanced: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.replicate * self.shard * self.tp * self.cp * self.pp
+
+    def flags(self) -> list[str]:
+        """torchtitan's flags for the model and the plan."""
+        values = {
+            "model.flavor": self.flavor,
+            "parallelism.data_parallel_replicate_degree": self.replicate,
+            "parallelism.data_parallel_shard_degree": self.shard,
+            "parallelism.tensor_parallel_degree": self.tp,
+            "parallelism.context_parallel_degree": self.cp,
+            "parallelism.pipeline_parallel_degree": self.pp,
+            "parallelism.expert_parallel_degree": self.ep,
+            "parallelism.expert_tensor_parallel_degree": self.etp,
+            "training.local_batch_size": self.batch,
+            "training.global_batch_size": -1,
+            "training.seq_len": self.tokens,
+            "training.dtype": self.dtype,
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "op",
+        }
+        flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+        return [*flags, "--compile.enable", *["--debug.moe_force_load_balance"] * self.balanced]
+
+
+LLAMA, LLAMA_70B, DEEPSEEK = "llama3_8b", "llama3_70b", "deepseek_v3_16b"
+MOE = {"batch": 4, "tokens": 4096, "balanced": True}
+PLANS = {
+    "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
+    "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
+    "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2),
+    "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096),
+    "llama3-8b-cp2": Plan(LLAMA, "8B", cp=2),
+    "llama3-8b-ddp2": Plan(LLAMA, "8B-8-layers", replicate=2),
+    "llama3-70b-tp2": Plan(LLAMA_70B, "70B-6-layers", tp=2),
+    # 16 billion parameters in FP32 with the optimizer's states do not fit on two GPUs.
+    "deepseek-16b-ep2": Plan(DEEPSEEK, "16B", shard=2, ep=2, dtype="bfloat16", **MOE),
+    "deepseek-16b-ep2-tp2": Plan(DEEPSEEK, "16B-8-layers", tp=2, ep=2, etp=1, **MOE),
+    "llama3-8b-fsdp4": Plan(LLAMA, "8B", shard=4),
+    "llama3-8b-fsdp4-2048": Plan(LLAMA, "8B", shard=4, tokens=2048),
+    "llama3-8b-hsdp2x2": Plan(LLAMA, "8B", replicate=2, shard=2),
+    "llama3-8b-tp2-fsdp2": Plan(LLAMA, "8B", shard=2, tp=2),
+    "llama3-8b-tp4": Plan(LLAMA, "8B", tp=4),
+    "llama3-8b-pp2-fsdp2": Plan(LLAMA, "8B", shard=2, pp=2, batch=4, tokens=4096),
+    "llama3-8b-cp2-fsdp2": Plan(LLAMA, "8B", shard=2, cp=2),
+    "llama3-8b-ddp4": Plan(LLAMA, "8B-8-layers", replicate=4),
+    "llama3-70b-tp4": Plan(LLAMA_70B, "70B-6-layers", tp=4),
+    "deepseek-16b-ep4": Plan(DEEPSEEK, "16B", shard=4, ep=4, **MOE),
+    "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
+    "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
+    # A stage has two of the four GPUs, so expert parallelism has at most two, too.
+    "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B-8-layers", shard=2, pp=2, ep=2, **MOE),
+}
+"""With etp 1, torchtitan spreads the experts over the ranks of TP as well."""
+
+
+def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
+    """The call of train.sh for one run."""
+    values = {
+        "job.custom_config_module": "bench_plans_plugin",
+        "job.dump_folder": str(folder),
+        "quantize.linear.titan_fp8.recipe": recipe,
+        "training.steps": steps,
+        "lr_scheduler.warmup_steps": max(1, steps // 5),
+        "training.dataset": "c4_test",
+        "training.dataset_path": "./data/corpus/train",
+        "model.hf_assets_path": "./data/tokenizer",
+        "metrics.log_freq": max(1, steps // 6),
+        "profiling.profile_freq": steps,
+        "profiling.save_traces_folder": "traces",
+    }
+    flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    switches = ["metrics.enable_tensorboard", "profiling.enable_profiling"]
+    switches += ["checkpoint.no_enable", "validation.no_enable"]
+    config = f"configs/{plan.config}.toml"
+    return ["./scripts/train.sh", config, *plan.flags(), *flags, *[f"--{s}" for s in switches]]
+
+
+def run(plan: Plan, recipe: str, steps: int, folder: Path) -> str | None:
+    """Trains; returns None, or the last error of a run that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {
+        "NGPU": str(plan.gpus),
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    log = folder / "train.log"
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            command(plan, recipe, steps, folder),
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return None if done.returncode == 0 else last_error(log)
+
+
+def last_error(log: Path) -> str:
+    lines = COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (errors or lines or ["no output"])[-1].strip()[-120:]
+
+
+def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | None) -> Row:
+    """The row of a run. `base` is that of the plan's first run."""
+    row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
+    row |= dict.fromkeys(("tokens/s", "x bf16", "GiB", "idle %", "loss", "gap %", "error"))
+    if error is None:
+        try:
+            metrics = read_run(folder, recipe)
+            losses = list(metrics.series["loss"].values())[-5:]
+            row |= {"tokens/s": metrics.tps() or None, "GiB": metrics.peak_memory or None}
+            row["loss"] = statistics.fmean(losses)
+            traces = sorted(folder.glob("traces/iteration_*/rank0_trace.json*"))
+            row["idle %"] = 100 * idle_share(traces[-1]) if traces else None
+        except (InputError, KeyError, ValueError) as reason:
+            error = f"unreadable results: {reason}"[:120]
+    row["error"] = error
+    if base and base["recipe"] == "bf16" and row["loss"] and base["loss"]:
+        row["gap %"] = 100 * (row["loss"] / base["loss"] - 1)
+        if row["tokens/s"] and base["tokens/s"]:
+            row["x bf16"] = row["tokens/s"] / base["tokens/s"]
+    return row
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench_plans.sh", description=__doc__.partition("\n")[0])
+    parser.add_argument("plans", nargs="*", metavar="PLAN", help="see --list")
+    parser.add_argument("--list", action="store_true", help="print the plans and leave")
+    parser.add_argument("--steps", type=int, default=30, help="of each run (default: 30)")
+    parser.add_argument("--recipes", default="bf16,blockwise", help="default: bf16,blockwise")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.plans if name not in PLANS]:
+        parser.error(f"no such plan: {', '.join(unknown)}; --list shows those there are")
+    if args.steps < SPEED_FROM_STEP + 4:
+        parser.error(f"--steps {args.steps}: at least {SPEED_FROM_STEP + 4}")
+    args.gpus = os.environ.get("NGPU", "4")
+    if not args.plans:
+        args.plans = [name for name, plan in PLANS.items() if str(plan.gpus) == args.gpus]
+    if not args.plans:
+        parser.error(f"NGPU={args.gpus}: there are plans for 2 and for 4 GPUs")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.list:
+        for name, plan in PLANS.items():
+            print(f"{name} ({plan.gpus} GPUs): configs/{plan.config}.toml", *plan.flags())
+        return
+    rows: list[Row] = []
+    for name in args.plans:
+        base = None
+        for recipe in args.recipes.split(","):
+            begin, folder = time.monotonic(), RESULTS / name / f"{recipe}-{time.time_ns()}"
+            print(f"== {name}, {recipe}", flush=True)
+            error = run(PLANS[name], recipe, args.steps, folder)
+            row = row_of(name, recipe, folder, error, base)
+            base = base or row
+            rows.append(row)
+            result = row["error"] or f"{row['tokens/s']} tokens/s"
+            print(f"   {time.monotonic() - begin:.0f} s: {result}", flush=True)
+    about = f"{args.steps} steps each, compile, op-level activation checkpointing."
+    facts = {"tokens/s": f"per GPU, median from step {SPEED_FROM_STEP} on"}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    bench_common.report(rows, RESULTS / "result.json", "Parallel plans", about, **facts)
+    raise SystemExit(any(row["error"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
