@@ -334,6 +334,13 @@ def test_layers_that_are_not_asked_for_are_left_out():
     assert not watching.table()[0][..., Stat.BLOCKS].any()
 
 
+def test_nothing_is_sampled_while_a_cuda_graph_is_captured(monkeypatch):
+    model, layers = mlp("blockwise")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    table, _ = observed(lambda: train(model, torch.randn(256, 128)), *layers)
+    assert not table[..., Stat.BLOCKS].any()
+
+
 # What it costs
 
 

@@ -34,7 +34,8 @@ class WatchedOps:
 
         @torch.no_grad()
         def run(x: Tensor, *args: Any, **options: Any) -> Any:
-            if not x.numel():
+            # A CUDA graph would repeat the samples, into memory of its own, in every step.
+            if not x.numel() or torch.cuda.is_current_stream_capturing():
                 return op(x, *args, **options)
             return watch(self._observer, op, x, *args, **options)
 
