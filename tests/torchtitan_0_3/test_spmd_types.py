@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
-TOKENS, LABELS = torch.randint(256, (2, 2, 32), generator=torch.Generator().manual_seed(3))
+TOKENS, LABELS = torch.randint(256, (2, 2, 32), generator=torch.Generator().manual_seed(6))
 
 
 def run(config: str, ep: int) -> dict[str, Tensor]:
@@ -46,12 +46,15 @@ def run(config: str, ep: int) -> dict[str, Tensor]:
 
 
 def compare(rank: int, model: str, recipe: str, ep: int) -> None:
-    """A gradient that lacks a reduction, or has one too many, would be off by half or more."""
+    """A gradient that lacks a reduction, or has one too many, would be off by half or more.
+
+    The tokens are some that both recipes route to the same experts.
+    """
     bf16, fp8 = (run(f"{model}_{name}", ep) for name in ("bf16", recipe))
     assert fp8.keys() == bf16.keys()
     for name, expected in bf16.items():
         error, size = (fp8[name] - expected).norm(), expected.norm()
-        assert error <= 0.4 * size, f"{name}: {error / size}"
+        assert error <= 0.3 * size, f"{name}: {error / size}"
         # The second half of the vocabulary is not in the data.
         assert error > 0 or name == "loss" or not size, name
 
