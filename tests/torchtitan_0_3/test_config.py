@@ -23,6 +23,7 @@ def test_the_documented_defaults():
     assert linear.recipe == experts.recipe == "blockwise"
     assert linear.filter_fqns == ["lm_head", "router.gate"] and experts.fqns == ["experts"]
     assert linear.emulate is experts.emulate is False and experts.permutation is None
+    assert linear.fsdp_all_gather is experts.fsdp_all_gather is False
     assert isinstance(linear.build(), QuantizationConverter)
     assert isinstance(experts.build(), QuantizationConverter)
 
@@ -34,8 +35,12 @@ MISTAKES = [
         for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
         for value in ("blokwise", "", "Rowwise", 3, True, ["rowwise"])
     ),
-    *((FP8LinearConverter, "emulate", value, BOOL) for value in ("yes", 1, [])),
-    *((FP8GroupedExpertsConverter, "emulate", value, BOOL) for value in ("yes", 1, [])),
+    *(
+        (converter, field, value, BOOL)
+        for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
+        for field in ("emulate", "fsdp_all_gather")
+        for value in ("yes", 1, [])
+    ),
     *((FP8LinearConverter, "filter_fqns", value, LIST) for value in ("lm_head", True, [1])),
     (FP8LinearConverter, "filter_fqns", ["lm_head", ""], ONE_MORE),
     *((FP8GroupedExpertsConverter, "fqns", value, LIST) for value in ("experts", True, [1])),

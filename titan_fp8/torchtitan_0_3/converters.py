@@ -18,7 +18,7 @@ from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport, check_bool, check_patterns, check_recipe
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_3 import patches
+from titan_fp8.torchtitan_0_3 import fsdp, patches
 from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, convert_experts
 from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
@@ -44,10 +44,15 @@ class FP8LinearConverter(QuantizationConverter):
         emulate: bool = False
         """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
+        fsdp_all_gather: bool = False
+        """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
+        gathered. The values are the same."""
+
         def __post_init__(self) -> None:
             check_recipe(f"{LINEAR}: recipe", self.recipe)
             check_patterns(f"{LINEAR}: filter_fqns", self.filter_fqns)
             check_bool(f"{LINEAR}: emulate", self.emulate)
+            check_bool(f"{LINEAR}: fsdp_all_gather", self.fsdp_all_gather)
 
     def __init__(self, config: Config):
         self.config = config
@@ -64,6 +69,8 @@ class FP8LinearConverter(QuantizationConverter):
                 emulate=config.emulate,
             )
         log("linears", config.recipe, report)
+        if config.fsdp_all_gather and config.recipe != BF16:
+            log_gathers(LINEAR, fsdp.gather_in_fp8(model_config, report))
         share_attention_inputs(model_config)
         if fused := fuse_feed_forwards(model_config):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
@@ -86,6 +93,9 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         emulate: bool = False
         """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
+        fsdp_all_gather: bool = False
+        """As in FP8LinearConverter."""
+
         permutation: str | None = None
         """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward,
         padding each expert's tokens. "host": by torchtitan's own dispatcher. The values are the
@@ -101,6 +111,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                     "or leave the converter out"
                 )
             check_bool(f"{EXPERTS}: emulate", self.emulate)
+            check_bool(f"{EXPERTS}: fsdp_all_gather", self.fsdp_all_gather)
             if self.permutation not in (None, *PERMUTATIONS):
                 raise ValueError(
                     f"{EXPERTS}: permutation = {self.permutation!r}: allowed are "
@@ -123,6 +134,8 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                 model_config, recipe=config.recipe, fqns=config.fqns, emulate=config.emulate
             )
         log("grouped experts", config.recipe, report)
+        if config.fsdp_all_gather and config.recipe != BF16:
+            log_gathers(EXPERTS, fsdp.gather_in_fp8(model_config, report))
         return model_config
 
     def permute_by_gathers(self, model_config: Module.Config) -> None:
@@ -175,6 +188,14 @@ def naming(converter: str) -> Iterator[None]:
 def log(what: str, recipe: str, report: ConversionReport) -> None:
     count, total = len(report.converted), len(report.converted) + len(report.left)
     logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
+
+
+def log_gathers(converter: str, report: ConversionReport) -> None:
+    left = f", in high precision:\n{ConversionReport(left=report.left)}" if report.left else ""
+    logger.info(
+        f"titan_fp8: {converter}: FSDP2 gathers the weights of {len(report.converted)} modules in "
+        f"FP8{left}"
+    )
 
 
 @functools.cache

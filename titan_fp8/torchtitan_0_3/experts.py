@@ -23,6 +23,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_fp8.checks import ConversionReport
+from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
@@ -78,6 +79,12 @@ class FP8GroupedExperts(FP8Experts):
         emulate: bool
         fqn: str
         dispatch_aligns: bool
+        fsdp_all_gather: bool = False
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        if config.fsdp_all_gather:
+            gather_in_fp8(self, FP8GroupedExperts)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """x_RD (R, dim), sorted by expert; num_tokens_per_expert_E (E,) local experts; (R, dim)."""

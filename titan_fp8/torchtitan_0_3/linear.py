@@ -20,6 +20,7 @@ from torchtitan.protocols.module import Module
 
 from titan_fp8 import linear
 from titan_fp8.checks import ConversionReport, check_shard_sizes
+from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.recipe import BF16
 
 DEFAULT_FILTER_FQNS = ("lm_head", "router.gate")
@@ -38,6 +39,7 @@ class FP8Linear(linear.FP8Linear, Linear):
         emulate: bool
         fqn: str
         """The name of the module in the model."""
+        fsdp_all_gather: bool = False
 
     wrapper: Callable[..., Any] | None = None
     """The forward that torchtitan has put before this class's, to redistribute tensors."""
@@ -47,6 +49,8 @@ class FP8Linear(linear.FP8Linear, Linear):
         # Before nn.Module registers parameters, which names the module in errors.
         self.__dict__.update(recipe=config.recipe, emulate=config.emulate, fqn=config.fqn)
         Linear.__init__(self, config)
+        if config.fsdp_all_gather:
+            gather_in_fp8(self, FP8Linear)
 
     # torchtitan finds the sharding of inputs by the name of the argument.
     def forward(self, input: Tensor) -> Tensor:

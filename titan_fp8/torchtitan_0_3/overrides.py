@@ -27,22 +27,27 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
         emulate: bool = False,
         fqns: list[str] | None = None,
         permutation: str | None = None,
+        fsdp_all_gather: bool = False,
     ) -> BaseModel.Config:
         """Converts the linears, and the experts if the model has any or `fqns` is given.
 
         The arguments are the fields of the two converters.
         """
+        both: dict[str, Any] = {
+            "recipe": recipe,
+            "emulate": emulate,
+            "fsdp_all_gather": fsdp_all_gather,
+        }
         linear: dict[str, Any] = {} if filter_fqns is None else {"filter_fqns": filter_fqns}
-        FP8LinearConverter.Config(recipe=recipe, emulate=emulate, **linear).build().convert(config)
+        FP8LinearConverter.Config(**both, **linear).build().convert(config)
         if (
             fqns is not None
             or permutation is not None
             or any(config.traverse(GroupedExperts.Config))
         ):
             experts: dict[str, Any] = {} if fqns is None else {"fqns": fqns}
-            FP8GroupedExpertsConverter.Config(
-                recipe=recipe, emulate=emulate, permutation=permutation, **experts
-            ).build().convert(config)
+            experts["permutation"] = permutation
+            FP8GroupedExpertsConverter.Config(**both, **experts).build().convert(config)
         return config
 
     # torchtitan finds an override by the module and the name of its function.

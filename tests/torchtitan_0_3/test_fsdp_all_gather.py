@@ -1,0 +1,92 @@
+"""`fsdp_all_gather`: FSDP2 gathers the weights in FP8, and training computes the same."""
+
+import json
+import logging
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import titan_0_3
+import torch
+from gloo import spawn
+from torchtitan.models import gpt_oss, qwen3
+
+import titan_fp8.fsdp
+from titan_fp8.fsdp import ShardedWeight
+from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
+
+EP = ("--parallelism.expert_parallel_degree", 2)
+PLANS = {"llama3": ("rowwise", ()), "deepseek_v3": ("blockwise", EP)}
+STEPS = 3
+
+
+class Counts:
+    """The weights that FSDP2 has gathered in FP8, and the collective quantisations of shards."""
+
+    def __enter__(self) -> "Counts":
+        new, quantise = GatheredWeight.__new__, titan_fp8.fsdp._quantise
+        self.gathered = 0
+
+        def gather(*args):
+            self.gathered += 1
+            return new(*args)
+
+        self.patches = (
+            mock.patch.object(GatheredWeight, "__new__", gather),
+            mock.patch.object(titan_fp8.fsdp, "_quantise", wraps=quantise),
+        )
+        _, self.quantise = (patch.start() for patch in self.patches)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) -> None:
+    """Writes the losses of a run without and of a run with FP8 gathers, both by an override."""
+    override = f"titan_fp8.torchtitan_0_3.{recipe}"
+    for name in ("off", "on"):
+        entry = override if name == "off" else override + '={"fsdp_all_gather": true}'
+        config = titan_0_3.parse(f"{model}_plain", *flags, "--override.imports", entry)
+        with Counts() as counts:
+            losses = titan_0_3.losses(config)
+        if name == "off":
+            assert counts.gathered == counts.quantise.call_count == 0
+        else:
+            # Each weight on its own at its first gather, and all together after each step.
+            weights = sum(len(call.args[0]) == 1 for call in counts.quantise.call_args_list)
+            assert weights > 9 and counts.quantise.call_count == weights + STEPS
+            assert counts.gathered >= weights
+        if rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps(losses))
+
+
+@pytest.mark.parametrize("model", PLANS)
+def test_the_losses_are_the_same_to_the_bit(model, text, tmp_path):
+    recipe, plan = PLANS[model]
+    flags = titan_0_3.flags(text, tmp_path, *plan, "--training.steps", STEPS)
+    spawn(train, 2, tmp_path, model, recipe, flags)
+    off, on = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("off", "on"))
+    assert len(on) == STEPS and on == off
+
+
+def test_what_others_read_is_gathered_in_high_precision(caplog):
+    caplog.set_level(logging.INFO)
+    options = {"recipe": "rowwise", "fsdp_all_gather": True}
+    linears = FP8LinearConverter.Config(filter_fqns=["wo"], **options)
+    tied = qwen3.model_registry("debugmodel", converters=[linears]).model
+    assert tied.enable_weight_tying
+    biased = gpt_oss.model_registry(
+        "debugmodel", converters=[FP8GroupedExpertsConverter.Config(**options)]
+    ).model
+    assert "tok_embeddings reads the weight, too" in caplog.text
+    assert "FP8GptOssGroupedExperts reads the weights itself" in caplog.text
+    with torch.device("meta"):
+        parameters = dict(tied.build().named_parameters())
+        assert not any(isinstance(p, ShardedWeight) for p in biased.build().parameters())
+    sharded = {name for name, p in parameters.items() if isinstance(p, ShardedWeight)}
+    assert "lm_head.weight" not in sharded and "layers.0.attention.wo.weight" not in sharded
+    assert "layers.0.feed_forward.w1.weight" in sharded
+    assert f"gathers the weights of {len(sharded)} modules in FP8" in caplog.text

@@ -1,0 +1,54 @@
+"""FSDP2's all-gather of weights in FP8 (`titan_fp8/fsdp.py`), for torchtitan 0.3.
+
+Whether a module's weights are gathered in FP8 is a field of its config. The module then wraps them
+as soon as it has built them, before torchtitan shards it. After each step of the optimizer all
+weights of a model are quantised together.
+"""
+
+import functools
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.protocols.module import Module
+
+from titan_fp8.checks import ConversionReport
+from titan_fp8.fsdp import requantise
+from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
+from titan_fp8.torchtitan_0_3.linear import FP8Linear
+
+
+def gather_in_fp8(model: Module.Config, converted: ConversionReport) -> ConversionReport:
+    """Has FSDP2 gather the weights of the modules that were converted in FP8.
+
+    Args:
+        model: the config after the conversion, changed in place.
+        converted: the report of that conversion.
+
+    Returns:
+        The report on each of these modules.
+    """
+    configs = {fqn: config for fqn, config, *_ in model.traverse(Module.Config, recurse=True)}
+    report = ConversionReport()
+    for fqn, shape, recipe in converted.converted:
+        config: Any = configs[fqn]
+        if fqn == "lm_head" and getattr(model, "enable_weight_tying", False):
+            report.left.append((fqn, shape, "tok_embeddings reads the weight, too"))
+        elif isinstance(config, (FP8Linear.Config, FP8GroupedExperts.Config)):
+            config.fsdp_all_gather = True
+            report.converted.append((fqn, shape, recipe))
+        else:
+            report.left.append((fqn, shape, f"{config._owner.__name__} reads the weights itself"))
+    _requantise_after_each_step()
+    return report
+
+
+@functools.cache
+def _requantise_after_each_step() -> None:
+    register_optimizer_step_post_hook(_requantise)
+
+
+def _requantise(optimizer: Optimizer, *_: Any) -> None:
+    # torchtitan's container steps optimizers that call this hook, too.
+    if isinstance(optimizer, OptimizersContainer):
+        requantise(optimizer.model_parts)
