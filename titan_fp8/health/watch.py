@@ -34,12 +34,16 @@ class WatchedOps:
 
         @torch.no_grad()
         def run(x: Tensor, *args: Any, **options: Any) -> Any:
-            # A CUDA graph would repeat the samples, into memory of its own, in every step.
-            if not x.numel() or torch.cuda.is_current_stream_capturing():
+            if not x.numel() or _is_captured(x):
                 return op(x, *args, **options)
             return watch(self._observer, op, x, *args, **options)
 
         return run
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is captured: it would repeat the samples, into memory of its own."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _at(o: "Observer", x: Tensor) -> Tensor:
