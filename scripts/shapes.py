@@ -83,6 +83,10 @@ QUANTIZE_ENDS = {
 """Group ends of an input with 512 tokens."""
 ODD_WEIGHTS = ((16, 16), (144, 704), (576, 2048), (3, 256, 400), (5, 400, 144), (2, 3, 144, 272))
 """(..., N, K) with short blocks, with up to two leading dimensions."""
+LONG_ROWS = (16384, 20480, 65536, 65552, 131072)
+"""Columns of rows at and beyond what one warp, or one program, can hold."""
+ODD_TRANSPOSE = ((16, 16), (48, 272), (128, 256), (4096, 1024), (3, 144, 528), (64, 1408, 2048))
+"""(..., R, C) with tiles of every shape, partly empty, and more than one matrix."""
 ODD_SWIGLU = ((1, 16), (128, 128), (200, 272), (4097, 704), (8192, 1408), (0, 256))
 """(M, hidden) with short blocks, and without tokens."""
 ODD_ROUTING = {
@@ -99,6 +103,8 @@ ODD_ROUTING = {
 """Tokens that each rank (outer list) sends to each local expert (inner list)."""
 ODD_ROW_LENGTHS = (16, 576, 2048, 7168, 2049)
 """Elements of a permuted row; rows of 2049 are not aligned to 16 bytes."""
+RANKS_AND_EXPERTS = ((1, 1), (EXPERT_RANKS, LOCAL_EXPERTS), (64, 4), (1, 256))
+"""Ranks and local experts whose counts `places_of_tokens` reads."""
 
 SEED = 0
 """Of the random group ends."""

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from gpu_utils import poisoned_outputs
+from shapes import LONG_ROWS, ODD_QUANTIZE, ODD_WEIGHTS, QUANTIZE_ENDS
 from torch import Tensor
 
 from titan_fp8 import reference
@@ -28,18 +29,6 @@ from titan_fp8.kernels.hopper.quantize_rowwise_one_pass import TILE_TOKENS
 from titan_fp8.kernels.launch import multiprocessors
 
 DTYPES = [torch.bfloat16, torch.float32]
-SHAPES = [(1, 16), (127, 128), (130, 144), (300, 576), (512, 2048), (4097, 704)]
-GROUPS = {
-    "one": [384],
-    "even": [128, 256, 384, 512],
-    "empty": [0, 0, 256, 256, 512, 512],
-    "tail": [128, 256],
-    "none": [0, 0],
-    "beyond": [128, 640, 1024],
-    "unaligned": [1, 130, 130, 401],
-    "ones": list(range(1, 41)),
-    "many": [2 * e for e in range(256)],
-}
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -94,7 +83,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @every_dtype
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 256)], ids=str)
+@pytest.mark.parametrize("shape", [*ODD_QUANTIZE, (0, 256)], ids=str)
 @pytest.mark.parametrize("op", ROWS + BLOCKWISE + ROWWISE)
 def test_dense(op, shape, dtype):
     check(op, inputs(shape, dtype))
@@ -102,9 +91,7 @@ def test_dense(op, shape, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize(
-    "shape", [(16, 16), (144, 704), (576, 2048), (3, 256, 400), (5, 400, 144), (2, 3, 144, 272)]
-)
+@pytest.mark.parametrize("shape", ODD_WEIGHTS)
 @pytest.mark.parametrize("op", WEIGHTS)
 def test_weights(op, shape, dtype):
     check(op, inputs(shape, dtype))
@@ -159,11 +146,11 @@ def test_one_pass_kernels_on_several_streams(dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", QUANTIZE_ENDS)
 @pytest.mark.parametrize("m", [512, 517, 0])
 @pytest.mark.parametrize("op", BLOCKWISE + ROWWISE)
 def test_groups(op, m, groups, dtype):
-    ends = GROUPS[groups]
+    ends = QUANTIZE_ENDS[groups]
     offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
     x = inputs((m, 576), dtype)
     for aligned in {False, all(end % 128 == 0 for end in ends)}:
@@ -176,18 +163,18 @@ def test_groups(op, m, groups, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("columns", [16384, 20480, 65552])
+@pytest.mark.parametrize("columns", LONG_ROWS)
 @pytest.mark.parametrize("op", ["quantize_row", "quantize_row_col_t"])
 def test_long_rows(op, columns, dtype):
     check(op, with_specials(inputs((50, columns), dtype)))
 
 
 @every_dtype
-@pytest.mark.parametrize("groups", ["dense", *GROUPS])
+@pytest.mark.parametrize("groups", ["dense", *QUANTIZE_ENDS])
 def test_rows_and_columns_are_two_singles(groups, dtype):
     offs = None
     if groups != "dense":
-        offs = torch.tensor(GROUPS[groups], device="cuda", dtype=torch.int32)
+        offs = torch.tensor(QUANTIZE_ENDS[groups], device="cuda", dtype=torch.int32)
     wide = 4 * ROW_AMAX_WORDS // dtype.itemsize + 16
     for k in (704, 2064, wide):
         x = with_specials(inputs((517, k), dtype))

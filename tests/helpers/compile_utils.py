@@ -2,14 +2,19 @@
 
 Triton compiles to a cubin for the target sm_90a without a device. The cuobjdump in its wheel reads
 registers and local memory from the cubin. `compile_launch` takes the arguments of a launch, so that
-a test compiles what would run; tensors may be on the CPU, because their values are not read.
+a test compiles what would run. Tensors may be on the CPU: their values are not read, so even those
+of production size cost nothing if nobody writes to them.
+
+Tests share cubins through Triton's cache on disk. To disassemble one takes longer than to compile
+most kernels, so a cubin is disassembled only when a test reads its SASS, and once.
 """
 
+import functools
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -32,13 +37,17 @@ needs_cuobjdump = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel: registers and spilled bytes per thread, shared bytes per program, SASS."""
+    """A kernel: registers and spilled bytes per thread, shared bytes per program, machine code."""
 
     name: str
     registers: int
     spills: int
     shared: int
-    sass: str
+    cubin: bytes = field(repr=False)
+
+    @property
+    def sass(self) -> str:
+        return _cuobjdump("--dump-sass", self.cubin)
 
     def __str__(self) -> str:
         costs = f"{self.registers} registers, {self.spills} B spilled, {self.shared} B shared"
@@ -81,17 +90,18 @@ class Compiler:
 
 
 def _measure(built: CompiledKernel) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(built.asm["cubin"])
-        cubin.flush()
-        usage = _cuobjdump("--dump-resource-usage", cubin.name)
-        sass = _cuobjdump("--dump-sass", cubin.name)
+    cubin = built.asm["cubin"]
+    usage = _cuobjdump("--dump-resource-usage", cubin)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     spills = int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])
-    return Compiled(built.metadata.name, registers, spills, built.metadata.shared, sass)
+    return Compiled(built.metadata.name, registers, spills, built.metadata.shared, cubin)
 
 
-def _cuobjdump(flag: str, file: str) -> str:
-    return subprocess.run(
-        [CUOBJDUMP, flag, file], check=True, capture_output=True, text=True
-    ).stdout
+@functools.cache
+def _cuobjdump(flag: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [CUOBJDUMP, flag, file.name], check=True, capture_output=True, text=True
+        ).stdout

@@ -3,32 +3,38 @@
 import pytest
 import torch
 from compile_utils import compile_launch, needs_cuobjdump
+from shapes import DENSE, GROUPED, uneven_ends
 
-from titan_fp8 import reference
 from titan_fp8.kernels.hopper import gemm_blockwise as gemm
 from titan_fp8.kernels.hopper import gemm_rowwise as rowwise_gemm
 
-M, N, K, E = 512, 384, 256, 2
+ops = torch.ops.titan_fp8
 BLOCK_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on Hopper."""
 
 
 def operands(recipe: str, op: str, grouped: bool, dtype: torch.dtype) -> tuple:
+    """What a launch takes, at the size of a real layer; the values are whatever is in memory."""
     columns, rows, weight = {
-        "blockwise": (
-            reference.quantize_128x1_t,
-            reference.quantize_1x128,
-            reference.quantize_128x128,
-        ),
-        "rowwise": (reference.quantize_col_t, reference.quantize_row, reference.quantize_row),
+        "blockwise": (ops.quantize_128x1_t, ops.quantize_1x128, ops.quantize_128x128),
+        "rowwise": (ops.quantize_col_t, ops.quantize_row, ops.quantize_row),
     }[recipe]
-    offs = torch.tensor([128, M], dtype=torch.int32) if grouped else None
-    x, w = torch.zeros(M, K), torch.zeros(*([E] if grouped else []), N, K)
+    if grouped:
+        experts, m, n, k = GROUPED[0]
+        offs, lead = uneven_ends(experts, m, 128), (experts,)
+    else:
+        (m, n, k), offs, lead = DENSE[0], None, ()
+    g, x, w = (torch.empty(shape, device="meta") for shape in ((m, n), (m, k), (*lead, n, k)))
     if op == "mm":
-        c = torch.empty(M, N, dtype=dtype)
-        return *rows(x), *weight(w), c, offs
-    g_t, x_t = (columns(t, offs, True) for t in (torch.zeros(M, N), x))
-    return *g_t, *x_t, torch.empty(*([E] if grouped else []), N, K, dtype=dtype), offs
+        return *memory(rows(x)), *memory(weight(w)), torch.empty(m, n, dtype=dtype), offs
+    ends = offs if offs is None else offs.to("meta")
+    g_t, x_t = (memory(columns(t, ends, True)) for t in (g, x))
+    return *g_t, *x_t, torch.empty(*lead, n, k, dtype=dtype), offs
+
+
+def memory(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Tensors on the CPU like these on the meta device."""
+    return tuple(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in outputs)
 
 
 def assert_fit(compiled) -> None:
@@ -42,8 +48,8 @@ def assert_fit(compiled) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "recipe, grouped",
-    [("blockwise", False), ("blockwise", True), ("rowwise", True)],
-    ids=["dense", "grouped", "rowwise"],
+    [("blockwise", False), ("blockwise", True), ("rowwise", False), ("rowwise", True)],
+    ids=["dense", "grouped", "rowwise dense", "rowwise"],
 )
 @pytest.mark.parametrize("op", ["mm", "wgrad"])
 def test_compiles_for_hopper_without_spills(op, recipe, grouped, dtype):

@@ -3,15 +3,16 @@
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
+from shapes import ODD_ROW_LENGTHS, RANKS_AND_EXPERTS, ROUTED_DIM, TOP_K
 
 from titan_fp8.kernels import permute
 
 
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("k", [64, 2048, 2049])
+@pytest.mark.parametrize("k", [ODD_ROW_LENGTHS[0], ROUTED_DIM, ODD_ROW_LENGTHS[-1]])
 def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
-    compiled, top = [], 6
+    compiled, top = [], TOP_K
     for name in ("permute_gather_kernel", "permute_combine_kernel", "permute_dot_kernel"):
         monkeypatch.setattr(permute, name, Compiler(getattr(permute, name), compiled))
     x, index = torch.empty(64, k, dtype=dtype), torch.zeros(20, top, dtype=torch.int32)
@@ -31,7 +32,7 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("ranks, experts", [(1, 1), (4, 16), (64, 4), (1, 256)])
+@pytest.mark.parametrize("ranks, experts", RANKS_AND_EXPERTS)
 def test_indices_compile_for_hopper_without_spills(monkeypatch, ranks, experts):
     compiled = []
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ exactly what would run. They print registers (`pytest -s`).
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
+from shapes import GROUPED, LINEAR, LONG_ROWS, ODD_WEIGHTS, QUANTIZE, QUANTIZE_WEIGHTS, uneven_ends
 
 from titan_fp8.kernels import hopper
 from titan_fp8.kernels.hopper import (
@@ -23,21 +24,31 @@ MODULES = (
     quantize_rowwise_one_pass,
 )
 DTYPES = [torch.bfloat16, torch.float32]
-OFFS = torch.tensor([128, 256], dtype=torch.int32)
+OFFS = uneven_ends(*GROUPED[0][:2], 128)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
-ROW_COLUMNS = [2048, 7168, 14336, 18432, 65536, 131072]
+SMS = 132
+ROWS = sorted({columns for shape in LINEAR for columns in shape[1:]} | set(LONG_ROWS))
+"""Row lengths: the kernels of rows have a layout for each power of two."""
+LONGEST_ROW = 4 * quantize_rowwise_columns.ROW_AMAX_WORDS
+"""Bytes of the longest row that the kernel that takes maxima holds."""
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """Collects what the ops of a test compile."""
-    monkeypatch.setattr(quantize_rowwise_one_pass, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(quantize_rowwise_one_pass, "multiprocessors", lambda device: SMS)
     results = []
     for module in MODULES:
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Compiler(kernel, results))
     return results
+
+
+def column_launches(tokens: int, groups: str = "dense") -> int:
+    """One kernel without groups, unless there are too many tokens for it; else two."""
+    one_pass = tokens <= SMS * quantize_rowwise_one_pass.TILE_TOKENS
+    return 1 if groups == "dense" and one_pass else 2
 
 
 def assert_unspilled(compiled: list, launches: int) -> None:
@@ -50,30 +61,29 @@ def assert_unspilled(compiled: list, launches: int) -> None:
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_tokens(compiled, groups, dtype):
-    x = torch.empty(256, 2048, dtype=dtype)
+@pytest.mark.parametrize("shape", [*QUANTIZE, (QUANTIZE[1][0], LONG_ROWS[1])], ids=str)
+def test_tokens(compiled, shape, groups, dtype):
+    x = torch.empty(shape, dtype=dtype)
     hopper.quantize_128x1_t(x, *GROUPS[groups])
     hopper.quantize_1x128_128x1_t(x, *GROUPS[groups])
     hopper.quantize_col_t(x, *GROUPS[groups])
+    columns = column_launches(shape[0], groups)
+    assert_unspilled(compiled, 2 + columns)
     hopper.quantize_row_col_t(x, *GROUPS[groups])
-    # Rows too long for the kernel that takes maxima have one of their own.
-    wide = torch.empty(256, 40960 // dtype.itemsize, dtype=dtype)
-    hopper.quantize_row_col_t(wide, *GROUPS[groups])
-    # Columns without groups take one kernel, columns of groups two.
-    assert_unspilled(compiled, 7 if groups == "dense" else 9)
+    # Rows too long for the kernel that takes maxima have a kernel of their own.
+    long = shape[1] * dtype.itemsize > LONGEST_ROW
+    assert_unspilled(compiled[2 + columns :], 1 + columns if long else 2)
 
 
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_and_rows(compiled, dtype):
-    w = torch.empty(2, 256, 512, dtype=dtype)
+@pytest.mark.parametrize("shape", [*QUANTIZE_WEIGHTS, *ODD_WEIGHTS], ids=str)
+def test_weights(compiled, shape, dtype):
+    w = torch.empty(shape, dtype=dtype)
     hopper.quantize_128x128(w)
     hopper.quantize_128x128_t(w)
     hopper.quantize_weight_col_t(w)
-    hopper.quantize_weight_col_t(torch.empty(1, 131072, 16, dtype=dtype))
-    hopper.quantize_weight_col_t(w[..., :272].contiguous())
-    hopper.quantize_1x128(w[0])
-    assert_unspilled(compiled, 7)
+    assert_unspilled(compiled, 2 + column_launches(shape[-2]))
     for kernel in compiled:
         if kernel.name == "quantize_columns_one_pass_kernel":
             assert kernel.registers <= quantize_rowwise_one_pass.MAXNREG, str(kernel)
@@ -83,17 +93,18 @@ def test_weights_and_rows(compiled, dtype):
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_row_lengths(compiled, dtype):
-    for columns in ROW_COLUMNS:
+    for columns in ROWS:
         hopper.quantize_row(torch.empty(16, columns, dtype=dtype))
-    hopper.quantize_row_col_t(torch.empty(16, 32768 // dtype.itemsize, dtype=dtype))
-    assert_unspilled(compiled, len(ROW_COLUMNS) + 2)
+        hopper.quantize_1x128(torch.empty(16, columns, dtype=dtype))
+    hopper.quantize_row_col_t(torch.empty(16, LONGEST_ROW // dtype.itemsize, dtype=dtype))
+    assert_unspilled(compiled, 2 * len(ROWS) + 2)
 
 
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wide_accesses_and_room_for_192_kib_of_tiles(compiled, dtype):
     """Tiles are loaded and columns stored with 16 bytes per thread, rows in whole lines."""
-    x = torch.empty(256, 2048, dtype=dtype)
+    x = torch.empty(QUANTIZE[1], dtype=dtype)
     hopper.quantize_1x128_128x1_t(x)
     hopper.quantize_128x128_t(x)
     hopper.quantize_col_t(x, OFFS, True)

@@ -6,13 +6,18 @@ The tests print registers (`pytest -s`).
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
+from shapes import GROUPED, ODD_SWIGLU, SWIGLU, uneven_ends
 
 from titan_fp8.kernels.hopper import swiglu_quantize as swiglu
 
-OFFS = torch.tensor([128, 256], dtype=torch.int32)
+OFFS = uneven_ends(*GROUPED[0][:2], 128)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
 SHARED = 228 * 1024 // 2 - 1024
 """Bytes of shared memory for each of two programs on an SM."""
+
+each_shape = pytest.mark.parametrize(
+    "shape", [shape for shape in (*SWIGLU, *ODD_SWIGLU) if shape[0]], ids=str
+)
 
 
 @pytest.fixture
@@ -25,9 +30,9 @@ def compiled(monkeypatch):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("channels", [2048, 272])
-def test_forward(compiled, channels):
-    x = torch.empty(200, channels, dtype=torch.bfloat16)
+@each_shape
+def test_forward(compiled, shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
     swiglu.swiglu_1x128(x, x)
     (kernel,) = compiled
     print(kernel)
@@ -35,10 +40,10 @@ def test_forward(compiled, channels):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("channels", [2048, 272])
+@each_shape
 @pytest.mark.parametrize("groups", GROUPS)
-def test_backward(compiled, groups, channels):
-    x = torch.empty(256, channels, dtype=torch.bfloat16)
+def test_backward(compiled, groups, shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
     swiglu.swiglu_backward_1x128_128x1_t(x, x, x, *GROUPS[groups])
     (kernel,) = compiled
     print(kernel)
@@ -46,7 +51,7 @@ def test_backward(compiled, groups, channels):
     assert kernel.registers <= 128 and kernel.shared <= SHARED, str(kernel)
     # One exponential for each of a thread's 64 channels: σ is evaluated once.
     assert kernel.sass.count("MUFU.EX2") == 64
-    if channels == 2048:
+    if shape[1] % 32 == 0:  # Rows are then 16-byte aligned in 32-bit words, as Triton sees them.
         assert kernel.sass.count("LDGSTS.E.BYPASS.128") == 24
         # Rows of da and db, then columns of h, da and db, with 16 bytes per thread each time.
         assert kernel.sass.count("STG.E.128") == 8 + 12

@@ -3,13 +3,17 @@
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
+from shapes import DENSE, GROUPED, ODD_TRANSPOSE
 
 from titan_fp8.kernels import hopper
 from titan_fp8.kernels.hopper import transpose
 
+DENSE_WEIGHT = DENSE[0][1:]
+EXPERTS, _, N, K = GROUPED[0]
+
 
 @needs_cuobjdump
-@pytest.mark.parametrize("shape", [(4096, 14336), (8, 5120, 8192), (48, 16)], ids=str)
+@pytest.mark.parametrize("shape", [DENSE_WEIGHT, (EXPERTS, N, K), ODD_TRANSPOSE[0]], ids=str)
 def test_transposes_in_registers(monkeypatch, shape):
     compiled = []
     kernel = Compiler(transpose.transpose_fp8_kernel, compiled)
