@@ -57,24 +57,32 @@ def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
     Returns:
         (n, 6) float32: the five, with both squares in units of the last column's.
     """
+    s = s.nan_to_num(0, 0, 0)  # as no scale of a block can be
+    unit = s.amax((1, 2), keepdim=True)
+    # Squares of gradients may be too small for FP32, those of multiples of a scale are not.
+    zero = s.new_zeros(())  # for each number that `where` is given PyTorch would launch a kernel
+    inverse = torch.where(unit > 0, 1 / unit, zero)
+    s = s * inverse
     if s.shape[-1] not in (1, x.shape[-1]):
         s = s.repeat_interleave(BLOCK, -1)[..., : x.shape[-1]]
-    finite = s.isfinite()
-    unit = torch.where(finite, s, 0).amax((1, 2), keepdim=True)
-    # Squares of gradients may be too small for FP32, those of multiples of a scale are not.
-    s = torch.where(finite, s, 0) / torch.where(unit > 0, unit, 1)
-    x = torch.where(finite, x.float(), 0) / torch.where(unit > 0, unit, 1)
-    q = torch.where(finite, q.float(), 0)
+    finite = s > 0
+    x = torch.where(finite, x, zero)
+    q = torch.where(finite, q.float(), zero)
     nonzero = x != 0
+    x = x * inverse
     columns = (
-        nonzero.sum((1, 2)),
-        (nonzero & (q == 0)).sum((1, 2)),
-        (nonzero & (q.abs() == E4M3_MAX)).sum((1, 2)),
-        (q * s - x).square().sum((1, 2)),
+        _count(nonzero),
+        _count(nonzero & (q == 0)),
+        _count(q.abs() == E4M3_MAX),
+        torch.addcmul(-x, q, s).square().sum((1, 2)),
         x.square().sum((1, 2)),
         unit.flatten(),
     )
-    return torch.stack([c.float() for c in columns], 1)
+    return torch.stack(columns, 1)
+
+
+def _count(where: Tensor) -> Tensor:
+    return where.sum((1, 2), dtype=torch.float32)
 
 
 def scale_statistics(scales: Sequence[Tensor]) -> Tensor:
@@ -91,15 +99,17 @@ def scale_statistics(scales: Sequence[Tensor]) -> Tensor:
         s = torch.stack(list(scales))
     else:
         s = pad_sequence(list(scales), batch_first=True)
-    finite = s.isfinite()
-    used = finite & (s > EMPTY_SCALE)
+    of_blocks = s != 0
+    finite = s.nan_to_num(0, 0, 0)
+    used = finite > EMPTY_SCALE
+    largest, smallest = (finite * used).amax(1), torch.where(used, finite, torch.inf).amin(1)
     columns = (
-        s.ne(0).sum(1),
-        (~finite).sum(1),
-        torch.where(used, s, 0).amax(1).log2(),
-        -torch.where(used, s, torch.inf).amin(1).log2(),
+        of_blocks.sum(1, dtype=torch.float32),
+        (of_blocks & (finite == 0)).sum(1, dtype=torch.float32),
+        largest.log2(),
+        -smallest.log2(),
     )
-    return torch.stack([c.float() for c in columns], 1)
+    return torch.stack(columns, 1)
 
 
 def in_absolute_units(elements: Tensor, scales: Tensor) -> Tensor:
