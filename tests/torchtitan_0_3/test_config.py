@@ -1,6 +1,7 @@
 """The fields of the converters and of the overrides: defaults, and the error for each mistake."""
 
 import re
+from pathlib import Path
 
 import pytest
 import titan_0_3
@@ -16,6 +17,7 @@ from titan_fp8.torchtitan_0_3.experts import FP8Experts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
 ADAPTER = "titan_fp8.torchtitan_0_3"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_the_documented_defaults():
@@ -26,6 +28,20 @@ def test_the_documented_defaults():
     assert linear.fsdp_all_gather is experts.fsdp_all_gather is False
     assert isinstance(linear.build(), QuantizationConverter)
     assert isinstance(experts.build(), QuantizationConverter)
+
+
+def test_the_readme_shows_the_defaults():
+    text = README.read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(from titan_fp8.torchtitan_0_3 .*?)```", text, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    config = names["deepseek_v3_16b_fp8"]()
+    model = config.model_spec.model
+    assert names["converters"] == [FP8LinearConverter.Config(), FP8GroupedExpertsConverter.Config()]
+    assert any(model.traverse(FP8Linear.Config))
+    (command,) = re.findall(r"--override.imports '(titan_fp8.torchtitan_0_3.*?)'", text)
+    parsed = titan_0_3.parse("llama3_plain", "--override.imports", command)
+    assert apply_overrides(parsed.override, parsed)
 
 
 LIST, ONE_MORE, BOOL = ("list of strings",), ("empty string",), ("true", "false")

@@ -17,7 +17,8 @@ from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 
 EP = ("--parallelism.expert_parallel_degree", 2)
-PLANS = {"llama3": ("rowwise", ()), "deepseek_v3": ("blockwise", EP)}
+MICRO_BATCHES = ("--training.global_batch_size", 4)
+PLANS = {"llama3": ("rowwise", MICRO_BATCHES), "deepseek_v3": ("blockwise", EP)}
 STEPS = 3
 
 
