@@ -2,16 +2,19 @@
 # Train a debug model in bf16 and in blockwise FP8, from the same seed checkpoint and on the same
 # data, and compare the losses:
 #
-#   ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]
+#   ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N] [--torchtitan 0.2|0.3]
 #
 # There are two ranks with FSDP2, on two GPUs or on the CPU, or one rank on a machine with one GPU.
 # deepseek_v3 also uses expert parallelism across the ranks. On the CPU, and on GPUs other than
 # Hopper, FP8 is emulated.
 #
-# Results are in outputs/quickstart/MODEL: a folder for each run with its log and TensorBoard
-# events, and the comparison as loss.png. The exit status is that of the comparison. With fewer than
-# 20 steps a gap of up to 100 % passes. Later calls reuse the environment, the corpus, the tokenizer
-# and the seed checkpoint.
+# torchtitan is 0.2.2 by default. For 0.3 there is another environment, and an override on the
+# command line chooses the recipe.
+#
+# Results are in outputs/quickstart/MODEL, for torchtitan 0.3 in MODEL_torchtitan_0.3: a folder for
+# each run with its log and TensorBoard events, and the comparison as loss.png. The exit status is
+# that of the comparison. With fewer than 20 steps a gap of up to 100 % passes. Later calls reuse
+# the environment, the corpus, the tokenizer and the seed checkpoint.
 #
 # Routing amplifies any rounding. So deepseek_v3 trains its baseline a second time, in FP32, and
 # accepts an FP8 run whose gap is within the tolerance or within that of the FP32 run.
@@ -19,9 +22,10 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-usage="usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]"
+usage="usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N] [--torchtitan 0.2|0.3]"
 model=llama3
 steps=100
+torchtitan=0.2
 while [[ $# -gt 0 ]]; do
     case $1 in
         llama3 | deepseek_v3) model=$1 ;;
@@ -29,6 +33,12 @@ while [[ $# -gt 0 ]]; do
         --steps)
             [[ $# -gt 1 ]] || die "--steps needs a number ($usage)"
             steps=$2
+            shift
+            ;;
+        --torchtitan=*) torchtitan=${1#*=} ;;
+        --torchtitan)
+            [[ $# -gt 1 ]] || die "--torchtitan needs a version ($usage)"
+            torchtitan=$2
             shift
             ;;
         -h | --help)
@@ -40,12 +50,21 @@ while [[ $# -gt 0 ]]; do
     shift
 done
 [[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps' ($usage)"
+[[ $torchtitan == 0.[23] ]] || die "--torchtitan must be 0.2 or 0.3, not '$torchtitan' ($usage)"
 
 cd "$root"
-prepare_env
-config=configs/${model}_debug.toml
-runs=outputs/quickstart/$model
-seed=$runs/seed-$(cksum <"$config" | cut -d ' ' -f 1)
+if [[ $torchtitan == 0.2 ]]; then
+    prepare_env
+    config=configs/${model}_debug.toml
+    runs=outputs/quickstart/$model
+    dump_folder=--job.dump_folder
+else
+    prepare_torchtitan_0_3
+    config=configs/torchtitan_0_3.py:${model}_debug
+    runs=outputs/quickstart/${model}_torchtitan_0.3
+    dump_folder=--dump_folder
+fi
+seed=$runs/seed-$(cksum <"${config%:*}" | cut -d ' ' -f 1)
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))
 expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
@@ -58,7 +77,7 @@ launch() {
     shift
     rm -rf "$folder"
     mkdir -p "$folder"
-    ./scripts/train.sh "$config" --job.dump_folder "$folder" "$@" 2>&1 | tee "$folder/train.log" |
+    ./scripts/train.sh "$config" "$dump_folder" "$folder" "$@" 2>&1 | tee "$folder/train.log" |
         sed -u -n -E -e 's/\x1b\[[0-9;]*m//g; s/^.* - (INFO|WARNING) - //' \
             -e "/^(validate )?step: /{s/ +(grad_norm|memory):.*//; s/^/$name  /p}" \
             -e "/emulated/s/^/$name  /p" ||
@@ -73,15 +92,21 @@ train() {
     NGPU=$ranks launch "$runs/$name" --training.steps "$steps" \
         --parallelism.expert_parallel_degree "$expert_parallel" \
         --checkpoint.enable --checkpoint.load_only \
-        --checkpoint.initial_load_path "$seed/checkpoint/step-0" "$@"
+        --checkpoint.initial_load_path "$root/$seed/checkpoint/step-0" "$@"
 }
 
-bf16=(--quantize.linear.titan_fp8.recipe bf16)
-fp8=()
+emulate=
 capability='import torch; print(torch.cuda.get_device_capability()[0])'
-if [[ $gpus -gt 0 && $("$python" -c "$capability") != 9 ]]; then
-    fp8=(--quantize.linear.titan_fp8.emulate)
-    [[ $model == llama3 ]] || fp8+=(--quantize.grouped_mm.titan_fp8.emulate)
+[[ $gpus -eq 0 || $("$python" -c "$capability") == 9 ]] || emulate=true
+if [[ $torchtitan == 0.2 ]]; then
+    bf16=(--quantize.linear.titan_fp8.recipe bf16)
+    fp8=(${emulate:+--quantize.linear.titan_fp8.emulate})
+    [[ $model == llama3 ]] || fp8+=(${emulate:+--quantize.grouped_mm.titan_fp8.emulate})
+else
+    bf16=(--override.imports titan_fp8.torchtitan_0_3.bf16)
+    blockwise=titan_fp8.torchtitan_0_3.blockwise
+    [[ -z $emulate ]] || blockwise+='={"emulate": true}'
+    fp8=(--override.imports "$blockwise")
 fi
 if [[ ! -f $seed/checkpoint/step-0/.metadata ]]; then
     echo "== $model: seed checkpoint"

@@ -3,8 +3,9 @@
 #
 #   ./scripts/train.sh CONFIG [--section.key value ...]
 #
-# Arguments after CONFIG go to torchtitan. Relative paths in them and in CONFIG are relative to the
-# root of the repository. The environment has the variables of torchtitan's run_train.sh:
+# CONFIG is a TOML file for torchtitan 0.2 or, as FILE.py:FUNCTION, a Python config for 0.3.
+# Arguments after it go to torchtitan. Relative paths in them and in CONFIG are relative to the root
+# of the repository. The environment has the variables of torchtitan's run_train.sh:
 #
 #   NGPU         ranks on this machine (default: the number of its GPUs, or 2 without any)
 #   LOG_RANK     local ranks that print, comma-separated (default: 0)
@@ -19,11 +20,21 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 usage="usage: ./scripts/train.sh CONFIG [--section.key value ...]"
 [[ $# -ge 1 ]] || die "$usage"
 [[ "$1" != -h && "$1" != --help ]] || { echo "$usage"; exit 0; }
-[[ -f "$1" ]] || die "no such config: $1 ($usage)"
-config=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+file=${1%.py:*}
+[[ $file == "$1" ]] || file+=.py
+[[ -f "$file" ]] || die "no such config: $1 ($usage)"
+folder=$(cd "$(dirname "$file")" && pwd)
+config=$folder/$(basename "$file")
+arguments=(--job.config_file "$config")
+prepare=prepare_env
+if [[ $file != "$1" ]]; then
+    arguments=(--module "$(basename "$file" .py)" --config "${1##*:}")
+    prepare=prepare_torchtitan_0_3
+    export PYTHONPATH="$PYTHONPATH:$folder"
+fi
 shift
 cd "$root"
-prepare_env
+"$prepare"
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [[ $gpus -gt 0 ]]; then
@@ -62,4 +73,4 @@ fi
 export LOG_RANK=${LOG_RANK:-0}
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc_per_node "$ranks" \
     "${meeting[@]}" --local-ranks-filter "$LOG_RANK" --role rank --tee 3 \
-    -m "$module" --job.config_file "$config" "$@"
+    -m "$module" "${arguments[@]}" "$@"

@@ -47,6 +47,8 @@ def texts(data: Path, split: str) -> list[str]:
         (["--steps"], "--steps needs a number"),
         (["--steps", "0"], "--steps needs a positive number, not '0'"),
         (["llama3", "--steps=ten"], "--steps needs a positive number, not 'ten'"),
+        (["--torchtitan"], "--torchtitan needs a version"),
+        (["--torchtitan", "0.4"], "--torchtitan must be 0.2 or 0.3, not '0.4'"),
     ],
 )
 def test_quickstart_refuses(arguments: list[str], message: str) -> None:
@@ -57,9 +59,11 @@ def test_quickstart_refuses(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize("capability", [8, 9])
-@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("model", "torchtitan"), [("llama3", "0.2"), ("deepseek_v3", "0.2"), ("deepseek_v3", "0.3")]
+)
 def test_quickstart_emulates_on_a_gpu_that_is_no_hopper(
-    model: str, capability: int, tmp_path: Path
+    model: str, torchtitan: str, capability: int, tmp_path: Path
 ) -> None:
     for folder in ("scripts", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
@@ -71,12 +75,15 @@ def test_quickstart_emulates_on_a_gpu_that_is_no_hopper(
             *distributed.run*) echo "$*" >>{calls} ;;
         esac""")
     python.chmod(0o755)
-    run(str(tmp_path / "scripts/quickstart.sh"), model, TITAN_FP8_PYTHON=str(python))
+    arguments = [model, "--torchtitan", torchtitan]
+    run(str(tmp_path / "scripts/quickstart.sh"), *arguments, TITAN_FP8_PYTHON=str(python))
     emulating = {
-        Path(call.partition("--job.dump_folder ")[2].split()[0]).name: call.count(".emulate")
+        Path(call.partition("dump_folder ")[2].split()[0]).name: len(
+            re.findall(r'\.emulate|"emulate": true', call)
+        )
         for call in calls.read_text().splitlines()
     }
-    sections = {"llama3": 1, "deepseek_v3": 2}[model]
+    sections = 2 if (model, torchtitan) == ("deepseek_v3", "0.2") else 1
     assert emulating.pop("blockwise") == (sections if capability == 8 else 0)
     assert "bf16" in emulating and not any(emulating.values())
 
@@ -86,6 +93,7 @@ def test_quickstart_emulates_on_a_gpu_that_is_no_hopper(
     [
         ([], {}, "usage: ./scripts/train.sh CONFIG"),
         (["configs/none.toml"], {}, "no such config: configs/none.toml"),
+        (["configs/none.py:llama3"], {}, "no such config: configs/none.py:llama3"),
         (["configs/llama3_debug.toml"], {"NGPU": "two"}, "NGPU must be a positive number"),
         (["configs/llama3_debug.toml"], {"NNODES": "2", "NGPU": "1"}, "NNODES=2 needs MASTER_ADDR"),
     ],
