@@ -2,7 +2,8 @@
 # `prepare_torchtitan_0_3`. `prepare_env` sets `python` to an interpreter with all dependencies:
 #
 # 1. TITAN_FP8_PYTHON if it is set, unchecked: for container images and GPU nodes without a network.
-# 2. Otherwise the python3 on PATH, if it has every package of pyproject.toml in a fitting version.
+# 2. Otherwise the python3 on PATH, if it has every package of pyproject.toml in a fitting version,
+#    and torchtitan 0.2.
 # 3. Otherwise .venv of this repository. The first call creates it with Python 3.10, 3.11 or 3.12,
 #    and a change to pyproject.toml or to this file updates it. It gets a version of torch that was
 #    tested: 2.11 with an NVIDIA GPU, 2.13 without. pip's settings (PIP_INDEX_URL, ...) say where
@@ -40,6 +41,7 @@ needed = sum(project["optional-dependencies"].values(), project["dependencies"])
 for package in map(Requirement, needed):
     if package.name != project["name"] and (not package.marker or package.marker.evaluate()):
         assert package.specifier.contains(version(package.name)), package
+assert version("torchtitan").startswith("0.2.")
 PY
 }
 
@@ -61,7 +63,7 @@ make_venv() {
         echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
         host_python=$(find_python) || exit 2
         "$host_python" -m venv "$venv" || die "could not create $venv"
-        for package in "torch==$torch" "-e$root[dev]"; do
+        for package in "torch==$torch" "torchtitan==0.2.2" "-e$root[dev]"; do
             "$venv/bin/python" -m pip install "$package" >"$venv/install.log" 2>&1 ||
                 { tail -n 20 "$venv/install.log" >&2 && die "could not install $package"; }
         done
