@@ -106,6 +106,47 @@ ODD_ROW_LENGTHS = (16, 576, 2048, 7168, 2049)
 RANKS_AND_EXPERTS = ((1, 1), (EXPERT_RANKS, LOCAL_EXPERTS), (64, 4), (1, 256))
 """Ranks and local experts whose counts `places_of_tokens` reads."""
 
+SMALL_GEMM = {
+    "one tile": (16, 16, 16),
+    "one token": (1, 128, 144),
+    "ragged tokens": (130, 576, 144),
+    "ragged K": (77, 144, 704),
+    "ragged N": (9, 704, 48),
+    "all ragged": (257, 272, 208),
+    "four blocks": (512, 512, 512),
+    "long K": (3, 16, 10944),
+    "long N": (3, 10944, 16),
+    "no token": (0, 32, 48),
+}
+"""(M, N, K) of products that the CPU computes, in FP64 as well."""
+SMALL_GROUPS = {
+    "unaligned": (301, (1, 130, 130, 300, 301), False),
+    "rows past the end": (260, (5, 200), False),
+    "end beyond M": (150, (100, 1000, 2000), False),
+    "all in one": (200, (0, 0, 200, 200), False),
+    "none in any": (50, (0, 0), False),
+    "one group": (129, (129,), False),
+    "no token": (0, (0, 0, 0), False),
+    "aligned, not said": (384, (128, 128, 384), False),
+    "aligned": (384, (128, 128, 384), True),
+    "aligned, rows past the end": (300, (0, 128, 256), True),
+    "aligned, end beyond M": (200, (128, 256), True),
+    "multiples of 16": (90, (16, 48, 48, 80), False),
+    "many empty": (140, (0,) * 7 + (3,) + (140,) * 8, False),
+}
+"""(M, group ends, whether the ops are told that these are aligned), small enough for the CPU."""
+SMALL_QUANTIZE = (
+    (1, 16),
+    (5, 128),
+    (130, 144),
+    (3, 10944),
+    (260, 48),
+    (512, 32),
+    (0, 64),
+    (128, 576),
+)
+"""(M, K) of quantisers on the CPU."""
+
 SEED = 0
 """Of the random group ends."""
 

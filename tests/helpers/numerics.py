@@ -4,6 +4,8 @@ Quantisers run as ops and products through `fp8_linear` and `fp8_grouped_mm` wit
 checks judge what a layer calls. `test_mutations.py` breaks the reference and expects them to fail.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import oracle
 import torch
@@ -20,37 +22,6 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 NAN, INF = float("nan"), float("inf")
 
-SHAPES = {
-    "one tile": (16, 16, 16),
-    "one token": (1, 128, 144),
-    "ragged tokens": (130, 576, 144),
-    "ragged K": (77, 144, 704),
-    "ragged N": (9, 704, 48),
-    "all ragged": (257, 272, 208),
-    "four blocks": (512, 512, 512),
-    "long K": (3, 16, 10944),
-    "long N": (3, 10944, 16),
-    "no token": (0, 32, 48),
-}
-"""M, N, K of dense products."""
-
-GROUPS = {
-    "unaligned": (301, [1, 130, 130, 300, 301], False),
-    "rows past the end": (260, [5, 200], False),
-    "end beyond M": (150, [100, 1000, 2000], False),
-    "all in one": (200, [0, 0, 200, 200], False),
-    "none in any": (50, [0, 0], False),
-    "one group": (129, [129], False),
-    "no token": (0, [0, 0, 0], False),
-    "aligned, not said": (384, [128, 128, 384], False),
-    "aligned": (384, [128, 128, 384], True),
-    "aligned, rows past the end": (300, [0, 128, 256], True),
-    "aligned, end beyond M": (200, [128, 256], True),
-    "multiples of 16": (90, [16, 48, 48, 80], False),
-    "many empty": (140, [0] * 7 + [3] + [140] * 8, False),
-}
-"""M, group ends, and whether the ops are told that these are aligned."""
-
 
 def patchwork(*shape: int, seed: int = 0, reach: int = 2) -> torch.Tensor:
     """Gaussian FP32, each 128x128 tile, row and column with its own magnitude, 2^±reach."""
@@ -66,7 +37,7 @@ def patchwork(*shape: int, seed: int = 0, reach: int = 2) -> torch.Tensor:
     return torch.from_numpy(x.astype(np.float32))
 
 
-def offsets(ends: list[int]) -> torch.Tensor:
+def offsets(ends: Sequence[int]) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32)
 
 
@@ -112,7 +83,7 @@ def check_rows(recipe: str, x: torch.Tensor) -> None:
 
 
 def check_columns(
-    recipe: str, x: torch.Tensor, ends: list[int] | None = None, aligned: bool = False
+    recipe: str, x: torch.Tensor, ends: Sequence[int] | None = None, aligned: bool = False
 ) -> None:
     offs = None if ends is None else offsets(ends)
     blockwise = recipe in oracle.BLOCKWISE
@@ -123,7 +94,7 @@ def check_columns(
 
 
 def check_both(
-    recipe: str, x: torch.Tensor, ends: list[int] | None = None, aligned: bool = False
+    recipe: str, x: torch.Tensor, ends: Sequence[int] | None = None, aligned: bool = False
 ) -> None:
     """The quantiser of rows and columns in one is those of either."""
     offs = None if ends is None else offsets(ends)
@@ -206,7 +177,7 @@ def check_grouped(
     x: torch.Tensor,
     w: torch.Tensor,
     g: torch.Tensor,
-    ends: list[int],
+    ends: Sequence[int],
     aligned: bool = False,
     gemms: tuple = GEMMS,
 ) -> None:
@@ -226,7 +197,7 @@ def dense_case(m: int, n: int, k: int, dtype=torch.float32, reach: int = 2):
     return x.to(dtype), w.to(dtype), g.to(dtype)
 
 
-def grouped_case(m: int, ends: list[int], n=48, k=144, dtype=torch.float32):
+def grouped_case(m: int, ends: Sequence[int], n=48, k=144, dtype=torch.float32):
     """x, w, g; rows past the last group hold NaN."""
     shapes = (m, k), (len(ends), n, k), (m, n)
     x, w, g = (patchwork(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
@@ -245,9 +216,6 @@ def awkward(r: int, c: int, dtype: torch.dtype) -> torch.Tensor:
         x[r // 3] *= 1e-20
         x[r // 4, : c // 3] = 1e30
     return x.to(dtype)
-
-
-SIZES = [(1, 16), (5, 128), (130, 144), (3, 10944), (260, 48), (512, 32), (0, 64), (128, 576)]
 
 
 def check_every_value(recipe: str) -> None:

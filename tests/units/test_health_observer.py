@@ -11,7 +11,6 @@ import torch
 from count import CountKernels
 from numerics import (
     DTYPES,
-    GROUPS,
     INF,
     NAN,
     QUANTISING,
@@ -20,6 +19,7 @@ from numerics import (
     grouped_case,
     offsets,
 )
+from shapes import SMALL_GROUPS
 from torch import nn
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
@@ -153,7 +153,7 @@ def test_a_linear(all_rows, recipe, dtype, shape):
 @pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("name", ["unaligned", "rows past the end", "end beyond M", "aligned"])
 def test_groups(all_rows, recipe, name):
-    m, ends, aligned = GROUPS[name]
+    m, ends, aligned = SMALL_GROUPS[name]
     x, w, g = grouped_case(m, ends)
     one, options = layer(w), {"recipe": recipe, "aligned": aligned}
     table, tokens = observed(lambda: product_of(one, x, g, offsets(ends), **options), one)

@@ -9,11 +9,9 @@ import torch
 from numerics import (
     DTYPES,
     GEMMS,
-    GROUPS,
     INF,
     NAN,
     RECIPES,
-    SHAPES,
     SPOILT,
     assert_product,
     check_autocast,
@@ -27,22 +25,23 @@ from numerics import (
     patchwork,
     run,
 )
+from shapes import SMALL_GEMM, SMALL_GROUPS
 
 from titan_fp8 import fp8_linear
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SMALL_GEMM)
 def test_linear(recipe, dtype, name):
-    check_linear(recipe, *dense_case(*SHAPES[name], dtype))
+    check_linear(recipe, *dense_case(*SMALL_GEMM[name], dtype))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SMALL_GROUPS)
 def test_grouped_mm(recipe, dtype, name):
-    m, ends, aligned = GROUPS[name]
+    m, ends, aligned = SMALL_GROUPS[name]
     check_grouped(recipe, *grouped_case(m, ends, dtype=dtype), ends, aligned)
 
 
@@ -66,7 +65,7 @@ def test_wide_magnitudes_outliers_and_zero_blocks(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_aligned_changes_nothing_but_the_layout(recipe):
-    m, ends, _ = GROUPS["aligned"]
+    m, ends, _ = SMALL_GROUPS["aligned"]
     case = (*grouped_case(m, ends), offsets(ends))
     said, unsaid = (run(*case, recipe=recipe, aligned=aligned) for aligned in (True, False))
     for gemm in GEMMS:

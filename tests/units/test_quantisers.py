@@ -6,11 +6,9 @@ import pytest
 import torch
 from numerics import (
     DTYPES,
-    GROUPS,
     INF,
     NAN,
     QUANTISING,
-    SIZES,
     awkward,
     check_both,
     check_columns,
@@ -20,6 +18,7 @@ from numerics import (
     check_weight,
     patchwork,
 )
+from shapes import SMALL_GROUPS, SMALL_QUANTIZE
 
 from titan_fp8 import reference
 
@@ -42,7 +41,7 @@ def test_oracle_rounds_to_the_nearest():
 
 @pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SMALL_QUANTIZE, ids=str)
 def test_rows_and_columns(recipe, dtype, size):
     x = awkward(*size, dtype)
     check_rows(recipe, x)
@@ -52,9 +51,9 @@ def test_rows_and_columns(recipe, dtype, size):
 
 @pytest.mark.parametrize("recipe", QUANTISING)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SMALL_GROUPS)
 def test_columns_of_groups(recipe, dtype, name):
-    m, ends, aligned = GROUPS[name]
+    m, ends, aligned = SMALL_GROUPS[name]
     x = awkward(m, 144, dtype)
     x[ends[-1] :] = NAN
     check_columns(recipe, x, ends, aligned)
