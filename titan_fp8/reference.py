@@ -31,7 +31,6 @@ from titan_fp8.layouts import (
     padded_columns,
     round_up,
     stride_1_along_rows,
-    transposed_width,  # noqa: F401
     zero_unfilled,
 )
 

@@ -14,6 +14,7 @@ from shapes import LONG_ROWS, ODD_QUANTIZE, ODD_WEIGHTS, QUANTIZE_ENDS
 from torch import Tensor
 
 from titan_fp8 import reference
+from titan_fp8.layouts import cdiv
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -33,7 +34,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Normal values, every 128x128 tile of its own magnitude between 1e-4 and 1e4."""
-    tiles = [*shape[:-2], *(reference.cdiv(n, 128) for n in shape[-2:])]
+    tiles = [*shape[:-2], *(cdiv(n, 128) for n in shape[-2:])]
     scale = 10 ** (8 * torch.rand(tiles, device="cuda") - 4)
     scale = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
     x = torch.randn(shape, device="cuda") * scale[..., : shape[-2], : shape[-1]]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_fp8 import reference
 from titan_fp8.kernels import hopper as kernels
+from titan_fp8.layouts import lay_out, pad_blocks
 
 BF16 = torch.bfloat16
 INF = 0x7F80
@@ -50,7 +51,7 @@ def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], x: Ten
         assert (a.shape, a.dtype, strides(a)) == (b.shape, b.dtype, strides(b))
     if not x.numel():
         return
-    amax = reference.pad_blocks(x, -1).unflatten(-1, (-1, 128)).abs().amax(-1)
+    amax = pad_blocks(x, -1).unflatten(-1, (-1, 128)).abs().amax(-1)
     allowed = [reference.scale_of(neighbour(amax, step).float()) for step in (-1, 0, 1)]
     finite = want_s.isfinite()
     assert torch.equal(s.isfinite(), finite) and torch.equal(s.isnan(), want_s.isnan())
@@ -75,7 +76,7 @@ def check(dh: Tensor, a: Tensor, b: Tensor, *layout) -> None:
         assert_close((q, s), reference.quantize_1x128(x), x)
     for (q, s), x in ((backward[2:4], da), (backward[6:8], db), (backward[8:], h)):
         offs, aligned = layout or (None, False)
-        laid = reference.lay_out(x, offs, aligned, 128)[0].t().contiguous()
+        laid = lay_out(x, offs, aligned, 128)[0].t().contiguous()
         assert_close((q, s), reference.quantize_128x1_t(x, *layout), laid)
 
 

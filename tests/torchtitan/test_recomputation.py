@@ -12,13 +12,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.models.moe.moe import FeedForward
 
 import titan_fp8
+from titan_fp8.layouts import E4M3
 from titan_fp8.patches import RECOMPUTABLE_QUANTISERS, restore
 from titan_fp8.recomputation import (
     CompleteMarks,
     complete_marks_after,
     with_recomputable_quantisers,
 )
-from titan_fp8.reference import E4M3
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.patches import CHECKPOINT_MARKS
 

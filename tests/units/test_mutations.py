@@ -122,7 +122,7 @@ def one_scale_for_all_groups(quantize_col_t):
     def faulty(x, offs=None, aligned=False):
         if offs is None:
             return quantize_col_t(x)
-        laid, _ = reference.lay_out(x.float(), offs, aligned, reference.ROW_ALIGNMENT)
+        laid, _ = layouts.lay_out(x.float(), offs, aligned, layouts.ROW_ALIGNMENT)
         q, s = reference.quantize_row(laid.t().contiguous())
         return q, s.expand(len(offs), -1).contiguous()
 

@@ -24,7 +24,7 @@ from swiglu_cases import (
 )
 from torch import Tensor
 
-from titan_fp8 import reference
+from titan_fp8.layouts import BLOCK, transposed_width
 from titan_fp8.swiglu import fp8_swiglu
 
 
@@ -188,7 +188,7 @@ def test_kept_are_a_b_and_the_fp8_copy_of_x(layout, compiled):
 
     if compiled:
         run = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
-    width = reference.transposed_width(M, offs, aligned, reference.BLOCK)
+    width = transposed_width(M, offs, aligned, BLOCK)
     saved = saved_by(run, x, *weights)
     assert shapes_of(saved, E4M3) == [(K, width)]
     of_weights = [tuple(w.shape) for w in weights]

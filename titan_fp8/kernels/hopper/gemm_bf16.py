@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_fp8.reference import group_bounds
+from titan_fp8.layouts import group_bounds
 
 
 def bf16_wgrad(
