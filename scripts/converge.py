@@ -75,8 +75,9 @@ class Experiment:
     def folder(self, name: str) -> Path:
         return self.results / name
 
-    def seed(self, perturbed: bool) -> Path:
-        return self.results / ("seed_ulp" if perturbed else "seed") / "checkpoint/step-0"
+    def seed(self, perturbed: int = 0) -> Path:
+        name = f"seed_ulp_{perturbed}" if perturbed else "seed"
+        return self.results / name / "checkpoint/step-0"
 
     def is_done(self, name: str) -> bool:
         return self.settings.steps in read_held_out(self.folder(name))
@@ -149,7 +150,7 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
 
 def make_seed(experiment: Experiment, gpus: tuple[str, ...]) -> None:
     """Writes the checkpoint that all arms start from: one process, weights only."""
-    seed = experiment.seed(perturbed=False)
+    seed = experiment.seed()
     if (seed / ".metadata").is_file():
         return
     print("== seed checkpoint", flush=True)
@@ -166,22 +167,23 @@ def make_seed(experiment: Experiment, gpus: tuple[str, ...]) -> None:
         stop_all([job])
 
 
-def make_perturbed_seed(experiment: Experiment) -> None:
-    source, copy = experiment.seed(perturbed=False), experiment.seed(perturbed=True)
+def make_perturbed_seed(experiment: Experiment, number: int) -> None:
+    copy = experiment.seed(number)
     if (copy / ".metadata").is_file():
         return
     print("== seed checkpoint, one ulp off", flush=True)
     shutil.rmtree(copy, ignore_errors=True)
     script = str(ROOT / "scripts/perturb_checkpoint.py")
-    subprocess.run([sys.executable, script, str(source), str(copy)], check=True)
+    command = [sys.executable, script, str(experiment.seed()), str(copy), "--seed", str(number)]
+    subprocess.run(command, check=True)
 
 
-def reorder(experiment: Experiment) -> Path:
-    """The training text with its lines in another order, the same in every call."""
-    folder = experiment.results / "reordered"
+def reorder(experiment: Experiment, number: int) -> Path:
+    """The training text with its lines in another order, the same for each number."""
+    folder = experiment.results / f"reordered_{number}"
     if not (folder / "text.jsonl").is_file():
         lines = [line for file in texts(str(experiment.corpus)) for line in file.open("rb")]
-        random.Random(1).shuffle(lines)
+        random.Random(number).shuffle(lines)
         folder.mkdir(exist_ok=True)
         (folder / "text.part").write_bytes(b"".join(lines))
         (folder / "text.part").rename(folder / "text.jsonl")
@@ -203,7 +205,7 @@ def start(experiment: Experiment, name: str, gpus: tuple[str, ...]) -> Job:
     flags += ["--training.steps", str(settings.steps)]
     flags += ["--lr_scheduler.warmup_steps", str(settings.warmup)]
     if arm.reordered:
-        flags += ["--training.dataset_path", str(reorder(experiment))]
+        flags += ["--training.dataset_path", str(reorder(experiment, arm.reordered))]
     if experiment.checkpoints:
         flags += ["--checkpoint.initial_load_path", str(experiment.seed(arm.perturbed))]
         drop_unusable_checkpoints(experiment, name)
@@ -345,8 +347,8 @@ def main(argv: list[str] | None = None) -> int:
         experiment = open_experiment(args)
         if experiment.checkpoints:
             make_seed(experiment, devices())
-        if any(ARMS[name].perturbed for name in args.arms):
-            make_perturbed_seed(experiment)
+        for number in sorted({ARMS[name].perturbed for name in args.arms} - {0}):
+            make_perturbed_seed(experiment, number)
         if failed := run(experiment, args.arms, deadline):
             raise Failure(f"failed: {', '.join(failed)}")
     except (Failure, KeyboardInterrupt) as stop:

@@ -24,24 +24,26 @@ class Arm:
 
     Attributes:
         recipe: `recipe` of the linear section.
-        reordered: reads the lines of the training text in another order.
-        perturbed: starts from weights that are one ulp off.
+        reordered: reads the lines of the training text in another order, of this number.
+        perturbed: starts from weights that are one ulp off, by the random numbers of this seed.
         control: rounds gradients coarsely, by the converter "converge.control".
         twin: for a resumed arm, the arm that it repeats.
     """
 
     role: str
     recipe: str = "bf16"
-    reordered: bool = False
-    perturbed: bool = False
+    reordered: int = 0
+    perturbed: int = 0
     control: bool = False
     twin: str | None = None
 
 
 ARMS = {
     "bf16": Arm("baseline"),
-    "bf16_order": Arm("bf16", reordered=True),
-    "bf16_ulp": Arm("bf16", perturbed=True),
+    "bf16_order": Arm("bf16", reordered=1),
+    "bf16_order_2": Arm("bf16", reordered=2),
+    "bf16_ulp": Arm("bf16", perturbed=1),
+    "bf16_ulp_2": Arm("bf16", perturbed=2),
     "blockwise": Arm("fp8", "blockwise"),
     "rowwise": Arm("fp8", "rowwise"),
     "blockwise_pow2": Arm("fp8", "blockwise_pow2"),

@@ -9,6 +9,9 @@ import numpy as np
 from compare_loss import percent
 from titan_logs import InputError
 
+NEIGHBOURS = 2
+"""Evaluations on either side whose spread counts."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -74,14 +77,15 @@ def spread(pairs: list[np.ndarray], tolerance: float, count: int) -> np.ndarray:
     """At each of `count` evaluations the tolerance or, if that is larger, the spread of bf16.
 
     Args:
-        pairs: the differences of two bf16 arms each. An evaluation counts for its neighbours, too:
-            single differences are sometimes small by chance.
+        pairs: the differences of two bf16 arms each. An evaluation counts for its NEIGHBOURS, too:
+            single differences are often small by chance.
     """
     bars = np.full(count, tolerance)
     for differences in pairs:
         own = np.nan_to_num(np.abs(differences), posinf=0.0)
-        padded = np.pad(own, 1, mode="edge")
-        bars = np.max([bars, padded[:-2], padded[1:-1], padded[2:]], axis=0)
+        padded = np.pad(own, NEIGHBOURS)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
+        bars = np.maximum(bars, windows.max(-1))
     return bars
 
 
