@@ -23,6 +23,7 @@ from shapes import SMALL_GROUPS
 from torch import nn
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.health import Layer, Observer, observer, sampling, watch
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import Stat
@@ -319,6 +320,28 @@ def test_recomputed_layers_are_seen():
     table, _ = observed(step, *layers)
     shares = [t[..., Stat.ERROR] / t[..., Stat.SQUARES] for t in (table, expected)]
     torch.testing.assert_close(*shares)
+
+
+def test_a_gathered_weight_where_another_was_quantised():
+    """Its memory may be that of the FP8 copy of another layer's weight."""
+    first, second = (layer(torch.randn(128, 128), name) for name in ("first", "second"))
+    x = torch.randn(256, 128)
+    copies: list[torch.Tensor] = []
+
+    def step():
+        q, s = registry.reference.quantize_128x128(first.weight.detach())
+        a, sa = registry.reference.quantize_1x128(x)
+        registry.reference.blockwise_mm(a, sa, q, s)
+        second.module.weight = nn.Parameter(GatheredWeight(q, s, None, s.mT, torch.float32))
+        b, sb = registry.reference.quantize_1x128(2 * x)
+        registry.reference.blockwise_mm(b, sb, q, s)
+        copies.extend((q, a, b))
+
+    table, _ = observed(step, first, second)
+    blocks = table[:, OPERANDS.index("x fprop"), Stat.BLOCKS].tolist()
+    assert blocks == [256, 256]
+    largest = table[:, OPERANDS.index("x fprop"), Stat.LOG2_MAX]
+    assert (largest[1] - largest[0]).item() == pytest.approx(1)
 
 
 def test_layers_that_are_not_asked_for_are_left_out():

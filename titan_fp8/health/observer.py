@@ -148,7 +148,7 @@ class Observer:
 
     def transposed(self, q: Tensor, q_t: Tensor) -> None:
         """A weight that is in FP8 already, transposed for dgrad."""
-        owner = self.find(q)
+        owner = self._find_by_address(q)
         if owner is not None:
             self._transposed[q_t.data_ptr()] = owner
 
@@ -157,22 +157,26 @@ class Observer:
         address = b.data_ptr()
         if address in self._transposed:
             return self._transposed.pop(address), "dgrad"
-        operand = self._by_address.get(address)
-        if operand is None or operand.weight is None:
-            return self.find(b), "fprop"
-        owner = operand.weight()
-        if owner is not None:
-            operand.owners.append((owner, f"w {operand.gemm}"))
+        # A weight is quantised for one GEMM. Later its memory may be that of a gathered weight.
+        operand = self._by_address.pop(address, None)
+        owner = None if operand is None or operand.weight is None else operand.weight()
+        if operand is None or owner is None:
+            return self._find_by_address(b), "fprop"
+        operand.owners.append((owner, f"w {operand.gemm}"))
         return owner, operand.gemm
 
     def find(self, weight: Tensor) -> Owner | None:
-        """The layer of a weight that is quantised or read now."""
+        """The layer of a weight that is quantised now."""
+        return self._find_by_address(weight) or self._find_by_values(weight)
+
+    def _find_by_address(self, weight: Tensor) -> Owner | None:
+        """The layer of a parameter, or of a gathered weight in FP8."""
         address = weight.data_ptr()
         for index in self._outward():
             if address in _addresses(self.layers[index].weight):
                 self._last = index
                 return Owner([index], None)
-        return self._find_by_values(weight)
+        return None
 
     def _outward(self) -> Iterator[int]:
         """All layers, first the neighbours of the one that was found last."""
