@@ -1,11 +1,12 @@
-"""What a report on the health of FP8 says of given statistics."""
+"""What a report on the health of FP8 says of given statistics, and which ops it is about."""
 
 import pytest
 import torch
 
-from titan_fp8.health import Report
+from titan_fp8.health import Report, watch
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import Stat
+from titan_fp8.ops import registry
 
 
 def report(**layers: dict[str, dict[Stat, float]]) -> Report:
@@ -66,3 +67,9 @@ def test_tokens_per_expert_are_of_all_experts():
     assert metrics["health_tokens_per_expert/moe.experts/max"] == 256
     assert "moe.experts: 0 to 256 tokens per expert, 128 on average" in str(found)
     assert not [tag for tag in metrics if "wq" in tag and "spread" not in tag]  # nothing was seen
+
+
+def test_every_quantiser_and_fp8_gemm_is_watched():
+    stubs = vars(registry._fakes).items()
+    fp8 = {name for name, stub in stubs if stub.__module__ != "titan_fp8.ops.permute"}
+    assert fp8 - {"bf16_wgrad"} == watch._WATCHED.keys()
