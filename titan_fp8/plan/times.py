@@ -1,0 +1,129 @@
+"""Times of kernels on a GPU, interpolated between measurements.
+
+A table (`tables/*.json`, written by `scripts/plan_table.py`) has the measured times of GEMMs and
+quantisers, and rates of the rest of a step. A GEMM runs at a mean of the measured rates (FLOP per
+us), weighted by how near the shapes are, on logarithmic axes; a quantiser's time is linear between
+measured sizes.
+"""
+
+import functools
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_fp8.recipe import BF16, Recipe, Scaling, op_of
+
+TABLES = Path(__file__).parent / "tables"
+SHARPNESS = 4
+"""Power of the distance, in octaves, by which the weight of a measured rate falls."""
+NEAREST = 6
+"""How many measured shapes count."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one kind of GPU, with its host, was measured to take.
+
+    Attributes:
+        gpu: the card.
+        sources: what was measured when, and at which commit.
+        copy_gbps: bandwidth of a device copy, bytes read and written counted.
+        gemm: {(family, op): rows of (groups, m, n, k, us)}; op "mm" contracts k, op "wgrad" m.
+        quantise: {op: rows of (elements, us)}.
+        attention_tflops: of forward and backward.
+        dense_ps: ps per token, feature and block, for everything in a dense block that is neither
+            GEMM nor attention, without checkpointing.
+        moe_ps: {"host", "gather"}: the same per row of an expert, feature and MoE block.
+        optimizer_ps: {dtype of parameters: ps per parameter}, with clipping.
+        link_gbps: bytes that a rank receives in collectives.
+        exposed: what FSDP2's collectives add to the step while they overlap with computation, as a
+            share of that time.
+        host: us per linear, forward and backward, and per block; see `host_us`.
+    """
+
+    gpu: str
+    sources: list[str]
+    copy_gbps: float
+    gemm: dict[tuple[str, str], list[list[float]]]
+    quantise: dict[str, list[list[float]]]
+    attention_tflops: float
+    dense_ps: float
+    moe_ps: dict[str, float]
+    optimizer_ps: dict[str, float]
+    link_gbps: float
+    exposed: float
+    host: dict[str, Any] = field(repr=False)
+
+    def gemm_us(self, family: str, op: str, groups: int, m: int, n: int, k: int) -> float:
+        """Time of a GEMM of m tokens, of all groups together."""
+        rows = self.gemm[family, op]
+        shape = _axes(groups, m, n, k)
+        near = sorted((math.dist(shape, _axes(*row[:4])), row) for row in rows)[:NEAREST]
+        weights = [max(distance, 0.05) ** -SHARPNESS for distance, _ in near]
+        rates = [math.log(m_ * n_ * k_ / us) for _, (_, m_, n_, k_, us) in near]
+        mean = sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights)
+        return m * n * k / math.exp(mean)
+
+    def quantise_us(self, op: str, elements: float) -> float:
+        """Time of a quantiser, whose name is that of its op, for so many elements of its input."""
+        rows = self.quantise[op]
+        if elements <= rows[0][0]:
+            return rows[0][1] * elements / rows[0][0]
+        for (low, low_us), (high, high_us) in zip(rows, rows[1:]):
+            if elements <= high:
+                return low_us + (high_us - low_us) * (elements - low) / (high - low)
+        return rows[-1][1] * elements / rows[-1][0]
+
+    def copy_us(self, bytes_moved: float) -> float:
+        return bytes_moved / self.copy_gbps / 1e3
+
+    def link_us(self, bytes_received: float) -> float:
+        return bytes_received / self.link_gbps / 1e3
+
+    def host_us(self, kind: str, recipe: str) -> float:
+        """Host time of one linear or grouped product, forward and backward."""
+        costs = self.host[kind]
+        return costs[recipe if recipe in costs else recipe.partition("_")[0]]
+
+
+def _axes(groups: float, m: float, n: float, k: float) -> tuple[float, float, float, float]:
+    groups = max(groups, 1)
+    return math.log2(m / groups), math.log2(n), math.log2(k), math.log2(groups)
+
+
+def family(scaling: Scaling) -> str:
+    """The kernels that a GEMM whose left operand is scaled so runs in."""
+    if scaling is Scaling.NONE:
+        return BF16
+    return "rowwise" if scaling is Scaling.ROW else "blockwise"
+
+
+def op_name(op: Any) -> str:
+    return op_of(op)._schema.name.partition("::")[2]
+
+
+def wgrad_is_fp8(recipe: Recipe) -> bool:
+    return recipe.wgrad.left is not Scaling.NONE
+
+
+@functools.cache
+def load(gpu: str) -> Times:
+    """The table of "h100" or "h200".
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = TABLES / f"{gpu}.json"
+    if not file.is_file():
+        there = ", ".join(repr(each.stem) for each in sorted(TABLES.glob("*.json")))
+        raise ValueError(
+            f"--gpu = {gpu!r}: there are measurements of {there} only; scripts/measure_plan.py "
+            "measures a GPU and scripts/plan_table.py writes its table"
+        )
+    table = json.loads(file.read_text(encoding="utf-8"))
+    gemm: dict[tuple[str, str], list[list[float]]] = {}
+    for kind, op, *row in table.pop("gemm"):
+        gemm.setdefault((kind, op), []).append(row)
+    return Times(gemm=gemm, **table)
