@@ -1,0 +1,200 @@
+"""`python -m titan_fp8.plan`: the shapes of a rank, predictions beside measured runs, advice."""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_fp8.plan import __main__ as plan_main
+from titan_fp8.plan import advice, times
+from titan_fp8.plan.command import config_run
+from titan_fp8.plan.run import Run
+from titan_fp8.plan.step import baseline, predict
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+ONE_GPU = (
+    *("--parallelism.data_parallel_shard_degree", "1", "--training.global_batch_size", "-1"),
+    *("--training.local_batch_size", "1", "--training.dtype", "bfloat16"),
+    *("--activation_checkpoint.mode", "none"),
+)
+FSDP_2 = (
+    *("--parallelism.data_parallel_shard_degree", "2", "--training.global_batch_size", "-1"),
+    *("--training.local_batch_size", "1"),
+)
+SHORT = ("--training.seq_len", "2048")
+EP_2 = (
+    *("--parallelism.data_parallel_shard_degree", "2", "--training.dtype", "bfloat16"),
+    *("--parallelism.expert_parallel_degree", "2"),
+)
+ROWWISE = ("--quantize.linear.titan_fp8.recipe", "rowwise")
+MEASURED = {
+    # docs/benchmarks.md: Llama3-8B on one GPU.
+    ("llama3_8b", ONE_GPU): 1.25,
+    ("llama3_8b", (*ONE_GPU, *ROWWISE)): 1.28,
+    # docs/benchmarks/plan/runs_h200.json: FSDP on two GPUs, with the host cost of that time.
+    ("llama3_8b", FSDP_2): 10340 / 8420,
+    ("llama3_8b", (*FSDP_2, *SHORT)): 5750 / 5980,
+    # docs/benchmarks.md: DeepSeekV3-16B, blockwise with free routing, rowwise with balanced.
+    ("deepseek_v3_16b", EP_2): 1.42,
+    ("deepseek_v3_16b", (*EP_2, *ROWWISE)): 1.39,
+}
+
+
+@functools.cache
+def run_of(config: str, flags: tuple[str, ...], ngpu: int | None = None) -> Run:
+    return config_run(str(ROOT / "configs" / f"{config}.toml"), list(flags), ngpu)
+
+
+@functools.cache
+def times_of_runs() -> times.Times:
+    """The H200's times, with the host cost of the code that made the runs."""
+    file = ROOT / "docs" / "benchmarks" / "plan" / "runs_h200.json"
+    return replace(times.load("h200"), host=json.loads(file.read_text())["host"])
+
+
+def speed(run: Run, of: times.Times) -> float:
+    return predict(baseline(run), of).ms / predict(run, of).ms
+
+
+def shapes(run: Run) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{each.name} {each.count}": (each.groups, each.m, each.n, each.k) for each in run.layers
+    }
+
+
+@pytest.mark.parametrize("config, flags", MEASURED)
+def test_predictions_are_within_5_points_of_runs(config, flags):
+    predicted = speed(run_of(config, flags), times_of_runs())
+    assert predicted == pytest.approx(MEASURED[config, flags], abs=0.05)
+
+
+def test_layers_take_what_benchmarks_of_layers_measured():
+    """bench_linear.py, whose layers are apart from the GEMMs and quantisers of the table."""
+    layer = run_of("llama3_8b", ONE_GPU).layers[0]
+    run = run_of("llama3_8b", ONE_GPU)
+    for row in json.loads((ROOT / "docs" / "benchmarks" / "linear.json").read_text())["rows"]:
+        m, n, k = map(int, row["M,N,K"].split(","))
+        one = replace(layer, m=m, n=n, k=k, recipe=row["layer"], share=1.0)
+        cost = advice.cost_of(one, run, times_of_runs())
+        us = advice.layer_us(one, cost, run)
+        assert us == pytest.approx(row["us"], rel=0.13), row
+
+
+def test_tensor_parallel_shards():
+    run = run_of("llama3_8b", (*FSDP_2, "--parallelism.tensor_parallel_degree", "4"))
+    assert run.dims.world_size == 8
+    assert shapes(run) == {
+        "layers.*.attention.wq 32": (0, 8192, 1024, 4096),
+        "layers.*.attention.wk 32": (0, 8192, 256, 4096),
+        "layers.*.attention.wv 32": (0, 8192, 256, 4096),
+        "layers.*.attention.wo 32": (0, 8192, 4096, 1024),
+        "layers.*.feed_forward.w1 32": (0, 8192, 3584, 4096),
+        "layers.*.feed_forward.w2 32": (0, 8192, 4096, 3584),
+        "layers.*.feed_forward.w3 32": (0, 8192, 3584, 4096),
+        "output 1": (0, 8192, 32064, 4096),
+    }
+    assert not any(layer.fused for layer in run.layers)
+    assert [round(layer.share, 3) for layer in run.layers[:3]] == [0.667, 0.167, 0.167]
+
+
+@pytest.mark.parametrize("etp, local", [(1, (32, 49152, 1408, 2048)), (2, (32, 98304, 704, 2048))])
+def test_expert_parallel_shards(etp, local):
+    flags = (*EP_2, "--parallelism.tensor_parallel_degree", "2")
+    run = run_of(
+        "deepseek_v3_16b", (*flags, "--parallelism.expert_tensor_parallel_degree", str(etp))
+    )
+    assert shapes(run)["layers.*.moe.experts 26"] == local
+    assert shapes(run)["layers.*.moe.shared_experts.w2 26"] == (0, 16384, 2048, 1408)
+    assert shapes(run)["layers.*.attention.wkv_a 1"] == (0, 16384, 576, 2048)
+
+
+def test_batches_pipelines_and_all_ranks():
+    flags = ("--parallelism.data_parallel_shard_degree", "-1", "--training.global_batch_size", "64")
+    run = run_of("llama3_8b", flags, 16)
+    assert (run.dims.dp_shard, run.micro_batches, run.tokens) == (16, 2, 2 * 8192)
+    piped = run_of("llama3_8b", (*flags, "--parallelism.pipeline_parallel_degree", "2"), 16)
+    assert (piped.dims.dp_shard, piped.micro_batches, piped.tokens) == (8, 8, 8192)
+    assert piped.gathers == 1 and run.gathers == 2
+
+
+def test_what_makes_fp8_worth_it():
+    few, many = (run_of("llama3_8b", (*FSDP_2, *flags)) for flags in (SHORT, ()))
+    h200 = times_of_runs()
+    assert speed(few, h200) < 1 < speed(many, h200)
+    assert predict(few, h200).ms == predict(few, h200).host
+    found = "\n".join(advice.advice(few, h200))
+    assert "The step waits for the host" in found and "Leave out" in found
+    # With a host that costs nothing the GPU decides, and FSDP's gathers can be halved.
+    idle = dict.fromkeys(("bf16", "blockwise", "rowwise"), 0.0)
+    free = {key: idle if isinstance(each, dict) else each for key, each in h200.host.items()}
+    fast = replace(h200, host=free | {"block_us": 0.0})
+    assert speed(few, fast) > 1
+    assert not advice.left_out(few, fast)
+    assert "fsdp_all_gather = true: the step takes" in "\n".join(advice.advice(few, fast))
+    gathered = run_of("llama3_8b", (*FSDP_2, *SHORT, "--quantize.linear.titan_fp8.fsdp_all_gather"))
+    assert speed(gathered, fast) > speed(few, fast)
+
+
+def test_a_module_that_does_not_pay_is_left_out_and_the_fragment_is_accepted(tmp_path, capsys):
+    config, out = str(ROOT / "configs" / "llama3_8b.toml"), tmp_path / "filter.toml"
+    flags = [*FSDP_2, *SHORT]
+    assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) in (0, 1)
+    printed, fragment = capsys.readouterr().out, out.read_text()
+    assert fragment in printed and "filter_fqns = [" in fragment
+    patterns = fragment.partition("[\n")[2].partition("]")[0].replace('"', "").split(",")
+    patterns = ",".join(each.strip() for each in patterns if each.strip())
+    before = run_of("llama3_8b", tuple(flags))
+    after = run_of("llama3_8b", (*flags, "--quantize.linear.titan_fp8.filter_fqns", patterns))
+    h200 = times.load("h200")
+    assert predict(after, h200).ms <= predict(before, h200).ms
+    assert {layer.name for layer in after.layers if layer.recipe != "bf16"} == {
+        layer.name for layer in before.layers if layer.recipe != "bf16"
+    } - set(advice.left_out(before, h200))
+    assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) == 2
+
+
+def test_output_and_exit_status(capsys, monkeypatch):
+    config = str(ROOT / "configs" / "llama3_8b.toml")
+    assert plan_main.main([config]) == 0
+    printed = capsys.readouterr().out
+    assert 'output: filtered by "output"' in printed
+    assert "feed_forward.w1   32" in printed and "Predicted: 1." in printed
+    monkeypatch.setattr("titan_fp8.plan.command.load", lambda gpu: times_of_runs())
+    assert plan_main.main([config, *FSDP_2, *SHORT]) == 1
+    assert "Predicted: 0.9" in capsys.readouterr().out
+
+
+TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_parallel_degree", "1")
+
+
+@pytest.mark.parametrize(
+    "config, flags, message",
+    [
+        ("none", (), "no such file"),
+        ("llama3_8b", ("--gpu", "v100"), "--gpu = 'v100'"),
+        ("llama3_8b", ("--ngpu", "0"), "--ngpu = 0"),
+        ("llama3_8b", ("--ngpu", "7"), "!= WORLD_SIZE(7)"),
+        ("llama3_8b", ("--link_gbps", "0"), "--link_gbps = 0.0"),
+        ("llama3_8b", ("--out", "x.toml"), "it is what --filter auto writes"),
+        ("llama3_8b", ("--parallelism.data_parallel_shard_degree", "-1"), "--ngpu"),
+        ("llama3_8b", ("--model.flavor", "9B"), "model.flavor = '9B'"),
+        ("llama3_8b", ("--training.seq_len", "8190", "--parallelism.tensor_parallel_degree", "4"),
+         "torchtitan refuses this plan"),
+        ("llama3_8b", ("--quantize.linear.titan_fp8.filter_fqns", "nothing"), "nothing"),
+        ("deepseek_v3_16b", TP_ODD, "training would stop at"),
+    ],
+)  # fmt: skip
+def test_bad_input(config, flags, message, capsys):
+    assert plan_main.main([str(ROOT / "configs" / f"{config}.toml"), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_refused_shards_are_named_with_their_sizes():
+    run = run_of("deepseek_v3_16b", TP_ODD)
+    found = "\n".join(advice.advice(run, times_of_runs()))
+    assert "Training stops at layers.*.feed_forward.w1: N = 1368" in found
+    assert "layers.*.feed_forward.w1" in advice.left_out(run, times_of_runs())

@@ -1,0 +1,49 @@
+"""`python -m titan_fp8.plan`; see the docstring of the package."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from titan_fp8 import cpu_host
+
+USAGE = "python -m titan_fp8.plan CONFIG [--gpu GPU] [--ngpu N] [--section.key value ...]"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0; 1 if FP8 would be slower than bf16; 2 after bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_fp8.plan",
+        usage=USAGE,
+        description="Predict whether FP8 pays on a model and a parallel plan.",
+        epilog="Other arguments are torchtitan's own and override CONFIG, such as "
+        "--training.seq_len 4096.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the TOML of the run")
+    parser.add_argument("--gpu", default="h200", help="h100 or h200 (default: %(default)s)")
+    parser.add_argument("--ngpu", type=int, metavar="N", help="GPUs of the job")
+    parser.add_argument(
+        "--link_gbps", type=float, metavar="GB/S", help="what a rank receives in collectives"
+    )
+    parser.add_argument(
+        "--filter", choices=["auto"], help="print the sections that leave out what does not pay"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write these sections here")
+    options, flags = parser.parse_known_args(argv)
+    # Before torchtitan is imported, which takes this machine for one with GPUs otherwise.
+    cpu_host.prepare()
+    from titan_fp8.plan.command import run
+
+    logging.disable(logging.WARNING)  # what torchtitan says of this machine, not of the run
+    try:
+        return run(options, flags)
+    except (ValueError, OSError) as error:
+        print(f"titan_fp8.plan: {error}", file=sys.stderr)
+        return 2
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What could be changed in a config so that FP8 pays more: found by predicting the step again."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+from titan_fp8.plan.costs import cost_of, layer_us
+from titan_fp8.plan.run import Layer, Run, sharing_inputs
+from titan_fp8.plan.step import baseline, predict
+from titan_fp8.plan.times import Times
+from titan_fp8.recipe import BF16, get_recipe
+
+WORTH = 0.001
+"""The share of a step that a change must gain to be advised."""
+FEW_TOKENS = 0.15
+"""The share of a layer's time that quantising its weights takes where tokens are few."""
+FILTERED = "advised by --filter auto"
+
+
+def refused(run: Run) -> list[Layer]:
+    """Layers that the config converts and at which training would stop."""
+    return [layer for layer in run.layers if layer.recipe != BF16 and not layer.fits]
+
+
+def left_out(run: Run, times: Times) -> list[str]:
+    """Names of layers to leave in bf16: first those that cannot run, then, one by one, whichever
+    makes the step shortest, as long as it becomes shorter."""
+    names = list(dict.fromkeys(layer.name for layer in refused(run)))
+    current = without(run, names)
+    while candidates := {layer.name for layer in current.layers if layer.recipe != BF16}:
+        tried = {name: predict(without(current, [name]), times).ms for name in sorted(candidates)}
+        best = min(tried, key=lambda name: tried[name])
+        # With the host ahead, several together may gain what none does alone.
+        if tried[best] > (1 - WORTH) * predict(current, times).ms:
+            break
+        names.append(best)
+        current = without(current, [best])
+    return names
+
+
+def without(run: Run, names: list[str]) -> Run:
+    """The run with these layers in bf16."""
+    parents = {name.rpartition(".")[0] for name in names}
+    layers = []
+    for layer in run.layers:
+        if layer.name in names and layer.recipe != BF16:
+            layer = layer.in_bf16(FILTERED)
+        elif not layer.groups and layer.name.rpartition(".")[0] in parents:
+            layer = replace(layer, fused=False)  # its feed-forward calls its linears one by one
+        layers.append(layer)
+    return replace(run, layers=sharing_inputs(layers))
+
+
+def advice(run: Run, times: Times) -> list[str]:
+    """Sentences for the user."""
+    found = list(_refusals(run))
+    runnable = without(run, [layer.name for layer in refused(run)])
+    step, bf16 = predict(runnable, times), predict(baseline(run), times)
+    names = left_out(runnable, times)
+    if names:
+        better = predict(without(runnable, names), times)
+        found.append(
+            f"Leave out {', '.join(names)}: the step takes {better.ms:.0f} ms in place of "
+            f"{step.ms:.0f} ({bf16.ms / better.ms:.2f}x). --filter auto prints the setting."
+        )
+    found += _multiples(run)
+    found += _tokens(runnable, times)
+    if step.host > step.gpu:
+        found.append(
+            f"The step waits for the host ({step.host:.0f} ms, GPU {step.gpu:.0f} ms): give each "
+            "rank more tokens, by a larger local_batch_size or seq_len or by fewer ranks of TP. "
+            f"Hosts differ by a third; this one ran {times.host['code']}."
+        )
+    found += _gathers(runnable, times)
+    return found
+
+
+def fragment(run: Run, times: Times) -> str:
+    """TOML sections that leave out what `left_out` advises."""
+    names = left_out(run, times)
+    kept, bf16 = without(run, names), predict(baseline(run), times)
+    speed = bf16.ms / predict(kept, times).ms
+    patterns = list(run.filter_fqns)
+    grouped = {layer.name for layer in run.layers if layer.groups}
+    skipped = []
+    for name in names:
+        if name in grouped:
+            continue
+        pattern = name.partition("*.")[2] or name
+        others = {f for layer in run.layers if layer.name != name for f in layer.fqns}
+        if any(pattern in fqn for fqn in others):
+            skipped.append(name)
+        elif pattern not in patterns:
+            patterns.append(pattern)
+    lines = [f"# Advised by titan_fp8.plan: predicted {speed:.2f}x of bf16."]
+    lines += [f"# No pattern matches {name} alone." for name in skipped]
+    lines += ["[quantize.linear.titan_fp8]", "filter_fqns = ["]
+    lines += [*(f"    {json.dumps(pattern)}," for pattern in patterns), "]"]
+    if any(name in grouped for name in names):
+        # Without the second line the permutation would follow the recipe.
+        lines += ["", "[quantize.grouped_mm.titan_fp8]", f'recipe = "{BF16}"']
+        lines += [f'permutation = "{run.permutation}"']
+    return "\n".join(lines) + "\n"
+
+
+def _refusals(run: Run) -> Iterator[str]:
+    for layer in refused(run):
+        sizes = ", ".join(
+            f"{dim} = {size}" for dim, size in (("N", layer.n), ("K", layer.k)) if size % 16
+        )
+        yield (
+            f"Training stops at {layer.name}: {sizes} of a rank is no multiple of 16. Use another "
+            "degree of parallelism, or leave it out (--filter auto)."
+        )
+
+
+def _multiples(run: Run) -> Iterator[str]:
+    for layer in run.layers:
+        if layer.recipe == BF16 and "multiple" in layer.reason:
+            for dim, size in (("N", layer.n), ("K", layer.k)):
+                if size % 16:
+                    low = size // 16 * 16
+                    near = f"{low} or {low + 16}" if low else "16"
+                    yield f"{layer.name} stays in bf16: {dim} = {size}; {near} would do."
+
+
+def _tokens(run: Run, times: Times) -> Iterator[str]:
+    few = []
+    for layer in run.layers:
+        if layer.recipe == BF16 or layer.gathers_fp8:
+            continue
+        cost = cost_of(layer, run, times)
+        weights = 2 * times.copy_us(3 * layer.elements)  # read in bf16, written in FP8, twice
+        if weights > FEW_TOKENS * layer_us(layer, cost, run):
+            few.append(layer.name)
+        alignment = get_recipe(layer.recipe).alignment
+        if layer.groups and layer.m < alignment * layer.groups:
+            yield (
+                f"{layer.name}: {layer.m / layer.groups:.0f} tokens per expert are padded to "
+                f"{alignment}. Give each rank more tokens or fewer experts."
+            )
+    if few:
+        yield (
+            f"Tokens are few for {', '.join(dict.fromkeys(few))}: quantising the weights takes "
+            f"more than {FEW_TOKENS:.0%} of their time. Give each rank more tokens."
+        )
+
+
+def _gathers(run: Run, times: Times) -> Iterator[str]:
+    layers = tuple(
+        replace(layer, gathers_fp8=layer.recipe != BF16 and layer.ranks > 1) for layer in run.layers
+    )
+    if layers == run.layers:
+        return
+    now, then = predict(run, times), predict(replace(run, layers=layers), times)
+    if then.ms < (1 - WORTH) * now.ms:
+        yield (
+            f"fsdp_all_gather = true: the step takes {then.ms:.0f} ms in place of {now.ms:.0f}, "
+            "with the same numbers."
+        )
+    elif then.gpu < now.gpu - 1:
+        yield (
+            f"fsdp_all_gather = true saves the GPU {now.gpu - then.gpu:.0f} ms a step, but the "
+            "step waits for the host."
+        )

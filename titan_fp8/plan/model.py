@@ -1,0 +1,290 @@
+"""What a rank computes: torchtitan's own parallelisation, applied to a model without storage.
+
+torchtitan's `parallelize_fn` runs on the meta device with a process group that only pretends
+(`FakeStore`), so the local shapes are those of its own rules, for every model that it has. A second
+copy of the model is converted, to learn what is converted and why the rest is not.
+"""
+
+import contextlib
+import copy
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import get_train_spec
+
+from titan_fp8.checks import ConversionReport
+from titan_fp8.feed_forward import FP8FeedForward
+from titan_fp8.linear import convert_linears
+from titan_fp8.plan.run import Layer, Run, sharing_inputs
+from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
+from titan_fp8.torchtitan_0_2.experts import convert_experts
+from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
+
+REPLICATED = ("dp_replicate", "fsdp", "efsdp")
+"""Mesh dimensions along which FSDP2 gathers a weight before it is used."""
+
+
+def parallel_dims(config: Any, ngpu: int | None) -> ParallelDims:
+    """The degrees of parallelism of the config.
+
+    Raises:
+        ValueError: they do not go together, or with `ngpu`; or `ngpu` is needed and None.
+    """
+    p = config.parallelism
+    degrees = {
+        "dp_replicate": p.data_parallel_replicate_degree,
+        "dp_shard": p.data_parallel_shard_degree,
+        "cp": p.context_parallel_degree,
+        "tp": p.tensor_parallel_degree,
+        "pp": p.pipeline_parallel_degree,
+    }
+    world = ngpu
+    if world is None:
+        if degrees["dp_shard"] == -1:
+            raise ValueError(
+                "parallelism.data_parallel_shard_degree = -1 means all ranks that are left: say by "
+                "--ngpu how many GPUs the job has"
+            )
+        world = 1
+        for degree in degrees.values():
+            world *= degree
+    try:
+        return ParallelDims(
+            **degrees,
+            ep=p.expert_parallel_degree,
+            etp=p.expert_tensor_parallel_degree,
+            world_size=world,
+        )
+    except AssertionError as error:
+        raise ValueError(f"[parallelism] and {world} GPUs: {error}") from None
+
+
+def read_run(config: Any, dims: ParallelDims) -> Run:
+    """The run of a config that torchtitan's ConfigManager has parsed.
+
+    Raises:
+        ValueError: a value is not allowed, torchtitan refuses the plan, or no converter of ours is
+            listed.
+    """
+    if LINEAR not in config.model.converters and GROUPED_MM not in config.model.converters:
+        raise ValueError(
+            f"model.converters = {config.model.converters} lists no converter of titan_fp8: add "
+            f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
+        )
+    if config.experimental.custom_import:  # as torchtitan's trainer does
+        importlib.import_module(config.experimental.custom_import)
+    args = _model_args(config)
+    model_cls = get_train_spec(config.model.name).model_cls
+    with torch.device("meta"):
+        converted: Any = model_cls(args)
+        parallel: Any = model_cls(args)
+    reasons = _convert(config, converted)
+    blocks = [block for _, block in converted.layers.named_children()]
+    moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
+    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
+    training, checkpoint = config.training, config.activation_checkpoint
+    batch = training.local_batch_size
+    if dims.pp_enabled:
+        batch = min(batch, config.parallelism.pipeline_parallel_microbatch_size)
+    ranks_of_data = dims.dp_replicate * dims.dp_shard
+    per_step = training.global_batch_size
+    per_step = per_step // ranks_of_data if per_step > 0 else training.local_batch_size
+    tokens = batch * training.seq_len // dims.cp
+    top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
+    split = dims.tp if dims.ep_enabled and dims.etp == 1 else 1
+    rows = tokens * top_k // split if moe_blocks else 0
+    parameters: dict[int, int] = defaultdict(int)
+    layers = []
+    with _parallelised(config, dims, parallel):
+        for parameter in parallel.parameters():
+            shape, ranks = _gathered_shape(parameter, dims)
+            parameters[ranks] += shape.numel()
+        for name, module in parallel.named_modules():
+            is_experts = any(p.dim() == 3 for p in module.parameters(recurse=False))
+            if not (isinstance(module, nn.Linear) or is_experts):
+                continue
+            parameter = module.w1 if is_experts else module.weight
+            shape, ranks = _gathered_shape(parameter, dims)
+            recipe, reason = reasons.get(name, (BF16, "its converter is not listed"))
+            section = grouped if is_experts else linear
+            layers.append(
+                Layer(
+                    name=re.sub(r"\.\d+\.", ".*.", name),
+                    fqns=(name,),
+                    groups=shape[0] if is_experts else 0,
+                    m=rows if is_experts else tokens,
+                    n=shape[-2],
+                    k=shape[-1],
+                    recipe=recipe,
+                    reason=reason,
+                    fits=shape[-2] % 16 == 0 and shape[-1] % 16 == 0,
+                    share=1.0,
+                    fused=_is_fused(converted, name, recipe, is_experts, dims),
+                    in_moe=_in_moe_block(converted, name),
+                    ranks=ranks,
+                    gathers_fp8=section.fsdp_all_gather and recipe != BF16 and ranks > 1,
+                )
+            )
+    uses_experts = GROUPED_MM in config.model.converters and moe_blocks
+    recipe = grouped.recipe or linear.recipe
+    permutation = grouped.permutation or ("host" if recipe == BF16 else "gather")
+    return Run(
+        description=_describe(config, dims),
+        layers=_folded(layers),
+        dims=dims,
+        blocks=len(blocks),
+        moe_blocks=moe_blocks,
+        dim=args.dim,
+        tokens=tokens,
+        rows=rows,
+        attention_flop=_attention_flop(args, len(blocks), batch, training.seq_len, dims),
+        micro_batches=max(1, per_step // batch),
+        parameters=dict(parameters),
+        dtype=training.dtype,
+        reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
+        compiled=config.compile.enable and "model" in config.compile.components,
+        checkpointing=_recomputed(checkpoint),
+        gathers=_gathers(config, dims),
+        permutation=permutation if uses_experts else "host",
+        filter_fqns=tuple(linear.filter_fqns),
+    )
+
+
+def _model_args(config: Any) -> Any:
+    spec = get_train_spec(config.model.name)
+    if config.model.flavor not in spec.model_args:
+        allowed = ", ".join(map(repr, spec.model_args))
+        raise ValueError(f"model.flavor = {config.model.flavor!r}: allowed are {allowed}")
+    args: Any = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    return args
+
+
+def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Converts as the converters do: name of a module -> recipe and reason why not."""
+    report = ConversionReport()
+    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
+    if LINEAR in config.model.converters:
+        done = convert_linears(model, recipe=linear.recipe, filter_fqns=linear.filter_fqns)
+        report.converted += done.converted
+        report.left += done.left
+        fuse_feed_forwards(model)
+    if GROUPED_MM in config.model.converters:
+        recipe = grouped.recipe or linear.recipe
+        done = convert_experts(model, recipe=recipe, fqns=grouped.fqns)
+        report.converted += done.converted
+        report.left += done.left
+    return {name: (recipe, "") for name, _, recipe in report.converted} | {
+        name: (BF16, reason) for name, _, reason in report.left
+    }
+
+
+@contextlib.contextmanager
+def _parallelised(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator[None]:
+    """Parallelises `model` by torchtitan's own rules, on process groups that do not communicate."""
+    plain = copy.deepcopy(config)
+    # Neither changes a shape; both wrap modules.
+    plain.activation_checkpoint.mode, plain.compile.enable = "none", False
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
+    try:
+        parallelize = get_train_spec(config.model.name).parallelize_fn
+        parallelize(model, dims, plain)
+        yield
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"torchtitan refuses this plan: {' '.join(str(error).split())}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _gathered_shape(parameter: nn.Parameter, dims: ParallelDims) -> tuple[torch.Size, int]:
+    """The shape of a rank's part of a parameter that FSDP2 has gathered, and FSDP2's ranks."""
+    if not isinstance(parameter, DTensor):
+        return parameter.shape, 1
+    sizes, ranks = list(parameter.shape), 1
+    mesh = parameter.device_mesh
+    for name, size, placement in zip(
+        mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True
+    ):
+        if name in REPLICATED:
+            ranks *= size if name != "dp_replicate" else 1
+        elif placement.is_shard():
+            dim = placement.dim  # type: ignore[attr-defined]
+            sizes[dim] = -(-sizes[dim] // size)
+    return torch.Size(sizes), ranks
+
+
+def _is_fused(
+    model: nn.Module, name: str, recipe: str, is_experts: bool, dims: ParallelDims
+) -> bool:
+    if recipe == BF16:
+        return False
+    if is_experts:
+        return get_recipe(recipe).swiglu is not None
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(parent, FP8FeedForward) and not dims.tp_enabled
+
+
+def _in_moe_block(model: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    if parts[0] != "layers":
+        return False
+    return bool(getattr(model.get_submodule(".".join(parts[:2])), "moe_enabled", False))
+
+
+def _recomputed(checkpoint: Any) -> tuple[float, float]:
+    """The shares of forward's GEMMs and of its other operations that backward repeats."""
+    if checkpoint.mode == "full":
+        return 1.0, 1.0
+    if checkpoint.mode == "selective":
+        if checkpoint.selective_ac_option == "op":
+            return 0.5, 1.0
+        share = 1 / max(1, int(checkpoint.selective_ac_option))
+        return share, share
+    return 0.0, 0.0
+
+
+def _gathers(config: Any, dims: ParallelDims) -> int:
+    policy = config.parallelism.fsdp_reshard_after_forward
+    reshards = policy == "always" or (policy == "default" and not dims.pp_enabled)
+    return 2 if reshards else 1
+
+
+def _attention_flop(args: Any, blocks: int, batch: int, seq: int, dims: ParallelDims) -> float:
+    heads = args.n_heads
+    if hasattr(args, "qk_nope_head_dim"):
+        width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
+    else:
+        width = 2 * (getattr(args, "head_dim", None) or args.dim // heads)
+    # A causal mask leaves half of the 4 s^2 d FLOP.
+    return batch * seq**2 * heads * width * blocks / (dims.cp * dims.tp)
+
+
+def _folded(layers: list[Layer]) -> tuple[Layer, ...]:
+    """Equal layers as one, in the order of the model."""
+    equal: dict[Layer, list[str]] = {}
+    for layer in layers:
+        equal.setdefault(replace(layer, fqns=()), []).append(layer.fqns[0])
+    return sharing_inputs(replace(layer, fqns=tuple(fqns)) for layer, fqns in equal.items())
+
+
+def _describe(config: Any, dims: ParallelDims) -> str:
+    degrees = {
+        **{"HSDP": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp, "TP": dims.tp},
+        **{"PP": dims.pp, "EP": dims.ep},
+    }
+    plan = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+    return f"{config.model.name} {config.model.flavor}, {dims.world_size} GPUs" + (
+        f" ({plan})" if plan else ""
+    )

@@ -1,0 +1,128 @@
+"""What a rank computes in a training step, as `model.py` reads it from a config."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torchtitan.distributed import ParallelDims
+
+from titan_fp8.recipe import BF16
+
+SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
+"""Names of linears of one module that read one input, which is then quantised once."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Linears, or groups of experts, that are equal on a rank.
+
+    Attributes:
+        name: their common name, with * for the index of the block.
+        fqns: their names in the model.
+        groups: local experts; 0 for a linear.
+        m: tokens per micro-batch, of all local experts together.
+        n, k: output and input features of the rank's shard; of experts, hidden and model dimension.
+        recipe: "bf16" if it is not converted.
+        reason: why it is not converted, or "".
+        fits: whether FP8 GEMMs could run it, n and k being multiples of 16.
+        share: of the cost of its input, in proportion to n, as others of its recipe read it too.
+        fused: a feed-forward, or a part of one, whose SwiGLU and quantisers are one kernel.
+        in_moe: in a block with experts. torchtitan compiles these in parts, so that checkpointing
+            saves none of their GEMMs.
+        ranks: over how many ranks FSDP2 shards its weights.
+        gathers_fp8: `fsdp_all_gather` of its section.
+    """
+
+    name: str
+    fqns: tuple[str, ...]
+    groups: int
+    m: int
+    n: int
+    k: int
+    recipe: str
+    reason: str
+    fits: bool
+    share: float
+    fused: bool
+    in_moe: bool
+    ranks: int
+    gathers_fp8: bool
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.fqns)
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weights of one of them, of one rank before FSDP2 shards them."""
+        return self.n * self.k * (3 * self.groups if self.groups else 1)
+
+    def in_bf16(self, reason: str) -> "Layer":
+        """This layer, not converted."""
+        return replace(self, recipe=BF16, reason=reason, fused=False, gathers_fp8=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run on one rank.
+
+    Attributes:
+        description: model, flavour and plan.
+        layers: linears and experts.
+        dims: the degrees of parallelism.
+        blocks, moe_blocks: transformer blocks of the model, and those of them with experts.
+        dim: features of the residual stream.
+        tokens: tokens that the linears of a rank see per micro-batch.
+        rows: tokens that the experts of a rank see per micro-batch and block.
+        attention_flop: forward FLOP of attention per micro-batch, all blocks.
+        micro_batches: per step and rank.
+        parameters: {(elements, ranks): ...} elements per rank before FSDP2 shards them, by the
+            number of ranks that it shards them over.
+        dtype, reduce_bytes: of parameters, and bytes per element of reduced gradients.
+        compiled: whether the blocks are compiled.
+        checkpointing: 0 to 1, the share of the GEMMs of forward that backward repeats; and the
+            share of all other operations.
+        gathers: all-gathers of a weight per micro-batch.
+        permutation: "gather" or "host".
+        filter_fqns: those of the linear section.
+    """
+
+    description: str
+    layers: tuple[Layer, ...]
+    dims: ParallelDims
+    blocks: int
+    moe_blocks: int
+    dim: int
+    tokens: int
+    rows: int
+    attention_flop: float
+    micro_batches: int
+    parameters: dict[int, int]
+    dtype: str
+    reduce_bytes: int
+    compiled: bool
+    checkpointing: tuple[float, float]
+    gathers: int
+    permutation: str
+    filter_fqns: tuple[str, ...]
+
+
+def sharing_inputs(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """The layers, each with the share of its input that follows from the others' recipes."""
+    layers = tuple(layers)
+    widths: dict[tuple, int] = defaultdict(int)
+    for layer in layers:
+        widths[_input_of(layer)] += layer.n
+    return tuple(replace(layer, share=layer.n / widths[_input_of(layer)]) for layer in layers)
+
+
+def _input_of(layer: Layer) -> tuple:
+    parent, _, leaf = layer.name.rpartition(".")
+    readers = next((names for names in SHARED_INPUTS if leaf in names), (leaf,))
+    return parent, readers, layer.k, layer.in_moe, layer.count, layer.recipe
