@@ -9,7 +9,7 @@ from titan_fp8.plan.step import Row, Step
 from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16
 
-WIDTH = 100
+WIDTH, BAR = 100, 24
 COLUMNS = (
     *("module", "no.", "E,M,N,K", "recipe", "bf16", "FP8", "quant", "gather", "host", "speed"),
     "kept MiB",
@@ -37,7 +37,7 @@ def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
         *LEGEND,
         bullets("Left in high precision", left),
         "",
-        *table(_parts(step, bf16), left=(0,)),
+        *table(_parts(step, bf16), left=(0, 3, 4)),
         "",
         f"Predicted: {bf16.ms / step.ms:.2f}x of bf16, "
         f"{1e3 * tokens / bf16.ms:,.0f} -> {1e3 * tokens / step.ms:,.0f} tokens/s per rank.",
@@ -92,10 +92,16 @@ def _cells(row: Row, run: Run) -> list[str]:
 
 
 def _parts(step: Step, bf16: Step) -> list[list[str]]:
-    rows = [["ms per step", "bf16", "FP8"]]
-    for part in bf16.parts | step.parts:
-        rows.append([part, *(f"{each.parts.get(part, 0):,.1f}" for each in (bf16, step))])
-    rows.append(["GPU", *(f"{each.gpu:,.1f}" for each in (bf16, step))])
-    rows.append(["host, beside the GPU", *(f"{each.host:,.1f}" for each in (bf16, step))])
-    rows.append(["step: the slower of the two", *(f"{each.ms:,.1f}" for each in (bf16, step))])
-    return rows
+    """Times in bf16 and in FP8, and bars of both."""
+    parts = {part: (bf16.parts.get(part, 0), ms) for part, ms in step.parts.items()}
+    longest = max(ms for pair in parts.values() for ms in pair)
+    rows = [["ms per step", "bf16", "FP8", "bf16", "FP8"]]
+    for part, pair in parts.items():
+        bars = ("█" * round(BAR * ms / longest) for ms in pair)
+        rows.append([part, *(f"{ms:,.1f}" for ms in pair), *bars])
+    totals = {
+        "GPU": (bf16.gpu, step.gpu),
+        "host, beside the GPU": (bf16.host, step.host),
+        "step: the slower of the two": (bf16.ms, step.ms),
+    }
+    return rows + [[name, *(f"{ms:,.1f}" for ms in pair), "", ""] for name, pair in totals.items()]
