@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from bench_common import Layer, parser, randn, report
+from shapes import HOST_BLOCK, HOST_LINEAR, HOST_SMALL
 from tables import Row
 from torch import Tensor, nn
 
@@ -27,12 +28,6 @@ from titan_fp8.recipe import BF16
 
 KINDS = (BF16, "blockwise", "rowwise")
 CALLS, ROUNDS = 300, 5
-SMALL = (16, 128, 128)
-"""(M, N, K) of a layer whose kernels take less time than their launches."""
-LAYERS = ((4096, 10944, 2048), (8192, 4096, 4096))
-"""(M, N, K) of layers whose kernels take 0.3 ms and more."""
-BLOCK_DIM, BLOCK_TOKENS = 2048, 4096
-"""A block with a hidden dimension of 5632, as of a Llama with a billion parameters."""
 ABOUT = (
     "Layers called in a loop, host included; forward and backward unless the row says otherwise."
 )
@@ -69,7 +64,7 @@ def linear_step(m: int, n: int, k: int, compiled: bool, kind: str) -> Step:
 
 
 def forward_step(kind: str) -> Step:
-    m, n, k = SMALL
+    m, n, k = HOST_SMALL
     x, w = randn(m, k), randn(n, k)
     product = F.linear
     if kind != BF16:
@@ -101,15 +96,16 @@ def block_step(kind: str) -> Step:
 
     from titan_fp8.torchtitan_0_2 import attention, feed_forward
 
-    args = TransformerModelArgs(dim=BLOCK_DIM, n_layers=1, n_heads=16, n_kv_heads=8)
+    tokens, dim = HOST_BLOCK
+    args = TransformerModelArgs(dim=dim, n_layers=1, n_heads=16, n_kv_heads=8)
     block = TransformerBlock(0, args).cuda().bfloat16()
     if kind != BF16:
         model = nn.ModuleDict({"block": block})
         titan_fp8.convert_linears(model, recipe=kind)
         attention.share_attention_inputs(model)
         feed_forward.fuse_feed_forwards(model)
-    freqs = precompute_freqs_cis(BLOCK_DIM // 16, BLOCK_TOKENS).cuda()
-    x, g = randn(1, BLOCK_TOKENS, BLOCK_DIM, requires_grad=True), randn(1, BLOCK_TOKENS, BLOCK_DIM)
+    freqs = precompute_freqs_cis(dim // 16, tokens).cuda()
+    x, g = randn(1, tokens, dim, requires_grad=True), randn(1, tokens, dim)
     compiled = torch.compile(block, fullgraph=True)
     layer = Layer(lambda x: compiled(x, freqs, None), tuple(block.parameters()))
     return functools.partial(layer.step, x, g)
@@ -118,16 +114,17 @@ def block_step(kind: str) -> Step:
 def cases() -> dict[str, Callable[[str], Step]]:
     """What is measured: name -> a function that makes the step of a kind."""
     made: dict[str, Callable[[str], Step]] = {
-        "small linear, eager": functools.partial(linear_step, *SMALL, False),
-        "small linear, compiled": functools.partial(linear_step, *SMALL, True),
+        "small linear, eager": functools.partial(linear_step, *HOST_SMALL, False),
+        "small linear, compiled": functools.partial(linear_step, *HOST_SMALL, True),
         "small linear, forward without gradients": forward_step,
         "small grouped product, eager": grouped_step,
     }
-    for shape in LAYERS:
+    for shape in HOST_LINEAR:
         name = f"linear {','.join(map(str, shape))}"
         made[f"{name}, eager"] = functools.partial(linear_step, *shape, False)
         made[f"{name}, compiled"] = functools.partial(linear_step, *shape, True)
-    made[f"Llama3 block, dim {BLOCK_DIM}, {BLOCK_TOKENS} tokens, compiled"] = block_step
+    tokens, dim = HOST_BLOCK
+    made[f"Llama3 block, dim {dim}, {tokens} tokens, compiled"] = block_step
     return made
 
 

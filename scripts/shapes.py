@@ -43,6 +43,13 @@ QUANTIZE_WEIGHTS = ((1, 32768, 7168), (4, 8192, 7168), (16, 2048, 7168), (64, 20
 SWIGLU = ((8192, 14336), (32768, 2048))
 """(M, hidden): Llama3-8B at 8192 tokens, the experts of DeepSeek-V3 671B."""
 
+HOST_SMALL = (16, 128, 128)
+"""(M, N, K) of a layer whose kernels take less time than their launches."""
+HOST_LINEAR = ((4096, 10944, 2048), (8192, 4096, 4096))
+"""(M, N, K) of layers whose kernels take 0.3 ms and more."""
+HOST_BLOCK = (4096, 2048)
+"""(M, dim) of a block with a hidden dimension of 5632, as of a Llama with a billion parameters."""
+
 ROUTED_TOKENS, TOP_K, ROUTED_DIM, LOCAL_EXPERTS, EXPERT_RANKS = 4 * 4096, 6, 2048, 16, 4
 """DeepSeek-V3 16B with expert parallelism 4: a rank has 16 of the 64 experts."""
 
