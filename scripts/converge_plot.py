@@ -1,5 +1,6 @@
 """The plots of a convergence experiment's verdict."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLOURS = {"baseline": "black", "bf16": "dimgray", "control": "tab:red"}
+OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
+LINES = {"bf16": ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1))), "resumed": (":",)}
 
 
-def style(name: str, role: str, position: int) -> dict[str, Any]:
-    line = {"baseline": "-", "bf16": "--", "resumed": ":"}.get(role, "-")
-    return {"color": COLOURS.get(role, f"C{position % 10}"), "ls": line, "label": name}
+def styles_of(arms: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """How to draw each arm: bf16 in black and gray, the control in red, others in other colours."""
+    styles, seen = {}, Counter[str]()
+    for name, each in arms.items():
+        role = each.arm.role
+        kind = role if role in COLOURS else "other"
+        colour = COLOURS.get(role, OTHERS[seen["other"] % len(OTHERS)])
+        lines = LINES.get(role, ("-",))
+        styles[name] = {"color": colour, "ls": lines[seen[kind] % len(lines)], "label": name}
+        seen[kind] += 1
+    return styles
+
+
+def with_bars(judged: list[Any]) -> Any:
+    """The judgement whose bars are shown: of FP8 or the control, with the most evaluations.
+
+    Those of a perturbed bf16 arm are without its own spread.
+    """
+    return max(judged, key=lambda each: (each.run.arm.role in ("fp8", "control"), len(each.steps)))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -40,12 +59,14 @@ def training_gap(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> No
         gap = compare(base, each.run, last=max(1, max(base.series["loss"]) // 20))
         axes.plot(gap.smooth_steps, gap.smooth, lw=1.2, **styles[name])
         if each.arm.role == "bf16":
-            band = np.maximum.accumulate(np.abs(gap.smooth)[::-1])[::-1]
-            axes.fill_between(gap.smooth_steps, -band, band, color="gray", alpha=0.15)
+            band = np.maximum.accumulate(np.abs(gap.smooth))
+            axes.fill_between(
+                gap.smooth_steps, -band, band, color="gray", alpha=0.15, label="bf16 up to here"
+            )
     axes.set(title="Gap of the training loss, smoothed", ylabel="%")
 
 
-def held_out(axes: Axes, arms: dict[str, Any], judged: list[Any], styles: dict[str, Any]) -> None:
+def held_out(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> None:
     for name, each in arms.items():
         points = sorted((step, found.loss) for step, found in each.held_out.items())
         axes.plot(*zip(*points), marker=".", lw=1.2, **styles[name])
@@ -54,17 +75,16 @@ def held_out(axes: Axes, arms: dict[str, Any], judged: list[Any], styles: dict[s
 
 def measured(axes: Axes, index: int, judged: list[Any], styles: dict[str, Any]) -> None:
     """One quantity of all judged arms, and what is allowed."""
-    measure = judged[-1].measures[index]
+    widest = with_bars(judged)
+    measure = widest.measures[index]
     low = 0 if measure.name == "expert load" else -measure.bars
-    axes.fill_between(
-        judged[-1].steps, low, measure.bars, color="tab:green", alpha=0.15, label="allowed"
-    )
+    axes.fill_between(widest.steps, low, measure.bars, color="tab:green", alpha=0.15)
     for each in judged:
         values = each.measures[index].values
         axes.plot(each.steps, values, marker=".", lw=1.2, **styles[each.run.name])
     limit = max(float(np.nanmax(each.measures[index].bars)) for each in judged)
     # A control that is far off would flatten everything else.
-    axes.set_ylim(-4 * limit if np.any(low) else 0, 4 * limit)
+    axes.set_ylim(-2 * limit if np.any(low) else 0, 2 * limit)
     axes.set(title=f"{measure.name.capitalize()}: difference, allowed shaded", ylabel=measure.unit)
 
 
@@ -73,17 +93,17 @@ def draw(arms: dict[str, Any], judged: list[Any], out: Path) -> None:
 
     Args:
         arms: `ArmRun` by name.
-        judged: the `Judgement`s on them; the last one's bars are drawn.
+        judged: the `Judgement`s on them.
     """
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(13, 12), dpi=110, layout="constrained")
     grid = figure.subplots(3, 2)
-    styles = {name: style(name, each.arm.role, i) for i, (name, each) in enumerate(arms.items())}
+    styles = styles_of(arms)
     training(grid[0, 0], arms, styles)
     training_gap(grid[0, 1], arms, styles)
-    held_out(grid[1, 0], arms, judged, styles)
+    held_out(grid[1, 0], arms, styles)
     for index, axes in enumerate((grid[1, 1], grid[2, 0], grid[2, 1])):
-        if index < len(judged[-1].measures):
+        if index < len(with_bars(judged).measures):
             measured(axes, index, judged, styles)
         else:
             axes.set_axis_off()

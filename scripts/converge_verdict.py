@@ -254,7 +254,8 @@ def summary(judged: list[Judgement]) -> list[Row]:
 def by_step(arms: dict[str, ArmRun], judged: list[Judgement]) -> list[Row]:
     """At each evaluation: the baseline's held-out loss, and the gaps of the other arms to it."""
     base = arms[BASELINE].held_out
-    bars = dict(zip(judged[-1].steps.tolist(), judged[-1].measures[0].bars))
+    widest = converge_plot.with_bars(judged)
+    bars = dict(zip(widest.steps.tolist(), widest.measures[0].bars))
     rows: list[Row] = []
     for step in sorted(base):
         row: Row = {"step": step, "bf16": f"{base[step].loss:.5f}"}
