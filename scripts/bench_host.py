@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from bench_common import Layer, parser, randn, report
-from shapes import HOST_BLOCK, HOST_LINEAR, HOST_SMALL
+from shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from tables import Row
 from torch import Tensor, nn
 
@@ -78,7 +78,7 @@ def forward_step(kind: str) -> Step:
 
 
 def grouped_step(kind: str) -> Step:
-    groups, (m, n, k) = 4, (512, 128, 128)
+    groups, m, n, k = HOST_GROUPED
     offs = torch.arange(1, groups + 1, device="cuda", dtype=torch.int32) * (m // groups)
     x, g, w = randn(m, k, requires_grad=True), randn(m, n), randn(groups, n, k, requires_grad=True)
     if kind == BF16:

@@ -45,6 +45,8 @@ SWIGLU = ((8192, 14336), (32768, 2048))
 
 HOST_SMALL = (16, 128, 128)
 """(M, N, K) of a layer whose kernels take less time than their launches."""
+HOST_GROUPED = (4, 512, 128, 128)
+"""(E, M, N, K) of experts whose kernels take less time than their launches."""
 HOST_LINEAR = ((4096, 10944, 2048), (8192, 4096, 4096))
 """(M, N, K) of layers whose kernels take 0.3 ms and more."""
 HOST_BLOCK = (4096, 2048)
