@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.models.common.attention import FlexAttention
+from torchtitan.trainer import Trainer
 
 from titan_fp8 import cpu_host
 from titan_fp8.torchtitan_0_3 import FP8LinearConverter, patches
@@ -34,12 +35,36 @@ def test_names_are_unique_and_every_field_is_written():
         assert all((patch.why, patch.without, patch.versions, patch.gain, patch.until)), patch.name
 
 
-@pytest.mark.parametrize("patch", patches.ON_CONVERSION, ids=lambda patch: patch.name)
+OPTIONAL = [patch for patch in patches.ON_CONVERSION if not patch.required]
+
+
+@pytest.mark.parametrize("patch", OPTIONAL, ids=lambda patch: patch.name)
 def test_a_conversion_goes_on_without_a_patch(monkeypatch, caplog, patch):
     monkeypatch.delattr(*patch.targets[0].locate())
     config = titan_0_3.small("llama3", [FP8LinearConverter.Config()]).model_spec.model
     assert any(config.traverse(FP8Linear.Config))
     assert f"patch {patch.name!r} does not apply" in caplog.text and patch.without in caplog.text
+
+
+def gathering() -> Trainer.Config:
+    return titan_0_3.small("llama3", [FP8LinearConverter.Config(fsdp_all_gather=True)])
+
+
+def test_weights_are_not_gathered_in_fp8_by_cuda_graphs(monkeypatch):
+    config = gathering()
+    config._validate_cuda_graphs()
+    monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
+    with pytest.raises(ValueError, match="fsdp_all_gather = True, at layers.0.*disable_cuda_grap"):
+        config._validate_cuda_graphs()
+    titan_0_3.small("llama3", [FP8LinearConverter.Config()])._validate_cuda_graphs()
+    config.training.disable_cuda_graphs = True
+    config._validate_cuda_graphs()
+
+
+def test_weights_are_not_gathered_in_fp8_where_the_check_has_changed(monkeypatch):
+    monkeypatch.setattr(Trainer.Config, "_validate_cuda_graphs", lambda self, strict=True: None)
+    with pytest.raises(RuntimeError, match="'check of CUDA graphs' does not apply"):
+        gathering()
 
 
 def test_importing_the_adapter_provides_the_timeout_that_older_torch_lacks():

@@ -26,6 +26,18 @@ QUANTIZATION_CHECK = Patch(
     until="torchtitan asks the configs of modules whether they are quantised.",
 )
 
+CUDA_GRAPHS_CHECK = Patch(
+    name="check of CUDA graphs",
+    targets=(Target("torchtitan.trainer:Trainer.Config._validate_cuda_graphs", ("self",)),),
+    why="torchtitan replays forward and backward as a CUDA graph by default. fsdp_all_gather gives "
+    "shards new memory when it quantises them, and the graph would gather from the old.",
+    without="With fsdp_all_gather a CUDA graph would train on the weights of its first step.",
+    versions=f"{TORCHTITAN}, torch 2.13",
+    gain="An error that names the setting.",
+    until="QuantisedShard (shards.py) keeps its memory.",
+    required=True,
+)
+
 GROUP_TIMEOUT = Patch(
     name="group timeout",
     targets=(Target("torch.distributed:set_timeout", may_be_absent=True),),
@@ -63,7 +75,7 @@ CPU_SEED_WARNING = Patch(
 )
 
 ON_IMPORT = (GROUP_TIMEOUT,)
-ON_CONVERSION = (SAC_POLICY, RECOMPUTABLE_QUANTISERS, QUANTIZATION_CHECK)
+ON_CONVERSION = (SAC_POLICY, RECOMPUTABLE_QUANTISERS, QUANTIZATION_CHECK, CUDA_GRAPHS_CHECK)
 ON_CPU = (*(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_CONFIG, CPU_SEED_WARNING),)
 PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_CPU)
 """By when they are applied: the import of the adapter, the converters, `titan_fp8.cpu_host`."""
