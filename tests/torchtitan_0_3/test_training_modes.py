@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from count import Count
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.tools.utils import set_default_dtype
 
 from titan_fp8.patches import SAC_POLICY, Patch, restore
 from titan_fp8.torchtitan_0_3 import patches
@@ -90,6 +92,21 @@ def test_op_level_checkpointing_saves_every_second_fp8_gemm(
     got, calls = step("llama3_blockwise", text, tmp_path, checkpointing=checkpointing)
     assert calls["blockwise_fprop"] == GEMMS + recomputed
     assert max(distances(got, want).values()) == 0
+
+
+@pytest.mark.parametrize("model", titan_0_3.MODELS)
+def test_a_step_reads_no_values_on_the_host(model):
+    """Fake tensors have none. A CUDA graph can capture only such a step."""
+    config = titan_0_3.parse(f"{model}_blockwise")
+    config.training.seq_len = 64
+    config.model_spec.model.update_from_config(config=config)
+    with FakeTensorMode(), set_default_dtype(torch.bfloat16):
+        built = config.model_spec.model.build()
+        loss = built(torch.zeros(2, 64, dtype=torch.long)).float().sum()
+        with pytest.raises(DataDependentOutputException):
+            loss.item()
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in built.parameters())
 
 
 def test_tokens_are_padded_under_expert_parallelism_only():
