@@ -29,8 +29,8 @@ from bench_common import (
     randn,
     sets_beyond_l2,
 )
-from bench_host import SMALL, grouped_step, linear_step
-from shapes import uneven_ends
+from bench_host import grouped_step, linear_step
+from shapes import HOST_SMALL, uneven_ends
 from torch import Tensor
 
 import titan_fp8
@@ -149,7 +149,7 @@ def event_ms(function: Product) -> float:
 
 def chain_step(kind: str) -> Product:
     """CHAIN small linears, one after the other, compiled together."""
-    m, n, _ = SMALL
+    m, n, _ = HOST_SMALL
     x, g = randn(m, n, requires_grad=True), randn(m, n)
     weights = tuple(randn(n, n, requires_grad=True) for _ in range(CHAIN))
     product = F.linear
@@ -168,7 +168,7 @@ def chain_step(kind: str) -> Product:
 def host_times(commit: str) -> dict[str, object]:
     """us per layer that is too small for the GPU to matter, forward and backward."""
     steps = {
-        "linear, eager": (1, functools.partial(linear_step, *SMALL, False)),
+        "linear, eager": (1, functools.partial(linear_step, *HOST_SMALL, False)),
         "linear, compiled": (CHAIN, chain_step),
         "grouped": (1, grouped_step),
     }
