@@ -112,6 +112,31 @@ def test_expert_parallel_shards(etp, local):
     assert shapes(run)["layers.*.attention.wkv_a 1"] == (0, 16384, 576, 2048)
 
 
+@pytest.mark.parametrize(
+    "model, flavor, experts",
+    [
+        ("gpt_oss", "20b", (32, 65536, 2880, 2880)),
+        ("qwen3", "30B-A3B", (128, 131072, 768, 2048)),
+        ("llama4", "17bx16e", (16, 16384, 8192, 5120)),
+    ],
+)
+def test_experts_of_other_models(model, flavor, experts):
+    run = run_of("llama3_8b", ("--model.name", model, "--model.flavor", flavor))
+    (layer,) = (layer for layer in run.layers if layer.groups)
+    assert (layer.groups, layer.m, layer.n, layer.k) == experts
+    assert layer.reason == "its converter is not listed"
+
+
+def test_a_run_without_the_plugin_is_told_how_to_add_it(tmp_path, capsys):
+    file = tmp_path / "plain.toml"
+    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
+    assert plan_main.main([str(file), "--ngpu", "1"]) == 2
+    flags = capsys.readouterr().err.strip().partition(" add ")[2].split()
+    assert plan_main.main([str(file), "--ngpu", "1", *flags]) == 0
+    file.write_text("[model\n")
+    assert plan_main.main([str(file)]) == 2
+
+
 def test_batches_pipelines_and_all_ranks():
     flags = ("--parallelism.data_parallel_shard_degree", "-1", "--training.global_batch_size", "64")
     run = run_of("llama3_8b", flags, 16)

@@ -1,6 +1,7 @@
 """`python -m titan_fp8.plan`; see the docstring of the package."""
 
 import argparse
+import importlib.metadata
 import logging
 import sys
 from pathlib import Path
@@ -31,6 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write these sections here")
     options, flags = parser.parse_known_args(argv)
+    version = importlib.metadata.version("torchtitan")
+    if not version.startswith("0.2."):
+        print(f"titan_fp8.plan: torchtitan {version}: it reads TOML files of 0.2", file=sys.stderr)
+        return 2
     # Before torchtitan is imported, which takes this machine for one with GPUs otherwise.
     cpu_host.prepare()
     from titan_fp8.plan.command import run

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -91,16 +91,11 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         converted: Any = model_cls(args)
         parallel: Any = model_cls(args)
     reasons = _convert(config, converted)
+    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
+    training = config.training
     blocks = [block for _, block in converted.layers.named_children()]
     moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
-    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
-    training, checkpoint = config.training, config.activation_checkpoint
-    batch = training.local_batch_size
-    if dims.pp_enabled:
-        batch = min(batch, config.parallelism.pipeline_parallel_microbatch_size)
-    ranks_of_data = dims.dp_replicate * dims.dp_shard
-    per_step = training.global_batch_size
-    per_step = per_step // ranks_of_data if per_step > 0 else training.local_batch_size
+    batch, micro_batches = _batches(config, dims)
     tokens = batch * training.seq_len // dims.cp
     top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
     split = dims.tp if dims.ep_enabled and dims.etp == 1 else 1
@@ -109,14 +104,10 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     layers = []
     with _parallelised(config, dims, parallel):
         for parameter in parallel.parameters():
-            shape, ranks = _gathered_shape(parameter, dims)
-            parameters[ranks] += shape.numel()
-        for name, module in parallel.named_modules():
-            is_experts = any(p.dim() == 3 for p in module.parameters(recurse=False))
-            if not (isinstance(module, nn.Linear) or is_experts):
-                continue
-            parameter = module.w1 if is_experts else module.weight
-            shape, ranks = _gathered_shape(parameter, dims)
+            gathered, ranks = _gathered_shape(parameter, dims)
+            parameters[ranks] += gathered.numel()
+        for name, shape, ranks in _shapes(parallel, args.dim, dims):
+            is_experts = len(shape) == 3
             recipe, reason = reasons.get(name, (BF16, "its converter is not listed"))
             section = grouped if is_experts else linear
             layers.append(
@@ -137,9 +128,6 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
                     gathers_fp8=section.fsdp_all_gather and recipe != BF16 and ranks > 1,
                 )
             )
-    uses_experts = GROUPED_MM in config.model.converters and moe_blocks
-    recipe = grouped.recipe or linear.recipe
-    permutation = grouped.permutation or ("host" if recipe == BF16 else "gather")
     return Run(
         description=_describe(config, dims),
         layers=_folded(layers),
@@ -150,16 +138,50 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         tokens=tokens,
         rows=rows,
         attention_flop=_attention_flop(args, len(blocks), batch, training.seq_len, dims),
-        micro_batches=max(1, per_step // batch),
+        micro_batches=micro_batches,
         parameters=dict(parameters),
         dtype=training.dtype,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
         compiled=config.compile.enable and "model" in config.compile.components,
-        checkpointing=_recomputed(checkpoint),
+        checkpointing=_recomputed(config.activation_checkpoint),
         gathers=_gathers(config, dims),
-        permutation=permutation if uses_experts else "host",
+        permutation=_permutation(config),
         filter_fqns=tuple(linear.filter_fqns),
     )
+
+
+def _batches(config: Any, dims: ParallelDims) -> tuple[int, int]:
+    """Sequences in a micro-batch of a rank, and its micro-batches per step."""
+    training, ranks = config.training, dims.dp_replicate * dims.dp_shard
+    batch = training.local_batch_size
+    per_step = training.global_batch_size // ranks if training.global_batch_size > 0 else batch
+    if dims.pp_enabled:
+        batch = min(batch, config.parallelism.pipeline_parallel_microbatch_size)
+    return batch, max(1, per_step // batch)
+
+
+def _permutation(config: Any) -> str:
+    if GROUPED_MM not in config.model.converters:
+        return "host"
+    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
+    in_bf16 = (grouped.recipe or linear.recipe) == BF16
+    return grouped.permutation or ("host" if in_bf16 else "gather")
+
+
+def _shapes(
+    model: nn.Module, dim: int, dims: ParallelDims
+) -> Iterator[tuple[str, torch.Size, int]]:
+    """Name, shape and FSDP2's ranks of every linear (n, k) and every group of experts (E, n, k)."""
+    for name, module in model.named_modules():
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        if stacked:
+            parts, (ranks, *_) = zip(*(_gathered_shape(p, dims) for p in stacked))
+            # Whether w1 and w3 are one parameter or two: three products of hidden by dim.
+            groups = parts[0][0]
+            hidden = sum(part.numel() for part in parts) // (3 * groups * dim)
+            yield name, torch.Size((groups, hidden, dim)), ranks
+        elif isinstance(module, nn.Linear):
+            yield name, *_gathered_shape(module.weight, dims)
 
 
 def _model_args(config: Any) -> Any:
@@ -208,7 +230,7 @@ def _parallelised(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator
         dist.destroy_process_group()
 
 
-def _gathered_shape(parameter: nn.Parameter, dims: ParallelDims) -> tuple[torch.Size, int]:
+def _gathered_shape(parameter: Tensor, dims: ParallelDims) -> tuple[torch.Size, int]:
     """The shape of a rank's part of a parameter that FSDP2 has gathered, and FSDP2's ranks."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, 1

@@ -4,8 +4,8 @@
            collectives of tensor parallelism, what is exposed of FSDP2's, and the optimizer
     host   a fixed time per block, and that of the linears and products in it
 
-The slower of the two is the step. Not modelled: context parallelism's ring, DDP's all-reduce, and
-differences between the ranks of a pipeline, whose idle share is the same in bf16 and in FP8.
+The slower of the two is the step. Not modelled: the ring of context parallelism, the all-reduces of
+DDP and HSDP, and differences between the ranks of a pipeline. These take as long in bf16.
 """
 
 from dataclasses import dataclass, replace
