@@ -11,13 +11,13 @@ from titan_fp8.recipe import BF16
 
 WIDTH, BAR = 100, 24
 COLUMNS = (
-    *("module", "no.", "E,M,N,K", "recipe", "bf16", "FP8", "quant", "gather", "host", "speed"),
-    "kept MiB",
+    *("module", "x", "E,M,N,K", "recipe", "bf16", "FP8", "quant", "gather", "host", "speed"),
+    "MiB",
 )
 LEGEND = (
     "us per module and micro-batch, forward and backward: GEMMs in bf16 and in FP8, quantisers,",
-    "gathers of FSDP2, what FP8 adds on the host. kept: inputs of GEMMs, bf16 -> FP8, without",
-    "checkpointing.",
+    "gathers of FSDP2, what FP8 adds on the host. MiB: inputs of GEMMs kept until backward, in",
+    "bf16 and in FP8, without checkpointing.",
 )
 
 
@@ -87,7 +87,7 @@ def _cells(row: Row, run: Run) -> list[str]:
         f"{cost.gather:,.0f}" if layer.ranks > 1 else "",
         f"{cost.host - row.bf16.host:+,.0f}" if converted else "",
         f"{row.speed:.2f}" if converted else "",
-        f"{row.bf16.kept / 2**20:.0f} -> {cost.kept / 2**20:.0f}" if converted else "",
+        f"{row.bf16.kept / 2**20:.0f}→{cost.kept / 2**20:.0f}" if converted else "",
     ]
 
 

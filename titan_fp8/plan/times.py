@@ -22,7 +22,7 @@ NEAREST = 6
 """How many measured shapes count."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Times:
     """What one kind of GPU, with its host, was measured to take.
 
@@ -58,13 +58,7 @@ class Times:
 
     def gemm_us(self, family: str, op: str, groups: int, m: int, n: int, k: int) -> float:
         """Time of a GEMM of m tokens, of all groups together."""
-        rows = self.gemm[family, op]
-        shape = _axes(groups, m, n, k)
-        near = sorted((math.dist(shape, _axes(*row[:4])), row) for row in rows)[:NEAREST]
-        weights = [max(distance, 0.05) ** -SHARPNESS for distance, _ in near]
-        rates = [math.log(m_ * n_ * k_ / us) for _, (_, m_, n_, k_, us) in near]
-        mean = sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights)
-        return m * n * k / math.exp(mean)
+        return _gemm_us(self, family, op, groups, m, n, k)
 
     def quantise_us(self, op: str, elements: float) -> float:
         """Time of a quantiser, whose name is that of its op, for so many elements of its input."""
@@ -86,6 +80,17 @@ class Times:
         """Host time of one linear or grouped product, forward and backward."""
         costs = self.host[kind]
         return costs[recipe if recipe in costs else recipe.partition("_")[0]]
+
+
+@functools.cache
+def _gemm_us(times: Times, family: str, op: str, groups: int, m: int, n: int, k: int) -> float:
+    rows = times.gemm[family, op]
+    shape = _axes(groups, m, n, k)
+    near = sorted((math.dist(shape, _axes(*row[:4])), row) for row in rows)[:NEAREST]
+    weights = [max(distance, 0.05) ** -SHARPNESS for distance, _ in near]
+    rates = [math.log(m_ * n_ * k_ / us) for _, (_, m_, n_, k_, us) in near]
+    mean = sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights)
+    return m * n * k / math.exp(mean)
 
 
 def _axes(groups: float, m: float, n: float, k: float) -> tuple[float, float, float, float]:
