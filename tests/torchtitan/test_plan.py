@@ -187,7 +187,7 @@ def test_output_and_exit_status(capsys, monkeypatch):
     assert plan_main.main([config]) == 0
     printed = capsys.readouterr().out
     assert 'output: filtered by "output"' in printed
-    assert "feed_forward.w1   32" in printed and "Predicted: 1." in printed
+    assert "feed_forward.w1  32" in printed and "Predicted: 1." in printed
     monkeypatch.setattr("titan_fp8.plan.command.load", lambda gpu: times_of_runs())
     assert plan_main.main([config, *FSDP_2, *SHORT]) == 1
     assert "Predicted: 0.9" in capsys.readouterr().out
