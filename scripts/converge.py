@@ -352,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         if failed := run(experiment, args.arms, deadline):
             raise Failure(f"failed: {', '.join(failed)}")
     except (Failure, KeyboardInterrupt) as stop:
-        print(f"converge: {stop or 'stopped'}", file=sys.stderr)
+        print(f"converge: {str(stop) or 'stopped'}", file=sys.stderr)
         return 3
     return converge_verdict.main([str(experiment.results)])
 

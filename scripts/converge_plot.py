@@ -84,7 +84,7 @@ def measured(axes: Axes, index: int, judged: list[Any], styles: dict[str, Any]) 
         axes.plot(each.steps, values, marker=".", lw=1.2, **styles[each.run.name])
     limit = max(float(np.nanmax(each.measures[index].bars)) for each in judged)
     # A control that is far off would flatten everything else.
-    axes.set_ylim(-2 * limit if np.any(low) else 0, 2 * limit)
+    axes.set_ylim(-4 * limit if np.any(low) else 0, 4 * limit)
     axes.set(title=f"{measure.name.capitalize()}: difference, allowed shaded", ylabel=measure.unit)
 
 
