@@ -84,7 +84,7 @@ class FP8Linear(nn.Linear):
         per_dim = [_sharded_gemm(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)
         if x.placements != x_in:
-            # A redistribute to equal placements is no no-op: its backward would all-reduce each
+            # A redistribute to equal placements is not a no-op: its backward would all-reduce each
             # partial gradient separately.
             x = x.redistribute(placements=x_in)
         bias = None if self.bias is None else self._local_bias(y_out)

@@ -65,13 +65,13 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a recipe is.
+    """An FP8 recipe: its scalings and its ops.
 
     Attributes:
         name: its name in TOML files.
         fprop, dgrad, wgrad: the three GEMMs.
         alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
-            multiples of 128 the quantisers need not lay groups out anew.
+            multiples of 128 the quantisers need not pad the groups again.
         rows, columns, rows_and_columns: quantisers of x and g, for fprop or dgrad, for wgrad, and
             for both from one read.
         weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
