@@ -288,9 +288,9 @@ def fp8_grouped_mm(
             past the last end belong to no group: they are zero in y and in x's gradient, and add
             nothing to weight's.
         recipe, emulate: as in `fp8_linear`.
-        aligned: every group end is a multiple of 128, so groups need not be laid out anew. The
-            caller vouches for it; checking it on the GPU would wait for the device. The rowwise
-            recipes lose little without it.
+        aligned: every group end is a multiple of 128, so groups need no padding. This is not
+            checked, because a check would wait for the GPU. The rowwise recipes lose little without
+            it.
 
     Returns:
         y (M, N). Nothing waits for the device, whatever the group sizes.

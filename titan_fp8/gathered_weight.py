@@ -28,8 +28,8 @@ class GatheredWeight(Tensor):
     Attributes:
         q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again.
         s: the scales of q, as fprop reads them.
-        q_columns: what dgrad reads, before it is transposed; None if it is q, as with blocks of
-            128x128. Rowwise recipes quantise the columns of the weight on their own.
+        q_columns: the weight quantised along its columns, of the weight's shape; the op of dgrad
+            transposes it. None if q serves for both, as with blocks of 128x128.
         s_t: the scales that dgrad reads.
     """
 

@@ -72,8 +72,8 @@ class Recipe:
         fprop, dgrad, wgrad: the three GEMMs.
         alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
             multiples of 128 the quantisers need not pad the groups again.
-        rows, columns, rows_and_columns: quantisers of x and g, for fprop or dgrad, for wgrad, and
-            for both from one read.
+        rows, columns, rows_and_columns: quantisers of x and g: `rows` for fprop and dgrad,
+            `columns` for wgrad, `rows_and_columns` for both from one read.
         weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
         mm: the GEMM of fprop and dgrad for a weight that is quantised.
         swiglu: the ops of the fused feed-forward, if there are any.

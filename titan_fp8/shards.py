@@ -105,7 +105,10 @@ class QuantisedShard:
 
 @dataclass
 class _Edge:
-    """Rows of a shard that lie in a block with rows of other ranks."""
+    """The part of a 128x128 block row that a shard has where the block spans several ranks.
+
+    Only the first and the last rows of a shard can be such a part.
+    """
 
     shard: QuantisedShard
     x: Tensor
