@@ -39,6 +39,12 @@ def check_patterns(key: str, patterns: Any) -> None:
         raise ValueError(f"{key} = {list(patterns)!r}: an empty string would match every module")
 
 
+def check_freq(key: str, value: object) -> None:
+    """Allowed are numbers of steps."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
+
+
 # Arguments of a product
 
 

@@ -6,11 +6,13 @@
     shards.py       those of weights that FSDP2 gathers in FP8
     observer.py     finds out whose an operand is, and collects the statistics of a step
     report.py       combines ranks, and says it in metrics, a table and warnings
+    monitor.py      observes the steps of a run that are due
 
-The adapter for torchtitan decides which steps are observed.
+The adapters for torchtitan call the monitor after each step.
 """
 
+from titan_fp8.health.monitor import Monitor
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report
 
-__all__ = ["Layer", "Observer", "Report"]
+__all__ = ["Layer", "Monitor", "Observer", "Report"]

@@ -20,7 +20,7 @@ from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.checks import check_bool, check_patterns, check_recipe
+from titan_fp8.checks import check_bool, check_freq, check_patterns, check_recipe
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
 from titan_fp8.recipe import RECIPE_NAMES
 
@@ -73,7 +73,7 @@ class TitanFP8Linear:
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
         check_bool(f"[{LINEAR}] emulate", self.emulate)
         check_bool(f"[{LINEAR}] fsdp_all_gather", self.fsdp_all_gather)
-        _check_freq(f"[{LINEAR}] health_freq", self.health_freq)
+        check_freq(f"[{LINEAR}] health_freq", self.health_freq)
         _check_origin(LINEAR, self.origin)
 
 
@@ -118,7 +118,7 @@ class TitanFP8GroupedMM:
             )
         check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
         check_bool(f"[{GROUPED_MM}] fsdp_all_gather", self.fsdp_all_gather)
-        _check_freq(f"[{GROUPED_MM}] health_freq", self.health_freq)
+        check_freq(f"[{GROUPED_MM}] health_freq", self.health_freq)
         _check_origin(GROUPED_MM, self.origin)
         allowed = get_args(PermutationName)
         if self.permutation not in (None, *allowed):
@@ -132,11 +132,6 @@ def _check_list(key: str, value: object) -> None:
     if not isinstance(value, list):
         raise ValueError(f"{key} = {value!r}: allowed is a list of strings")
     check_patterns(key, value)
-
-
-def _check_freq(key: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
 
 
 def _check_origin(section: str, value: object) -> None:

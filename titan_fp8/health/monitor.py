@@ -1,0 +1,89 @@
+"""Observes the steps of a run that are due, and reports each of them.
+
+An adapter calls `Monitor.after` after each step, on every rank. It reports the step, if it was
+observed, and observes the next one if it is due. So the first step after a start is never observed,
+and between observed steps nothing runs but that one call.
+
+Validation is not observed, nor is anything else that runs while the model is not in training mode.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_fp8.health.observer import Layer, Observer
+from titan_fp8.health.report import Report, union_of_names
+from titan_fp8.ops.observe import observe
+
+_logger = logging.getLogger()  # torchtitan's own
+
+
+class Monitor:
+    """Observes the steps of one run; ends what an earlier one in this process has left.
+
+    Args:
+        freqs: those of all layers of the model, on whatever ranks they are; 0: never.
+        freq_of: that of a module on this rank, 0 for all but FP8 layers, which have an `fqn`.
+        last_step: of the run; there is none after it to observe.
+    """
+
+    def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
+        self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
+        self.observer: Observer | None = None
+        self.names: list[str] = []
+        self._names_of: dict[frozenset[int], list[str]] = {}
+        observe(None)
+
+    def after(
+        self,
+        step: int,
+        models: Sequence[nn.Module],
+        log: Callable[[dict[str, float], int], Any],
+        device: torch.device,
+    ) -> None:
+        """Reports `step` if it was observed, and observes the next one if it is due.
+
+        Args:
+            models: the parts of the model on this rank.
+            log: writes the scalars of a step, by tag.
+            device: one that the process group can reduce on.
+        """
+        if self.observer is not None:
+            observe(None)
+            self.report(step, log, device)
+            self.observer = None
+        due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
+        if due and step < self.last_step:
+            layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
+            if due not in self._names_of:
+                self._names_of[due] = union_of_names([layer.name for layer in layers])
+            self.names = self._names_of[due]
+            self.observer = Observer(layers, lambda: models[0].training, phase=step)
+            observe(self.observer.wrap)
+
+    def report(
+        self, step: int, log: Callable[[dict[str, float], int], Any], device: torch.device
+    ) -> None:
+        assert self.observer is not None
+        own = [layer.name for layer in self.observer.layers]
+        report = Report.of_rank(self.names, own, *self.observer.table()).over_ranks(device)
+        log(report.metrics(), step)
+        _logger.info(f"titan_fp8: FP8 health of step {step}, each figure at its worst\n{report}")
+        for warning in report.warnings(step):
+            _logger.warning(f"titan_fp8: {warning}")
+
+
+def layers_of(
+    models: Sequence[nn.Module], observed: Callable[[nn.Module], bool]
+) -> Iterator[Layer]:
+    """The weights of the observed modules: of a linear (N, K) and of experts (E, N, K)."""
+    for model in models:
+        for module in filter(observed, model.modules()):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name == "weight":
+                    yield Layer(str(module.fqn), module, name)
+                elif parameter.dim() == 3:
+                    yield Layer(f"{module.fqn}.{name}", module, name)
