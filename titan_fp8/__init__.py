@@ -23,7 +23,10 @@ __all__ = [
 
 
 def convert_experts(model: Any, **options: Any) -> Any:
-    """Calls `titan_fp8.torchtitan_0_2.experts.convert_experts`; needs torchtitan."""
+    """Converts the grouped experts of a torchtitan 0.2 model in place; needs torchtitan.
+
+    Options, result and errors: `titan_fp8.torchtitan_0_2.experts.convert_experts`.
+    """
     from titan_fp8.torchtitan_0_2.experts import convert_experts as convert
 
     return convert(model, **options)

@@ -9,16 +9,17 @@ torchtitan's policy saves every second `aten.mm` and recomputes ops that it does
 among them.
 
 `with_fp8_policy` makes that policy see a dense FP8 GEMM as the `aten.mm` that it replaces. So every
-second one is saved, and a block keeps the memory that it has in bf16. Saving all of them was 6 %
-faster on Llama3-8B and took more memory than no checkpointing at all (docs/log.md). Grouped GEMMs
-are recomputed, as torchtitan's are.
+second one is saved, and a block saves as many bytes as in bf16. Saving all of them was 6 % faster
+on Llama3-8B and took more memory than no checkpointing at all (docs/log.md). Grouped GEMMs are
+recomputed, as torchtitan's are.
 
 GEMMs in blocks that are compiled in parts are recomputed, too. torchtitan compiles dense blocks as
-a whole: Dynamo traces the checkpoint with the block, the policy is asked during tracing, and the
-partitioner acts on its answers. The submodules of an MoE block are compiled one by one inside the
-checkpoint, so the modes see the custom ops that Inductor's code calls at run time. Inductor reuses
-buffers in place, so a saved output may be overwritten before backward reads it, and no version
-counter shows it. Nothing is saved there, as in bf16, whose GEMMs Inductor calls without dispatch.
+a whole: Dynamo traces the checkpoint with the block, asks the policy while it traces, and the
+partitioner acts on the answers. The submodules of an MoE block are compiled one by one inside the
+checkpoint, so the dispatch modes see the custom ops that Inductor's code calls at run time.
+Inductor reuses buffers in place, so a saved output may be overwritten before backward reads it,
+and no version counter shows it. So nothing is saved in these blocks. In bf16 nothing is saved there
+either, because Inductor calls those GEMMs without dispatch.
 """
 
 import functools
@@ -49,11 +50,11 @@ def with_fp8_policy(checkpoint_wrapper: Callable) -> Callable:
 
 
 def _with_fp8_contexts(context_fn: Callable, block: nn.Module) -> Callable:
-    """`context_fn` of the checkpoint around `block`, with our policy in its dispatch modes."""
+    """Wraps the `context_fn` of the checkpoint around `block`, whose modes get our policy."""
 
     @functools.cache
     def is_compiled_in_parts() -> bool:
-        # Asked at the first forward: torchtitan wraps first, then compiles, and not every model.
+        # Evaluated at the first forward: torchtitan compiles after it wraps, if it compiles.
         return any(
             isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
             for module in block.modules()
@@ -62,7 +63,7 @@ def _with_fp8_contexts(context_fn: Callable, block: nn.Module) -> Callable:
     def make_contexts() -> tuple[Any, ...]:
         contexts: tuple[Any, ...] = context_fn()
         for context in contexts:
-            # torch 2.13's second mode has no policy.
+            # In torch 2.13 the second mode has no policy_fn.
             if getattr(context, "policy_fn", None) is not None:
                 context.policy_fn = _fp8_policy(context.policy_fn, is_compiled_in_parts())
         return contexts
@@ -79,7 +80,8 @@ def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
             x, _, w, *rest = args
             offs = rest[0] if rest else None
             if offs is None:
-                # The policy reads the shape of mm's right operand. A real tensor would be traced.
+                # The policy reads only the shape of mm's right operand. Transposing the weight
+                # itself would add an op to the trace.
                 right = SimpleNamespace(shape=torch.Size(reversed(w.shape)))
                 return policy(ctx, torch.ops.aten.mm.default, x, right)
         return policy(ctx, func, *args, **kwargs)
@@ -88,5 +90,5 @@ def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
 
 
 def _is_running(args: tuple) -> bool:
-    """Whether an op is executed on real tensors, and not traced."""
+    """True if an op with these arguments executes on real tensors, not while tracing."""
     return type(args[0]) is Tensor

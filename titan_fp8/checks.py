@@ -49,7 +49,10 @@ def check_freq(key: str, value: object) -> None:
 
 
 def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
-    """The dtype in which F.linear would compute, autocast included."""
+    """The dtype in which F.linear would compute, autocast included: bfloat16 or float32.
+
+    `others`: the other operands by name. Without autocast all must have x's dtype.
+    """
     dtypes = {x.dtype, *[t.dtype for t in others.values() if t is not None]}
     if not dtypes <= _DTYPES:
         for name, t in {"x": x, **others}.items():
@@ -57,7 +60,7 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
                 allowed = "allowed are torch.bfloat16 and torch.float32"
                 raise ValueError(f"{name} is {t.dtype}: {allowed}")
     device = x.device.type
-    # torch.amp.is_autocast_available would say that meta has no autocast, but breaks graphs.
+    # is_autocast_enabled raises for meta; amp.is_autocast_available would cause a graph break.
     if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         if dtype not in DTYPES:
@@ -70,7 +73,7 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
 
 
 def check_devices(x: Tensor, **others: Any) -> None:
-    """Tensors and quantised weights must be on x's device: kernels read any address they get."""
+    """Tensors and quantised weights must be on x's device; kernels do not check addresses."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
@@ -87,9 +90,9 @@ def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
 
 
 def checked_offs(offs: Any, groups: int) -> Tensor:
-    """`offs`, contiguous, if it is the group ends of that many groups: (groups,) int32."""
+    """The group ends, contiguous; `offs` must be a (groups,) int32 tensor."""
     if not groups:
-        raise ValueError("weights of 0 groups: at least one is needed")
+        raise ValueError("weight has 0 groups: at least one is needed")
     if not isinstance(offs, Tensor):
         raise ValueError(f"offs is {offs!r}: allowed is a tensor, torch.int32 of shape ({groups},)")
     if offs.dtype != torch.int32 or offs.shape != (groups,):
@@ -107,9 +110,8 @@ def check_shards(name: str, param: Tensor | None, before: Tensor | None) -> None
     """The last two dimensions of every rank's shard of `param` must be multiples of 16.
 
     The check reads the global shape, so every rank raises, not only the one with the ragged shard.
-    It passes plain tensors, and tensors that are sharded like `before`, the parameter that was
-    registered until now: FSDP2's shards may have any size, and loading a checkpoint into FSDP2's
-    modules registers them again.
+    Plain tensors pass. So does a parameter that is sharded like `before`, the one that it replaces:
+    FSDP2's shards may have any size, and loading a checkpoint registers them again.
     """
     if not isinstance(param, DTensor) or (
         isinstance(before, DTensor)
@@ -123,7 +125,7 @@ def check_shards(name: str, param: Tensor | None, before: Tensor | None) -> None
 def check_shard_sizes(
     name: str, shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> None:
-    """As `check_shards`, for a parameter of this shape before it is sharded."""
+    """As `check_shards`, for a parameter of this global shape that is still to be sharded."""
     for dim in (len(shape) - 2, len(shape) - 1):
         sizes = {shape[dim]}
         for ranks, placement in zip(mesh_shape, placements, strict=True):
@@ -133,13 +135,14 @@ def check_shard_sizes(
         if ragged:
             raise ValueError(
                 f"{name}: dimension {dim} of {tuple(shape)}, sharded as "
-                f"{tuple(placements)} over {tuple(mesh_shape)} ranks, leaves "
-                f"{ragged} to a rank; FP8 GEMMs need positive multiples of 16. Use another degree "
-                "of parallelism or leave the module out by filter_fqns or fqns"
+                f"{tuple(placements)} over {tuple(mesh_shape)} ranks, gives shards of size "
+                f"{ragged}; FP8 GEMMs need positive multiples of 16. Use another degree of "
+                "parallelism or leave the module out by filter_fqns or fqns"
             )
 
 
 def _shard_sizes(size: int, ranks: int) -> set[int]:
+    """The sizes of the shards into which Shard cuts `size`; the last ones may be 0."""
     largest = -(-size // ranks)
     return {max(0, min(largest, size - rank * largest)) for rank in range(ranks)}
 

@@ -1,15 +1,15 @@
-"""torchtitan on a machine without an accelerator.
+"""Runs torchtitan on a machine without an accelerator.
 
     python -m titan_fp8.cpu_host <torchtitan's own arguments>
 
-torchtitan takes a machine without an accelerator for a CUDA machine and fails in its first call of
-torch.cuda, although FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare`
-applies the patches of `ON_CPU` in the patches.py of the installed torchtitan's adapter, which says
-what each is for; `main` then runs `torchtitan.train`. Importing this module changes nothing.
+Without an accelerator torchtitan assumes CUDA and fails at its first call of torch.cuda, although
+FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare` applies the patches listed
+as `ON_CPU` in patches.py of the adapter for the installed torchtitan, which gives the reason for
+each. `main` then runs `torchtitan.train`. Importing this module changes nothing.
 
-`main` also adds the settings that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the
-command line has others. Context parallelism does not run on the CPU, whose attention op has no
-sharding strategy.
+`main` also adds the flags that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the command
+line sets them. Context parallelism does not run on the CPU: PyTorch's attention op for the CPU has
+no sharding strategy.
 """
 
 import functools
@@ -40,7 +40,7 @@ def prepare() -> None:
                 f" and has chosen {utils.device_type!r} as its device"
             )
         return
-    # Before the first import of torchtitan, and so before the other patches, which import it.
+    # Must precede the first import of torchtitan, and so the adapter's patches, which import it.
     patches.CPU_DEVICE_TYPE.apply(lambda _: lambda: "cpu")
     patches.CPU_DEVICE_MODULE.apply(*map(_constant, _device_module()))
     patches.CPU_GRADIENT_SUM.apply(_reducing_by_sum)
@@ -59,7 +59,7 @@ def _constant(value: Callable) -> Callable:
 
 
 def _device_module() -> tuple[Callable, ...]:
-    """The functions of torch.cpu, in the order of `CPU_DEVICE_MODULE`."""
+    """Replacements for the functions of torch.cpu, in the order of `CPU_DEVICE_MODULE`."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(name="CPU", total_memory=memory)
     return (
@@ -84,7 +84,7 @@ def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
 def main() -> None:
     """Runs `python -m torchtitan.train` with the same arguments, on the CPU."""
     if torch.cuda.is_available():
-        sys.exit("titan_fp8.cpu_host: this machine has a GPU, launch -m torchtitan.train")
+        sys.exit("titan_fp8.cpu_host: this machine has a GPU; run `-m torchtitan.train` instead")
     prepare()
     adapter = _adapter()
     for flag, values in adapter.FLAGS.items():

@@ -1,10 +1,10 @@
 """A dense gated feed-forward, fused: w1, w2 and w3 run as one `fp8_swiglu`.
 
 The linears stay submodules, with their parameters and names. The fused forward reads their weights
-and does not call them, so anything that acts on the call of a linear would be skipped: hooks,
-tensor parallelism (DTensor weights, hooks that distribute the input), or a wrapper around a single
-linear for checkpointing, FSDP or the compiler. Each forward checks for these, and if it finds one,
-runs torchtitan's own forward, which calls the FP8Linears.
+and does not call them, so it would skip whatever acts on the call of a linear: hooks, tensor
+parallelism (DTensor weights, hooks that distribute the input), or a wrapper around a single linear
+for checkpointing, FSDP or the compiler. Each forward checks for these. If it finds one, it runs
+torchtitan's own forward, which calls the FP8Linears.
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ class FP8FeedForward(nn.Module):
     w3: FP8Linear
 
     linear_class: type[FP8Linear] = FP8Linear
-    """What the three must be; of another class, they may compute something else."""
+    """The exact class of w1, w2 and w3; a subclass may compute something else."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) to (..., K): w2(silu(w1 x) * w3 x)."""
+        """y (..., K) = w2(silu(w1 x) * w3 x) for x (..., K)."""
         if any(self.must_be_called(linear) for linear in (self.w1, self.w2, self.w3)):
             return super().forward(x)
         return fp8_swiglu(

@@ -70,7 +70,7 @@ ERRORS = [
     (grouped(offs=(3,)), "offs is torch.int32 of shape (3,): allowed is torch.int32 of shape (2,)"),
     (grouped(offs_dtype=torch.int64), "offs is torch.int64 of shape (2,): allowed is torch.int32"),
     (lambda: fp8_grouped_mm(torch.ones(4, 32), torch.ones(1, 16, 32), [4]), "offs is [4]: allowed"),
-    (grouped(w=(0, 16, 32), offs=(0,)), "weights of 0 groups: at least one is needed"),
+    (grouped(w=(0, 16, 32), offs=(0,)), "weight has 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
     (weight_elsewhere, "weight is on meta and x on cpu: must be the same"),
     (offs_elsewhere, "offs is on cpu and x on meta: must be the same"),
