@@ -1,32 +1,33 @@
 """FSDP2 all-gathers of weights in FP8, through FSDP2's own extension.
 
-FSDP2 asks the local tensor of a sharded parameter for `fsdp_pre_all_gather`, which returns what is
-gathered, and `fsdp_post_all_gather`, which makes the unsharded parameter of it. `gather_in_fp8`
-replaces the weights of an FP8 layer by `ShardedWeight`s, which have both:
+If the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`, FSDP2 gathers what the first returns, and the second makes the unsharded
+parameter from it. `gather_in_fp8` replaces the weights of FP8 layers by `ShardedWeight`s, which
+have both:
 
     ShardedWeight      high precision, a shard: what the optimizer, clipping and checkpoints see
-      | fsdp_pre_all_gather: quantise the shard (`shards.py`), unless that has been done this step
+      | fsdp_pre_all_gather: quantises the shard (`shards.py`), unless that was done in this step
       v
-    all-gather         FP8 and, of the layers around, whatever else the FSDP2 unit has
+    all-gather         one per FSDP2 unit: weights in FP8, other parameters as without titan_fp8
       | fsdp_post_all_gather
       v
     GatheredWeight     what the layer multiplies by (`gathered_weight.py`)
 
 A ShardedWeight is an ordinary tensor that remembers how it is quantised. Its `__torch_dispatch__`
-computes every op as on a plain tensor. It keeps the class through the ops by which FSDP2, DTensor
-and `Module.to_empty` make shards, and it notes writes: version counters do not show those that
-DTensor makes. A shard is quantised at the first gather after a write, so once a step, also with
-several micro-batches. FP8 is stored beside it from then on: one byte per element of the shard, with
-a rowwise recipe two.
+computes every op as on a plain tensor. The result keeps the class after the ops by which FSDP2,
+DTensor and `Module.to_empty` make shards. In-place writes are recorded, because version counters
+miss those that DTensor makes. A shard is quantised at the first gather after a write, so once a
+step, also with several micro-batches. Its FP8 copy then stays in memory: one byte per element of
+the shard, two with a rowwise recipe.
 
-Rowwise recipes quantise rows for fprop and columns for dgrad, and both are gathered each time, as
-many bytes as in bf16. FSDP2's buffers do not change from gather to gather, and a recomputed forward
-needs the rows in backward, so forward and backward cannot gather one of them each. What is saved is
-quantising whole weights on every rank.
+Rowwise recipes quantise rows for fprop and columns for dgrad. Every gather moves both, as many
+bytes as in bf16: FSDP2 gathers the same buffers each time, and a forward that is recomputed in
+backward needs the rows, so forward and backward cannot each gather only what they read. The gain is
+that no rank quantises a whole weight.
 
-Scales of blocks that are on several ranks are agreed on by a collective. Without further ado each
-weight does so at its gather. `requantise` quantises all weights of a model together, with one
-collective per group of ranks; torchtitan's trainer calls it after each step of the optimizer.
+The ranks that share a 128x128 block or a column agree on its scale by a collective. By default each
+weight runs one at its gather. `requantise` quantises all weights of a model together, with one
+collective per process group; the adapters call it after each step of the optimizer.
 """
 
 import contextlib
@@ -70,17 +71,27 @@ _COPIES = {
 
 
 class _Memory:
-    """What the views of one shard share: its FP8 copy, and whether that is out of date."""
+    """State that belongs to the memory of a shard, and so is shared by all views of it.
+
+    Attributes:
+        shard: the FP8 copy; None before the first gather.
+        stale: True if the shard has been written to since it was quantised.
+        values: the view that FSDP2 gathers; None before the first gather.
+    """
 
     def __init__(self) -> None:
         self.shard: QuantisedShard | None = None
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
-        """The tensor that FSDP2 gathers."""
 
 
 class ShardedWeight(Tensor):
-    """A weight, or FSDP2's shard of it, that is gathered in FP8."""
+    """A weight, or FSDP2's shard of it, that is gathered in FP8.
+
+    Attributes:
+        recipe, emulate: how it is quantised.
+        memory: what all views of the shard share.
+    """
 
     recipe: str
     emulate: bool
@@ -133,11 +144,11 @@ class ShardedWeight(Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """FSDP2's extension: what to gather, and what the other method gets beside it."""
+        """FSDP2's extension: the tensors to gather, and metadata for `fsdp_post_all_gather`."""
         memory = self.memory
         if memory.shard is None:
             place = _place(self, mesh, outer_size, mp_policy.param_dtype or self.dtype)
-            reason = _why_not(self.recipe, place)
+            reason = _why_high_precision(self.recipe, place)
             if reason is not None:
                 _warn(reason)
                 return (_padded(self.plain(), place),), None
@@ -149,7 +160,7 @@ class ShardedWeight(Tensor):
                 _quantise([self])
         shard = memory.shard
         gathered = [q for q in (shard.q, shard.q_columns) if q is not None]
-        # As bytes, which every op of FSDP2's takes.
+        # As bytes, because not every op that FSDP2 calls supports FP8.
         return tuple(q.view(torch.uint8) for q in gathered), (outer_size, shard)
 
     def fsdp_post_all_gather(
@@ -160,10 +171,10 @@ class ShardedWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """FSDP2's extension: the unsharded parameter. `out` is that of the gather before.
+        """FSDP2's extension: makes the unsharded parameter, or updates `out`, that of last time.
 
-        FSDP2 frees and refills the memory of `all_gather_outputs` in place, so `out` has the new
-        values already.
+        FSDP2 frees and refills the memory of `all_gather_outputs` in place, so q of `out` is
+        already new. Only its scales may have to be copied.
         """
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
@@ -171,11 +182,11 @@ class ShardedWeight(Tensor):
         if out is not None:
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, GatheredWeight)
-            for mine, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
-                if mine.data_ptr() != new.data_ptr():
-                    mine.copy_(new)
+            for old, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
             return None
-        # Behind the last row there may be rows of padding.
+        # The gathered rows may end in padding.
         q, *columns = (
             output.flatten()[: shape.numel()].view(shape).view(E4M3)
             for output in all_gather_outputs
@@ -185,7 +196,10 @@ class ShardedWeight(Tensor):
 
 
 def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtype) -> Place:
-    """Which part of a weight of shape `whole` the shard of this rank of `mesh` is."""
+    """Where this rank's shard lies in a weight of shape `whole`, sharded over `mesh`.
+
+    FSDP2 cuts the sharded dimension into parts of ⌈size / ranks⌉; the last ones may be smaller.
+    """
     ranks = mesh.size()
     dim = next((d for d in range(len(whole)) if shard.shape[d] != whole[d]), 0)
     padded = list(whole)
@@ -195,14 +209,14 @@ def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtyp
     return Place(tuple(whole), dim, first, tuple(padded), dtype, group)
 
 
-def _why_not(recipe: str, place: Place) -> str | None:
+def _why_high_precision(recipe: str, place: Place) -> str | None:
     """Why a weight at `place` is gathered in high precision; None if it is gathered in FP8."""
     if place.dtype not in DTYPES:
         return f"{place.dtype} weights are not quantised"
     if place.dim == len(place.whole) - 1:
         return "its last dimension is sharded"
     if place.group is None and get_recipe(recipe).fprop.right is not Scaling.BLOCK_128X128:
-        return "one rank has all of it, and FSDP2 copies one tensor there"
+        return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
     return None
 
 
@@ -212,7 +226,7 @@ def _warn(reason: str) -> None:
 
 
 def _padded(values: Tensor, place: Place) -> Tensor:
-    """What FSDP2 gathers without an extension."""
+    """`values` as FSDP2 gathers it without an extension: cast, padded to the largest shard."""
     values = values.to(place.dtype)
     if values.shape == place.padded:
         return values
@@ -223,7 +237,7 @@ def _padded(values: Tensor, place: Place) -> Tensor:
 
 @contextlib.contextmanager
 def _on_default_stream(device: torch.device) -> Iterator[None]:
-    """FP8 shards stay from step to step: their memory must not come from FSDP2's own streams."""
+    """FP8 shards live from step to step, so their memory must not belong to FSDP2's own streams."""
     if device.type != "cuda":
         yield
         return
@@ -235,6 +249,7 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
 
 
 def _quantise(weights: Iterable[ShardedWeight]) -> None:
+    """Brings the FP8 copies of the weights up to date."""
     shards = []
     for weight in weights:
         assert weight.memory.shard is not None
@@ -248,8 +263,8 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
 
     Args:
         model: before FSDP2, tensor or expert parallelism is applied, on any device.
-        kind: the class of the layers, FP8Linear or experts. They have `recipe` and `emulate`, and
-            read their parameters of two and three dimensions in FP8 products only.
+        kind: the class of the layers: FP8Linear, or that of the experts. They have `recipe` and
+            `emulate`, and use their parameters of two and three dimensions in FP8 products only.
 
     Returns:
         The report on every weight of these layers.
@@ -277,10 +292,10 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
 
 
 def requantise(models: Iterable[nn.Module]) -> None:
-    """Quantises all shards of the models that have been written to since they were gathered.
+    """Quantises all shards of the models that have been written to since they were quantised.
 
-    To be called on every rank after each step of the optimizer. It takes one collective for each
-    group of ranks that shares weights. Without this call each gather does it for its own weight.
+    Call it on every rank after each step of the optimizer. It runs one collective per process group
+    that shares weights. Without this call, each gather runs one for its own weight.
     """
     weights = []
     for param in (param for model in models for param in model.parameters()):

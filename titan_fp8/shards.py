@@ -1,17 +1,16 @@
-"""Quantises the shards of weights, one per rank, to what quantising the whole weight would give.
+"""Quantises shards of weights, with the same result as quantising the whole weights.
 
-A rank has some rows of a weight (N, K), or some experts of (E, N, K), or some rows of each. It
-quantises them alone. What it cannot know alone is the scale of a block whose rows are on several
-ranks: of 128x128 blocks those that a shard cuts, of rowwise recipes every column. Ranks agree on
-it by a maximum, because the scale of a block is the largest of the scales of its parts:
+A rank has some rows of a weight (N, K), or some experts of (E, N, K), or some rows of each expert.
+It quantises them alone, except for blocks that span several ranks: 128x128 blocks at the edge of a
+shard, and with rowwise recipes every column. The scale of such a block is the largest of the scales
+of its parts, so the ranks agree on it by a maximum:
 
-1. Each rank computes the scales of its rows, and of its part of the blocks that it shares. A table
-   of all scales of the weight has zeros elsewhere.
-2. One all-reduce takes the maximum over the ranks, of all tables at once. Then every rank has all
-   scales of the weight, which need not be gathered.
-3. Each rank casts what it shares with the agreed scales.
-
-Everything else is quantised in step 1 by the ops that quantise whole weights.
+1. Each rank quantises the blocks that it has to itself, by the ops for whole weights. It computes
+   the scales of its parts of shared blocks. All scales go into a table for the whole weight, which
+   is zero elsewhere.
+2. One all-reduce takes the maximum over the ranks, of the tables of all weights at once. Then every
+   rank has all scales of the weight, and they need not be gathered.
+3. Each rank casts its parts of shared blocks with the agreed scales.
 """
 
 from collections import defaultdict
@@ -51,10 +50,11 @@ class Place:
 
     @property
     def first_row(self) -> int:
+        """Where the shard begins along N."""
         return self.first if self.dim == len(self.whole) - 2 else 0
 
     def part(self, table: Tensor, size: int) -> Tensor:
-        """The experts of a table (E, ...) of which this rank has rows."""
+        """The entries of a table for the shard's experts, of which there are `size`."""
         if self.dim == len(self.whole) - 2:
             return table
         return table[self.first : self.first + size]
@@ -63,12 +63,14 @@ class Place:
 class QuantisedShard:
     """The FP8 copies of one rank's shard, and the scales of the whole weight.
 
-    The scales keep their memory: gathered weights refer to it.
+    The scales are always updated in place, because gathered weights refer to them.
 
     Attributes:
         q: the shard as fprop reads it, padded; None before the first quantisation.
-        q_columns: the shard as dgrad reads it, if it is quantised on its own.
+        q_columns: rowwise, the shard quantised along its columns, for dgrad; else None.
         s, s_t: the scales of the whole weight, for fprop and dgrad.
+        table: the scales on which the ranks agree. Blockwise, `s` is a view of it; rowwise, it has
+            those of the rows and then those of the columns.
     """
 
     def __init__(self, recipe: str, emulate: bool, place: Place, device: torch.device):
@@ -95,7 +97,7 @@ class QuantisedShard:
         return self.ops.fprop.right is Scaling.BLOCK_128X128
 
     def scale_of(self, amax: Tensor) -> Tensor:
-        """By the recipe's rule, from a tensor of maxima in the weight's dtype."""
+        """The recipe's scales for blocks with these absolute maxima."""
         fmt = getattr(self.ops.weight, "keywords", {}).get("scale_fmt", "fp32")
         return scale_of(amax.float(), fmt)
 
@@ -105,24 +107,28 @@ class QuantisedShard:
 
 @dataclass
 class _Edge:
-    """The part of a 128x128 block row that a shard has where the block spans several ranks.
+    """A shard's part of a row of 128x128 blocks that spans several ranks.
 
-    Only the first and the last rows of a shard can be such a part.
+    It is at the beginning or the end of the shard, fewer than 128 rows.
+
+    Attributes:
+        x: these rows in high precision.
+        q: where they go in the shard's q.
+        s: the scales of the blocks, (..., ⌈K/128⌉), in the shard's table.
     """
 
     shard: QuantisedShard
     x: Tensor
     q: Tensor
-    """Where the rows go."""
     s: Tensor
-    """The scales of the block, (..., ⌈K/128⌉) in the shard's table."""
 
 
 @torch.no_grad()
 def quantise(shards: Iterable[tuple[QuantisedShard, Tensor]]) -> None:
-    """Quantises shards, given with their values in high precision; one collective per group.
+    """Quantises shards, given with their values in high precision.
 
-    All ranks of a group must call this with the same weights, in the same order.
+    Runs one collective per process group, whose ranks must all call this with their shards of the
+    same weights, in the same order.
     """
     shards = list(shards)
     edges: list[_Edge] = []
@@ -150,9 +156,10 @@ def _quantise_blocks(shard: QuantisedShard, x: Tensor) -> list[_Edge]:
     place, n = shard.place, x.shape[-2]
     start, end = place.first_row, place.first_row + n
     s = place.part(shard.s, x.shape[0])
+    # Rows before `head` and from `tail` on are in blocks that other ranks share.
     head = min(-start % BLOCK, n)
     tail = n if end == place.whole[-2] or head == n else n - end % BLOCK
-    shard.q = None  # Its memory may serve the next one.
+    shard.q = None  # The new q may take its memory.
     if (head, tail) == (0, n) and x.shape == place.padded:
         shard.q, own = shard.ops.weight(x.to(place.dtype), emulate=shard.emulate)
         s[..., start // BLOCK : cdiv(end, BLOCK), :] = own
@@ -176,7 +183,7 @@ def _quantise_blocks(shard: QuantisedShard, x: Tensor) -> list[_Edge]:
 
 
 def _by_shape(edges: list[_Edge]) -> Iterable[list[_Edge]]:
-    """Edges that can be stacked: a launch for all of them takes the host less time."""
+    """Groups of edges that can be stacked, so that one launch handles a whole group."""
     groups = defaultdict(list)
     for edge in edges:
         key = edge.x.shape, edge.x.dtype, edge.shard.place.dtype, edge.shard.recipe
@@ -190,6 +197,7 @@ def _stack(edges: list[_Edge]) -> Tensor:
 
 
 def _scale_edges(edges: list[_Edge]) -> None:
+    """Step 1 for edges: the scales of this rank's rows."""
     for group in _by_shape(edges):
         columns = pad_blocks(_stack(group).abs().amax(-2), -1)
         s = group[0].shard.scale_of(columns.unflatten(-1, (-1, BLOCK)).amax(-1))
@@ -198,6 +206,7 @@ def _scale_edges(edges: list[_Edge]) -> None:
 
 
 def _cast_edges(edges: list[_Edge]) -> None:
+    """Step 3 for edges: casts them with the agreed scales."""
     for group in _by_shape(edges):
         x = _stack(group).float()
         s = torch.stack([edge.s for edge in group]).repeat_interleave(BLOCK, -1)
@@ -207,7 +216,7 @@ def _cast_edges(edges: list[_Edge]) -> None:
 
 
 def _quantise_rows(shard: QuantisedShard, x: Tensor) -> None:
-    """Quantises the rows of x; the scales of its columns are those of its rows alone."""
+    """Quantises the rows of x, and computes the scales of the columns of this shard alone."""
     place = shard.place
     shard.q = None
     if not x.numel():
@@ -226,6 +235,7 @@ def _quantise_rows(shard: QuantisedShard, x: Tensor) -> None:
 
 
 def _cast_columns(shard: QuantisedShard, x: Tensor) -> None:
+    """Casts the columns of x with the agreed scales."""
     shard.q_columns = None
     q = shard.new_q()
     if x.numel():
@@ -235,14 +245,14 @@ def _cast_columns(shard: QuantisedShard, x: Tensor) -> None:
 
 
 def _agree(shards: list[QuantisedShard]) -> None:
-    """The maximum of each table over the ranks that share its weight."""
+    """Sets each table to its maximum over the ranks that share its weight."""
     groups = defaultdict(list)
     for shard in shards:
         if shard.place.group is not None:
             groups[shard.place.group].append(shard.table)
     for group, tables in groups.items():
-        # As integers: they order positive numbers alike, put NaN above Inf, and no maximum of
-        # integers loses a NaN. The sign of a NaN is cleared.
+        # Compared as integers, which order positive numbers as floats do and put NaN above Inf, so
+        # that no NaN is lost. The sign of a NaN is cleared first.
         flat = torch.cat([table.flatten() for table in tables]).view(torch.int32)
         flat.bitwise_and_(0x7FFFFFFF)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group)
