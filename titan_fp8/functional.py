@@ -46,7 +46,7 @@ class QuantizedWeight(NamedTuple):
 
     Attributes:
         recipe: the name of the recipe that it was quantised by.
-        rows: q (N, K) or (E, N, K) and its scale, for fprop.
+        rows: q (N, K) or (E, N, K), e4m3, and its FP32 scale, for fprop.
         columns: the transposed q (K, N) or (E, K, N) and its scale, for dgrad.
     """
 
@@ -76,8 +76,12 @@ def quantize_weight(
         weight: (N, K) or (E, N, K), bfloat16 or float32, N and K multiples of 16.
         recipe, emulate: as in `fp8_linear`.
 
+    Returns:
+        The weight in FP8. It does not follow later changes of `weight` and gets no gradient.
+
     Raises:
-        ValueError: a recipe or shape other than these.
+        ValueError: a recipe, shape or dtype other than these.
+        RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
     ops = get_recipe(recipe)
     check_bool("emulate", emulate)
@@ -100,7 +104,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return once(ctx, *gradients)
         if torch.is_grad_enabled():
-            raise RuntimeError("titan_fp8 has no second derivatives: create_graph=True")
+            raise RuntimeError("titan_fp8 has no second derivatives: create_graph must be False")
         return backward(ctx, *gradients)
 
     return checked
@@ -116,11 +120,11 @@ def _forward(
 
 
 class _Operands(NamedTuple):
-    """What a product reads that is quantised already.
+    """The operands of a product that are already quantised.
 
     Attributes:
-        x_rows, x_columns: of x; x_columns is () if backward computes no dW.
-        w_rows, w_columns: of the weight, or () if it is in high precision.
+        x_rows, x_columns: those of x; x_columns is () if backward computes no dW.
+        w_rows, w_columns: those of the weight; () if it is in high precision.
     """
 
     x_rows: Operand
@@ -216,7 +220,7 @@ def products(
 
 
 def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
-    """ValueError unless `weight` suits the recipe; returns it if it is in high precision."""
+    """Checks that `weight` suits the recipe. Returns it, or None if it is a QuantizedWeight."""
     check_multiples_of_16(name, weight.shape)
     if not isinstance(weight, QuantizedWeight):
         return weight
@@ -244,7 +248,7 @@ def fp8_linear(
         recipe: a name of `titan_fp8.recipe.RECIPES`, such as "blockwise" (DeepSeek-V3,
             arXiv 2412.19437) or "rowwise".
         emulate: compute the same numerics in FP32 arithmetic, on any device. CPU tensors always do.
-        shared: `SharedInput(x)`, given to every product that reads x.
+        shared: `SharedInput(x)`, the same for every product that reads x, or None.
 
     Returns:
         y (..., N), in the dtype of F.linear. Gradients have the dtypes of their tensors.
@@ -293,7 +297,8 @@ def fp8_grouped_mm(
             it.
 
     Returns:
-        y (M, N). Nothing waits for the device, whatever the group sizes.
+        y (M, N), in the dtype of F.linear. The kernels read offs on the GPU: the CPU does not wait
+        for the group sizes, whatever they are.
 
     Raises:
         ValueError, RuntimeError: as `fp8_linear`; ValueError also for other dtypes of offs.

@@ -73,8 +73,8 @@ class GatheredWeight(Tensor):
         implementation = _IMPLEMENTATIONS.get(func)
         if implementation is None:
             raise NotImplementedError(
-                f"{func}: FSDP2 has gathered this weight in FP8, and it is gathered for FP8 "
-                "products alone; turn fsdp_all_gather off or read the sharded parameter"
+                f"{func} cannot read a weight that FSDP2 has gathered in FP8, only FP8 products "
+                "can: set fsdp_all_gather = false or read the sharded parameter"
             )
         return implementation(*args, **(kwargs or {}))
 
@@ -93,6 +93,10 @@ def _as_strided(w: GatheredWeight, size: Any, stride: Any, offset: int = 0) -> G
 
 def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return torch.zeros(w.shape, dtype=dtype or w.dtype, device=w.device)
+
+
+# These take the arguments of the ops for weights in high precision and call those for FP8 weights.
+# Recipe options such as scale_fmt are dropped: the weight is quantised already.
 
 
 def _fprop(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,17 +1,17 @@
-"""Moving token rows to experts and back by gathers, in forward and in backward.
+"""Moves the rows of tokens to their experts and back by gathers, in forward and in backward.
 
 Each token has k slots, one for each of its experts. torchtitan copies the tokens into slots sorted
-by expert, and afterwards sums the slots of each token; the router's scores weight the slots before
-or after the experts. It uses `index_put`, which has to sort its indices to accumulate, or
-`scatter_add`, and FP32 copies of all slots, one of which it saves.
+by expert, and afterwards sums the slots of each token. The router's scores weight the slots before
+or after the experts. torchtitan does this by `index_put`, which has to sort its indices to
+accumulate, or by `scatter_add`, with FP32 copies of all slots, one of which it saves.
 
-`Expand` and `Combine` do this by three ops, each of which reads the row of every slot once:
+`Expand` and `Combine` use three ops instead, each of which reads the row of every slot once:
 `gather_rows`, `combine_rows` (the weighted sum of each token's slots) and `dot_rows` (the gradient
 of the scores). They sum in FP32 and round once.
 
-`Permute` reorders rows, each of which has exactly one place. So either direction is a gather: by
-the token of each place, -1 for padding, or by the place of each token. Forward uses one index and
-backward the other, and padding is zero in both.
+`Permute` reorders rows, each of which has exactly one place. So both directions are gathers: by the
+token at each place (-1 for padding), or by the place of each token. Forward uses one index and
+backward the other. Padding is zero in both.
 """
 
 from typing import Any
@@ -35,10 +35,10 @@ def wait_for_collective(x: Tensor) -> Tensor:
 
 
 class Expand(torch.autograd.Function):
-    """Copies x (T, dim) into rows (R, dim), one for each of `slots` (R,), times its score if given.
+    """Copies x (T, dim) into rows (R, dim): row r is the token of slots[r], times its score if any.
 
-    Slot k · t + i is choice i of token t. `rows` (T, k) is the inverse of `slots`, -1 for a slot
-    without a row. scores (T, k) FP32.
+    Slot k · t + i is choice i of token t. slots (R,) and its inverse, rows (T, k), are integers; -1
+    in `rows` stands for a slot without a row. scores: (T, k) FP32, or None.
     """
 
     @staticmethod
@@ -57,7 +57,10 @@ class Expand(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Sums each token's rows of y (R, dim), times their scores if given, to (T, dim)."""
+    """Sums the rows of y (R, dim) of each token, times their scores if any: (T, dim).
+
+    slots, rows and scores are those of `Expand`.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
@@ -75,7 +78,7 @@ class Combine(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """x[index] in forward, g[inverse] in backward; an index of -1 gives a row of zeros."""
+    """x[index] in forward, g[inverse] in backward; an index of -1 makes a row of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

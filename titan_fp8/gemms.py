@@ -4,9 +4,9 @@
     dgrad   dx (M, K) = g  W      reads the rows of g and the columns of W
     wgrad   dW (N, K) = gᵀ x      reads the columns of g and of x
 
-The rows of a matrix are the matrix itself, quantised along its rows; its columns are the transpose,
-quantised along what were its columns (`layouts.py`). A weight in high precision is quantised by the
-op that multiplies by it.
+Here and below, the "rows" of a matrix are the matrix quantised along its rows, and its "columns"
+are its transpose, quantised along the columns of the original (`layouts.py`). A weight in high
+precision is quantised by the op that multiplies by it.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,14 @@ Operand = tuple[Tensor, ...]
 
 
 class Spec(NamedTuple):
-    """What a product needs to know besides its tensors; constants to torch.compile."""
+    """What a product needs to know besides its tensors; constants to torch.compile.
+
+    Attributes:
+        recipe: the name of its recipe.
+        emulate: compute in FP32 by the reference.
+        aligned: every group end is a multiple of 128.
+        dtype: of y; the operands are cast to it before they are quantised.
+    """
 
     recipe: str
     emulate: bool
@@ -86,15 +93,12 @@ def wgrad(
     return spec.ops.wgrad.op(*g_columns, *x_columns, *layout, emulate=spec.emulate)
 
 
-# Their operands
-
-
 def quantize_operands(
     x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
 ) -> tuple[Operand, Operand]:
     """The rows and columns of x (M, K), an input or a gradient, as GEMMs read them.
 
-    `rows` and `columns` say which of the two are needed; the other one is ().
+    `rows` and `columns` say which of the two to compute; the other one is ().
     """
     ops, layout, emulate = spec.ops, (offs, spec.aligned), spec.emulate
     x_MK = x_MK.detach().to(spec.dtype)
@@ -106,9 +110,6 @@ def quantize_operands(
     if rows:
         return ops.rows(x_MK, emulate=emulate), ()
     return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
-
-
-# All of backward
 
 
 @composite(checked=("g",))
@@ -126,9 +127,9 @@ def product_backward(
     *,
     emulate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """dx (M, K) and dW (N, K) or (E, N, K) of a product, from g (M, N).
+    """All of a product's backward: dx (M, K) and dW (N, K) or (E, N, K), from g (M, N).
 
-    One op, because nothing else reads what g is quantised to, and each op costs the host time.
+    One op, because nothing else reads g quantised, and every op costs CPU time.
 
     Args:
         w, w_scale: the weight in high precision and None; or q, laid out as the weight, and the

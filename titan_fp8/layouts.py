@@ -1,4 +1,4 @@
-"""Layouts of FP8 operands: tokens in transposed copies, groups, and how scales lie in memory.
+"""Layouts of FP8 operands: transposed copies, groups of tokens, and scales in memory.
 
 Every GEMM is NT: both operands have the contracted dimension last and contiguous, which is the only
 form that Hopper's FP8 tensor cores take. Activations and gradients (M tokens by K channels) are
@@ -9,9 +9,10 @@ contracted along both dimensions, so they have two layouts:
 
 In the transposed copy each group of tokens (the tokens of one expert) starts at a multiple of 128,
 so no block mixes tokens of two experts. Columns without a token are zero. If the caller knows that
-groups are aligned (`aligned=True`), or if there is one group (`offs=None`), token m is in column m
-and Mt is M rounded up to 128 (for rowwise scales without groups: to 16). Otherwise
-Mt = ⌊(M + 127 E) / 128⌋ · 128, which fits any E groups and does not depend on their sizes.
+every group ends at a multiple of 128 (`aligned=True`), or if there are no groups (`offs=None`),
+token m is in column m and Mt is M rounded up to 128 (for rowwise scales without groups: to 16).
+Otherwise Mt = ⌊(M + 127 E) / 128⌋ · 128, which fits any E groups and does not depend on their
+sizes.
 
 1x128 scales are (rows, blocks) with stride 1 along the rows; in memory the number of rows is padded
 to a multiple of 4, because TMA needs strides of 16 bytes (cuBLAS uses the same layout). 128x128
@@ -68,9 +69,10 @@ def column_starts(starts: Tensor, ends: Tensor, aligned: bool) -> Tensor:
 def lay_out(
     x_MK: Tensor, offs: Tensor | None, aligned: bool, alignment: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens where a transposed copy has them, untransposed, zeros where none stands.
+    """The rows of x (M, K) in the order of the columns of a transposed copy, not yet transposed.
 
-    Returns x (Mt, K) and, with groups, the group of each of the Mt places (E where none stands).
+    Returns (Mt, K), with zeros where there is no token, and the group (Mt,) of each place: E where
+    there is no token, None without groups.
     """
     m = x_MK.shape[0]
     width = transposed_width(m, offs, aligned, alignment)
@@ -89,43 +91,46 @@ def lay_out(
 
 
 def pad_blocks(x: Tensor, *dims: int) -> Tensor:
-    """`x` with zeros behind, so that each of `dims` is a multiple of 128."""
+    """`x`, padded with zeros at the end of each of `dims` (negative) to a multiple of 128."""
     padding = [0] * (2 * x.dim())
     for dim in dims:
         padding[2 * (-1 - dim) + 1] = -x.shape[dim] % BLOCK
     return torch.nn.functional.pad(x, padding)
 
 
-def stride_1_along_rows(s: Tensor) -> Tensor:
-    """A (rows, blocks) scale in the layout of 1x128 scales."""
+def laid_out_1x128(s: Tensor) -> Tensor:
+    """A copy of scales (rows, blocks) in the layout of 1x128 scales."""
     rows, blocks = s.shape
     storage = s.new_zeros(blocks, round_up(rows, 4))
     storage[:, :rows] = s.t()
     return storage[:, :rows].t()
 
 
-def padded_columns(s: Tensor) -> Tensor:
-    """A (..., row blocks, column blocks) scale in the layout of 128x128 scales."""
+def laid_out_128x128(s: Tensor) -> Tensor:
+    """A copy of scales (..., row blocks, column blocks) in the layout of 128x128 scales."""
     storage = s.new_zeros(*s.shape[:-1], round_up(s.shape[-1], 4))
     storage[..., : s.shape[-1]] = s
     return storage[..., : s.shape[-1]]
 
 
 def zero_unfilled(q_KM: Tensor, m: int, offs: Tensor | None, group: Tensor | None) -> Tensor:
-    """Zeros in the columns of a transposed copy where no token stands, beside a NaN scale too."""
+    """q (K, Mt) with zeros in the columns without a token, even where their scale is NaN.
+
+    `group` is from `lay_out`.
+    """
     if offs is None or group is None:
         unfilled = torch.arange(q_KM.shape[1], device=q_KM.device).ge(m)
     else:
         unfilled = group.eq(offs.shape[0])
-    # Through the bytes: few ops take FP8.
+    # As bytes, because few ops support FP8.
     return q_KM.view(torch.uint8).masked_fill(unfilled, 0).view(E4M3)
 
 
 def column_slices(q_KM: Tensor, offs: Tensor | None, aligned: bool) -> list[slice]:
     """The columns of each group in a transposed copy.
 
-    A copy knows its width alone, not M; clamping the ends to the width is the same, for the
-    columns between M and the width hold no token.
+    M is not known here, so group ends are clamped to the width of the copy instead. That makes no
+    difference: the columns that a group may get by it hold no token.
     """
     width = q_KM.shape[1]
     if offs is None:

@@ -46,9 +46,9 @@ _shared: ContextVar[SharedInput | None] = ContextVar("shared", default=None)
 
 @contextlib.contextmanager
 def shared_input(x: Tensor) -> Iterator[None]:
-    """Inside, the FP8Linears that are called with x, the same object, quantise it once.
+    """Inside this context all FP8Linears that are called with x, the same object, quantise it once.
 
-    For the module that owns them, as attention owns wq, wk and wv. x must not change inside.
+    For modules that own such linears, as attention owns wq, wk and wv. x must not change inside.
     """
     token = _shared.set(SharedInput(x))
     try:
@@ -58,7 +58,12 @@ def shared_input(x: Tensor) -> Iterator[None]:
 
 
 class FP8Linear(nn.Linear):
-    """An nn.Linear that multiplies by `fp8_linear`; made from one by `convert_linears`."""
+    """An nn.Linear that computes `fp8_linear`; `convert_linears` makes it from one.
+
+    Attributes:
+        recipe, emulate: as in `fp8_linear`.
+        fqn: its name in the model, for error messages.
+    """
 
     recipe: str
     emulate: bool
@@ -80,7 +85,10 @@ class FP8Linear(nn.Linear):
         w = cast(DTensor, self.weight)
         mesh = w.device_mesh
         if not isinstance(x, DTensor):
-            raise TypeError(f"{self.fqn}: weight is a DTensor ({w.placements}), the input is not")
+            raise TypeError(
+                f"{self.fqn}: weight is a DTensor ({w.placements}) and the input is {type(x)}: "
+                "must be a DTensor, too"
+            )
         per_dim = [_sharded_gemm(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)
         if x.placements != x_in:
@@ -96,7 +104,7 @@ class FP8Linear(nn.Linear):
         return DTensor.from_local(y, mesh, y_out, run_check=False, shape=shape, stride=stride)
 
     def _local_bias(self, y_out: Sequence[Placement]) -> Tensor:
-        """The bias that this rank adds: among ranks whose outputs are summed, the first alone."""
+        """The bias that this rank adds: zero if outputs are summed and another rank adds it."""
         bias = cast(DTensor, self.bias)
         mesh = bias.device_mesh
         # If y is Partial, every rank has the whole gradient of y. If the tokens are sharded, each
@@ -107,7 +115,7 @@ class FP8Linear(nn.Linear):
         ]
         local = bias.to_local(grad_placements=grad)
         adds = all(mesh.get_local_rank(d) == 0 for d, y in enumerate(y_out) if y.is_partial())
-        # Zero, with the gradient of the bias.
+        # Zero, but the bias still gets its gradient.
         return local if adds else local - local.detach()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -184,13 +192,13 @@ def convert_linears(
 def _why_left(
     names: Sequence[str], linear: nn.Linear, recipe: str, filter_fqns: Sequence[str]
 ) -> str | None:
-    """Why the linear of these names is not converted; None if it is."""
+    """Why `linear`, which the model has under these names, is not converted; None if it is."""
     if recipe == BF16:
         return 'recipe = "bf16"'
     if isinstance(linear, FP8Linear):
         return f"already converted, {linear.recipe}"
     if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a linear of its own kind"
+        return f"its class is {type(linear).__name__}, not nn.Linear"
     for pattern in filter_fqns:
         if any(pattern in name for name in names):
             return f'filtered by "{pattern}"'

@@ -27,7 +27,7 @@ from titan_fp8.ops import overload_of
 Op = Callable[..., Any]
 
 BF16 = "bf16"
-"""The setting of the TOML and of `convert_*` that converts nothing: the baseline."""
+"""The value of `recipe` with which nothing is converted: the baseline."""
 
 
 class Scaling(Enum):
@@ -54,7 +54,15 @@ class Gemm:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """The ops of a feed-forward that writes h, da and db in FP8 only (`swiglu.py`)."""
+    """The ops of a feed-forward that writes h, da and db in FP8 only (`swiglu.py`).
+
+    Attributes:
+        rows: h, quantised along its rows.
+        backward: da, db and h, quantised as the GEMMs of backward read them.
+        dgrad_pair: dx, the sum of two dgrads.
+        experts: all of forward, for grouped experts.
+        all_of_backward: all of backward, dense or grouped.
+    """
 
     rows: Op
     backward: Op
@@ -75,7 +83,7 @@ class Recipe:
         rows, columns, rows_and_columns: quantisers of x and g: `rows` for fprop and dgrad,
             `columns` for wgrad, `rows_and_columns` for both from one read.
         weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
-        mm: the GEMM of fprop and dgrad for a weight that is quantised.
+        mm: the GEMM of fprop and dgrad for a weight that is quantised already.
         swiglu: the ops of the fused feed-forward, if there are any.
     """
 
@@ -152,7 +160,7 @@ RECIPES = {
 """The FP8 recipes by name."""
 
 RECIPE_NAMES = (*RECIPES, BF16)
-"""What a `recipe` key of the TOML may say."""
+"""The allowed values of a `recipe` key."""
 
 
 def get_recipe(name: str) -> Recipe:

@@ -1,24 +1,24 @@
-"""What torch.compile recomputes in backward, in two corrections of its partitioner's choices.
+"""Two corrections of what torch.compile recomputes in backward.
 
 AOTAutograd traces forward and backward into one joint graph, and its min-cut partitioner chooses
 the tensors that forward saves for backward.
 
 Quantised inputs. The wgrad of a linear layer reads the transposed FP8 copy of its input, which
 forward's quantiser has written. The partitioner never recomputes a custom op, so it would save that
-copy. Most inputs of a transformer's linears are at hand in backward anyway, in bf16: attention
-saves its output, and those of RMSNorm and SwiGLU are one pointwise kernel away from tensors that
-are saved. `with_recomputable_quantisers` adds our quantisers to the ops that the partitioner may
-recompute. It then weighs them like any pointwise op, and saves the FP8 copy only where that is the
-smallest tensor to save, as for an input of the graph.
+copy. But most inputs of a transformer's linears are available in backward anyway, in bf16:
+attention saves its output, and one pointwise kernel recomputes the output of RMSNorm or SwiGLU from
+tensors that are saved. `with_recomputable_quantisers` adds our quantisers to the ops that the
+partitioner may recompute. It then weighs them like any pointwise op, and saves the FP8 copy only
+where that is the smallest tensor to save, as for an input of the graph.
 
-Checkpointed blocks. Activation checkpointing tells the partitioner what to recompute by marks,
+Checkpointed blocks. Activation checkpointing marks what to recompute for the partitioner, in
 `node.meta["recompute"]`. Under full checkpointing torch 2.11 leaves the ops of an autograd.Function
 unmarked, and a block would save the outputs of all its FP8 GEMMs. The pass `CompleteMarks` marks
 them.
 
-The first is left out if all blocks are checkpointed. In blocks that are compiled in parts
-(activation_checkpointing.py) a part has no marks, and recomputing a quantiser there would add to
-the recomputation of the whole block.
+If all blocks are checkpointed, the first correction is left out. In blocks that are compiled in
+parts (activation_checkpointing.py) a part has no marks, and recomputing a quantiser there would add
+to the recomputation of the whole block.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from titan_fp8.recipe import RECIPES, op_of
 
 _aten = torch.ops.aten
 _QUANTISERS = {op_of(recipe.rows_and_columns).overloadpacket for recipe in RECIPES.values()}
-"""Those that write the copies of an input for fprop and for wgrad from one read."""
+"""The quantisers that write the copies of an input for fprop and for wgrad from one read."""
 
 _VIEWS_AND_CASTS = {
     _aten.view.default,
@@ -74,8 +74,9 @@ def with_recomputable_quantisers(get_default_op_list: Callable[[], Any]) -> Call
 class CompleteMarks(CustomGraphPass):
     """Marks FP8 ops and casts of forward that lie between marked nodes of one checkpoint.
 
-    For `torch._inductor.config.joint_custom_pre_pass`, after the passes `before`. `ac_graph_id` in
-    the marks numbers the checkpoints of a graph. Graphs without marks are left alone.
+    To be installed as `torch._inductor.config.joint_custom_pre_pass`; runs the passes `before`
+    first. `ac_graph_id` in a mark is the number of the checkpoint in its graph. Graphs without
+    marks are left alone.
     """
 
     before: tuple[CustomGraphPass, ...] = ()
@@ -92,7 +93,7 @@ class CompleteMarks(CustomGraphPass):
                 node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
                 node.meta["ac_graph_id"] = marked[0].meta["ac_graph_id"]
                 marked_here.append(node)
-        # A node that no op of the same checkpoint reads lies behind the checkpoint's end.
+        # A node that no op of the same checkpoint reads is past the end of the checkpoint.
         for node in reversed(marked_here):
             region = node.meta["ac_graph_id"]
             if not any(_is_forward(n) and n.meta.get("ac_graph_id") == region for n in node.users):
@@ -111,6 +112,7 @@ def complete_marks_after(existing: Any) -> CompleteMarks:
 
 
 def _may_be_marked(node: fx.Node) -> bool:
+    """True for FP8 ops and their outputs, views and casts."""
     source = node.args[0] if node.target is operator.getitem else node
     op = source.target if isinstance(source, fx.Node) else None
     return str(op).startswith("titan_fp8.") or op in _VIEWS_AND_CASTS

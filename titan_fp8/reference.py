@@ -26,11 +26,11 @@ from titan_fp8.layouts import (
     cdiv,
     column_slices,
     group_bounds,
+    laid_out_1x128,
+    laid_out_128x128,
     lay_out,
     pad_blocks,
-    padded_columns,
     round_up,
-    stride_1_along_rows,
     zero_unfilled,
 )
 
@@ -68,7 +68,7 @@ def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tenso
     blocks = pad_blocks(x.float(), -1).reshape(m, cdiv(k, BLOCK), BLOCK)
     s = scale_of(blocks.abs().amax(-1), scale_fmt)
     q = cast(blocks, s.unsqueeze(-1)).view(m, round_up(k, BLOCK))[:, :k]
-    return q.contiguous(), stride_1_along_rows(s)
+    return q.contiguous(), laid_out_1x128(s)
 
 
 def quantize_128x1_t(
@@ -96,13 +96,13 @@ def quantize_128x128(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Ten
     s = scale_of(tiles.abs().amax((-3, -1)), scale_fmt)
     q = cast(tiles, s[..., :, None, :, None])
     q = q.view(*lead, round_up(n, BLOCK), round_up(k, BLOCK))[..., :n, :k]
-    return q.contiguous(), padded_columns(s)
+    return q.contiguous(), laid_out_128x128(s)
 
 
 def quantize_128x128_t(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """The same blocks, written transposed: q (..., K, N), s (..., ⌈K/128⌉, ⌈N/128⌉)."""
     q, s = quantize_128x128(w, scale_fmt=scale_fmt)
-    return q.mT.contiguous(), padded_columns(s.mT)
+    return q.mT.contiguous(), laid_out_128x128(s.mT)
 
 
 # SwiGLU and its gradient, quantised
@@ -158,14 +158,14 @@ def quantize_col_t(
 ) -> tuple[Tensor, Tensor]:
     """One scale per column of x (M, K) and group, written transposed.
 
-    q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zeros.
+    q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zero columns.
     """
     laid, group = lay_out(x.float(), offs, aligned, ROW_ALIGNMENT)
     if offs is None or group is None:
         s = scale_of(torch.nn.functional.pad(laid, (0, 0, 0, 1)).abs().amax(0))
         q = cast(laid, s)
     else:
-        # One row more than groups: the places where no token stands.
+        # Row E collects the places without a token.
         amax = laid.new_zeros(offs.shape[0] + 1, x.shape[1])
         index = group.unsqueeze(-1).expand_as(laid)
         s = scale_of(amax.scatter_reduce(0, index, laid.abs(), "amax"))
@@ -216,7 +216,8 @@ def dequantize_row(q: Tensor, s: Tensor) -> Tensor:
 def full_fp32(device: torch.device) -> Iterator[None]:
     """FP32 products stay FP32: no autocast, no TF32."""
     # Backend by backend: torch.backends.fp32_precision cannot be read or restored if they differ.
-    backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    mkldnn: Any = torch.backends.mkldnn
+    backends = torch.backends.cuda.matmul, mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"
@@ -229,7 +230,7 @@ def full_fp32(device: torch.device) -> Iterator[None]:
 
 
 def matmul_nt(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """a (M, K) times b (N, K) or each group of rows times its b (E, N, K); FP32 in, (M, N) out."""
+    """a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K), all FP32; (M, N)."""
     with full_fp32(a.device):
         if offs is None:
             return (a @ b.mT).to(out_dtype)
@@ -243,7 +244,7 @@ def matmul_nt(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype)
 def matmul_tokens(
     groups: list[tuple[Tensor, Tensor]], offs: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """a (N, tokens) times b (K, tokens) for each group, FP32 in; (N, K), with groups (E, N, K)."""
+    """a (N, tokens) by b (K, tokens) of each group, FP32; (N, K), with `offs` (E, N, K)."""
     with full_fp32(groups[0][0].device):
         products = [(a @ b.mT).to(out_dtype) for a, b in groups]
     return products[0] if offs is None else torch.stack(products)
@@ -319,14 +320,13 @@ def _inside(places: Tensor, size: int) -> Tensor:
 
 
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
-    """The row of x (M, K) that has each of the slots, k slots a row, times the slot's weight.
+    """Row ⌊slots[r] / k⌋ of x (M, K) for each r, times its slot's weight: (R, K) in x's dtype.
 
-    slots (R,) integers: slot s is of row ⌊s/k⌋, zeros where x has no such row; weight (M, k) FP32,
-    if given. Returns (R, K) in x's dtype.
+    slots (R,) integers, zeros where x has no such row; weight (M, k) FP32 or None.
     """
     inside = _inside(slots, x.shape[0] * k)
     slots = torch.where(inside, slots, 0)
-    rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # so that there is a row to take
+    rows = torch.nn.functional.pad(x, (0, 0, 0, 1))  # Even an empty x then has a row 0.
     rows = torch.where(inside[:, None], rows[slots // k], 0)
     if weight is None:
         return rows
@@ -336,9 +336,9 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
 
 
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The sum of the rows index[t] of y (M, K), each times its weight if given, in FP32.
+    """The sum over i of row index[t, i] of y (M, K), times weight[t, i]: (T, K) in y's dtype.
 
-    index (T, k) integers, -1 for none, weight (T, k) FP32; (T, K), rounded once to y's dtype.
+    index (T, k) integers, -1 for none; weight (T, k) FP32 or None. Summed in FP32, rounded once.
     """
     rows = gather_rows(y, index.flatten()).float().view(*index.shape, y.shape[1])
     if weight is None:
@@ -349,9 +349,9 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
 
 
 def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32, 0 where b has none.
+    """The dot product of row t of a (T, K) and row index[t, i] of b (M, K): (T, k) FP32.
 
-    index (T, k) integers; (T, k) FP32.
+    index (T, k) integers; 0 where b has no such row.
     """
     rows = gather_rows(b, index.flatten()).float().view(*index.shape, b.shape[1])
     with full_fp32(a.device):
@@ -368,11 +368,12 @@ def invert_index(index: Tensor, count: int) -> Tensor:
 def places_of_tokens(
     counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The permutation that sorts tokens by expert and pads each expert to `alignment`.
+    """The permutation that sorts tokens by expert and pads each expert's to `alignment`.
 
-    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first, which
-    is the order of the tokens; `tokens` is their sum. Returns, all int32, the token at each place
-    (length,), -1 for padding; the place of each token (tokens,); the padded sizes (experts,).
+    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first, in
+    the order of the tokens; `tokens` is their sum. Returns, all int32, the token at each place
+    (length,), -1 for padding; the place of each token (tokens,); the padded size of each expert
+    (experts,).
     """
     counts = counts.long().view(ranks, experts)
     # An expert without tokens gets one block of padding, as in torchtitan.

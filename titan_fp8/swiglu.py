@@ -1,9 +1,9 @@
 """The gated feed-forward, y = W2 (silu(W1 x) · W3 x), as one autograd function.
 
-Inside a feed-forward, h = silu(a) · b is read by the next GEMM only, which reads it quantised; da
-and db in backward likewise. With a blockwise recipe the SwiGLU ops write them in FP8 directly, so
-h, da and db never exist in high precision. Forward saves a, b and the FP8 columns of x; backward
-computes the columns of h again from a and b, which the gradient of SwiGLU reads in any case.
+Only the next GEMM reads h = silu(a) · b, where a = W1 x and b = W3 x, and it reads it quantised.
+The same holds for da and db in backward. With a blockwise recipe the SwiGLU ops write them in FP8
+directly, so h, da and db never exist in high precision. Forward saves a, b and the FP8 columns of
+x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
 round twice: h, da, db, and dx, whose two products are one GEMM. Recipes without SwiGLU ops, and
@@ -166,7 +166,7 @@ def fp8_swiglu(
 
 
 def _check_shapes(x: Tensor, w1: Weight, w2: Weight, w3: Weight, offs: Tensor | None) -> None:
-    """ValueError unless these shapes go together."""
+    """Raises ValueError unless the shapes match."""
     grouped = offs is not None
     fit = (
         (x.dim() == 2 if grouped else x.dim() > 0)

@@ -64,11 +64,11 @@ class Model(nn.Module):
 CONVERTED = ["layers.0.wq", "layers.0.wo", "layers.1.wq", "layers.1.wo"]
 LEFT = {
     "router.gate": 'filtered by "router.gate"',
-    "special": "SpecialLinear is a linear of its own kind",
+    "special": "its class is SpecialLinear, not nn.Linear",
     "wide": "N = 24 is not a multiple of 16",
     "narrow": "K = 24 is not a multiple of 16",
     "half": "torch.float16 parameters",
-    "normed": "ParametrizedLinear is a linear of its own kind",
+    "normed": "its class is ParametrizedLinear, not nn.Linear",
     "output": 'filtered by "output"',
 }
 
