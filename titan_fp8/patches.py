@@ -1,13 +1,13 @@
-"""How titan_fp8 replaces what is torchtitan's or PyTorch's, and the patches of both hosts.
+"""How titan_fp8 patches torchtitan and PyTorch, and the patches that torchtitan 0.2 and 0.3 share.
 
 Each `Patch` names its targets, why they are replaced, the versions it was tried with, what it gains
-and when it can go. The code that needs a patch applies it: search for the name of the record to
-find the replacement. The patches here serve torchtitan 0.2 and 0.3; those of one of them, and the
-list of all that it gets, are in `torchtitan_0_2/patches.py` and `torchtitan_0_3/patches.py`.
+and when it can go. The code that needs a patch applies it: search for its constant, such as
+SAC_POLICY, to find the replacement. `torchtitan_0_2/patches.py` and `torchtitan_0_3/patches.py`
+have the patches that only one version needs, and the list of all that it gets.
 
 `Patch.apply` first checks that every target exists and takes the parameters that the replacement
-relies on. Where that fails, a required patch raises; any other is left out with one warning, and
-the results of training stay the same.
+relies on. If not, a required patch raises; any other is left out with one warning, and the results
+of training stay the same.
 
 Nothing here imports torchtitan: `cpu_host` applies its patches before torchtitan is imported.
 """
@@ -31,7 +31,7 @@ class _Replaced(NamedTuple):
 
 
 _replaced: dict[str, _Replaced] = {}
-"""What is replaced now, by the target's path."""
+"""A target's path -> what stands there now and what stood there before."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Target:
     """The names of a function's parameters; a final `...` allows others. None: not checked."""
 
     may_be_absent: bool = False
+    """The patch may add the attribute, and `restore` then removes it."""
 
     def locate(self) -> tuple[Any, str]:
         """The object that has the attribute, and the attribute's name."""
@@ -52,7 +53,7 @@ class Target:
         return functools.reduce(getattr, parents, importlib.import_module(module)), attribute
 
     def original(self) -> Any:
-        """The value without our replacement. A later replacement by others counts as original."""
+        """The value without our replacement. If others have replaced ours since, theirs."""
         owner, attribute = self.locate()
         value = getattr(owner, attribute, _ABSENT)
         if value is _ABSENT and not self.may_be_absent:
@@ -62,7 +63,7 @@ class Target:
         return replaced.original if replaced and replaced.replacement == value else value
 
     def problem(self) -> str | None:
-        """What keeps us from replacing it, if anything."""
+        """Why it cannot be replaced; None if it can."""
         try:
             original = self.original()
         except (ImportError, AttributeError):
@@ -76,7 +77,7 @@ class Target:
         return None
 
     def replace(self, make: Callable[[Any], Any]) -> None:
-        """Puts `make(original)` in place; from the original again if it has been replaced."""
+        """Sets the attribute to `make(original)`. A second call starts from the original again."""
         owner, attribute = self.locate()
         original = self.original()
         replacement = make(original)
@@ -84,7 +85,7 @@ class Target:
         _replaced[self.path] = _Replaced(original, replacement)
 
     def restore(self) -> None:
-        """Puts the original back, if our replacement is still there."""
+        """Sets the attribute to the original again, if our replacement is still there."""
         replaced = _replaced.pop(self.path, None)
         owner, attribute = self.locate()
         if replaced is None or getattr(owner, attribute, _ABSENT) != replaced.replacement:
@@ -105,18 +106,18 @@ class Patch:
     without: str
     """What changes for the user where the patch cannot be applied."""
     versions: str
-    """Those with which it was tried."""
+    """The versions that it was tried with."""
     gain: str
     until: str
-    """When it can go."""
+    """What has to happen before it can go."""
     required: bool = False
     relies_on: tuple[Target, ...] = ()
-    """What the replacement uses and leaves as it is."""
+    """What the replacement uses without replacing it, checked like the targets."""
 
     def apply(self, *makes: Callable[[Any], Any]) -> bool:
         """Replaces each target by what its `make` returns for the original.
 
-        Applying it again starts from the originals, so the last call counts.
+        Applying a patch again starts from the originals, so only the last call counts.
 
         Returns:
             Whether it was applied.
@@ -190,11 +191,11 @@ RECOMPUTABLE_QUANTISERS = Patch(
 CPU_DEVICE_TYPE = Patch(
     name="CPU device type",
     targets=(Target("torch._utils:_get_available_device_type", ()),),
-    why="torchtitan.tools.utils asks it once, on import, and takes None for CUDA.",
+    why="torchtitan.tools.utils calls it once, on import, and takes None to mean CUDA.",
     without="torchtitan cannot run on this machine, which has no accelerator.",
     versions="torchtitan 0.2.2 and 0.3.0, torch 2.13",
     gain="torchtitan runs without an accelerator.",
-    until="torchtitan takes a machine without accelerators for a CPU.",
+    until="torchtitan uses the CPU on a machine without an accelerator.",
     required=True,
 )
 
@@ -207,8 +208,8 @@ CPU_DEVICE_MODULE = Patch(
             *("reset_peak_memory_stats", "empty_cache", "current_device"),
         )
     ),
-    why="The trainer calls these of its device module, and torch.cpu lacks them. current_device "
-    "is there and returns a string, where a barrier takes a number.",
+    why="The trainer calls these functions of its device module, and torch.cpu lacks them. It has "
+    "current_device, but that returns a string, and a barrier needs a number.",
     without="torchtitan's trainer fails in its first call of torch.cpu.",
     versions="torchtitan 0.2.2 and 0.3.0, torch 2.13",
     gain="torchtitan runs without an accelerator. Memory is unknown and logged as -0.00.",
@@ -220,9 +221,9 @@ CPU_GRADIENT_SUM = Patch(
     targets=(
         Target("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")),
     ),
-    why="For a gradient divide factor FSDP2 reduces by PREMUL_SUM, which gloo lacks.",
+    why="With a gradient divide factor FSDP2 reduces by PREMUL_SUM, which gloo lacks.",
     without="FSDP2 fails in its first reduction on the CPU.",
     versions="torch 2.13",
     gain="FSDP2 runs on gloo.",
-    until="gloo has PREMUL_SUM, or FSDP2 does without where it is missing.",
+    until="gloo has PREMUL_SUM, or FSDP2 avoids it where the backend lacks it.",
 )
