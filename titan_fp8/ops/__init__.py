@@ -1,8 +1,8 @@
 """The ops as `torch.ops.titan_fp8.*`, for autograd, torch.compile and benchmarks.
 
-Importing this package defines them. `registry.py` says how an op is defined; the other modules
-define them: `quantize`, `gemm`, `swiglu`, `gathered`, `permute`. The backward of a product, which
-depends on the recipe, is defined in `titan_fp8.gemms`.
+Importing this package registers them. `registry.py` says how an op is defined. `quantize`, `gemm`,
+`swiglu`, `gathered` and `permute` define the ops; only `product_backward`, which depends on the
+recipe, is defined in `titan_fp8.gemms`.
 """
 
 from titan_fp8.ops import gathered, gemm, permute, quantize, swiglu  # noqa: F401  (define the ops)

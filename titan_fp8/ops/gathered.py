@@ -1,10 +1,10 @@
-"""Products with weights that come in FP8, as FSDP2 gathers them (`titan_fp8/fsdp.py`).
+"""Products with weights that are in FP8 already, as FSDP2 gathers them (`titan_fp8/fsdp.py`).
 
-They do what the ops of the same names without `_fp8` do with a weight in high precision. A weight
-is q (N, K) or (E, N, K) with the scales that the GEMM reads. Gathered weights have one layout, that
-of the parameter: fprop reads it as it is, dgrad reads its transpose.
+Each op computes what the op of the same name without `_fp8` computes with a weight in high
+precision. A weight is q (N, K) or (E, N, K) and the scales that the GEMM reads. Gathered weights
+have the layout of the parameter: fprop reads q as it is, dgrad reads its transpose.
 
-The transpose is made inside the ops of backward. If it were an op of its own, torch.compile's
+The ops of backward transpose q themselves. If the transpose were an op of its own, torch.compile's
 partitioner could move it to forward and keep a transposed copy of every weight until backward.
 """
 
@@ -34,7 +34,7 @@ def blockwise_dgrad_fp8(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """dx = a W for a (M, N), W (N, K) or (E, N, K), sw_t (..., ⌈K/128⌉, ⌈N/128⌉); (M, K)."""
+    """dx (M, K) = a W for a (M, N), w (N, K) or (E, N, K), sw_t (..., ⌈K/128⌉, ⌈N/128⌉)."""
     impl = implementation(a, emulate)
     return impl.blockwise_mm(a, sa, impl.transpose_fp8(w), sw_t, offs, aligned, out_dtype)
 
@@ -55,7 +55,7 @@ def blockwise_dgrad_pair_fp8(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """dx = a W + a2 W2, for operands as in `blockwise_dgrad_fp8`, rounded once; (M, K)."""
+    """dx (M, K) = a W + a2 W2 for operands as in `blockwise_dgrad_fp8`, rounded once."""
     impl = implementation(a, emulate)
     left, right = (impl.transpose_fp8(w), sw_t), (impl.transpose_fp8(w2), sw2_t)
     return impl.blockwise_mm_pair(a, sa, *left, a2, sa2, *right, offs, aligned, out_dtype)
@@ -73,7 +73,7 @@ def rowwise_dgrad_fp8(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """dx = a W for a (M, N), W (N, K) or (E, N, K), scales of columns sw_t (..., K); (M, K)."""
+    """dx (M, K) = a W for a (M, N), w (N, K) or (E, N, K), the scales of its columns (..., K)."""
     impl = implementation(a, emulate)
     return impl.rowwise_mm(a, sa, impl.transpose_fp8(w), sw_t, offs, aligned, out_dtype)
 
@@ -93,7 +93,7 @@ def blockwise_swiglu_fp8(
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`blockwise_swiglu`: y, a, b and the columns of x. Scales as of `quantize_128x128`."""
+    """`blockwise_swiglu` of FP8 weights, whose scales are those of `quantize_128x128`."""
     weights = (w1, sw1), (w2, sw2), (w3, sw3)
     impl = implementation(x, emulate)
     return experts_forward(impl, x, weights, lambda w: w, offs, aligned, scale_fmt)
@@ -120,7 +120,10 @@ def blockwise_swiglu_backward_fp8(
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`blockwise_swiglu_backward`: dx (M, K), dW1, dW2, dW3. Scales as of `quantize_128x128_t`."""
+    """`blockwise_swiglu_backward` of FP8 weights, with scales of `quantize_128x128_t`.
+
+    Returns dx (M, K) in dx_dtype, dW1, dW2 and dW3 in dw_dtype.
+    """
     impl = implementation(g, emulate)
     kept, weights = (a, b, x_q_t, x_s_t), ((w1, sw1_t), (w2, sw2_t), (w3, sw3_t))
 

@@ -3,13 +3,14 @@
     mm      fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K)
     wgrad   a (N, Mt) by b (K, Mt), over all tokens or over those of each group: (E, N, K)
 
-`offs` (E,) are the group ends and `aligned` says that they are multiples of 128 (`layouts.py`). The
-rows of no group are zero in the result. `out_dtype` is bfloat16 or float32.
+a and b are e4m3, their scales sa and sb FP32. `offs` (E,) are the group ends and `aligned` says
+that they are multiples of 128 (`layouts.py`). Rows of no group are zero in the result. `out_dtype`
+is bfloat16 or float32.
 
 The composite ops `*_fprop` and `*_dgrad` take the weight in high precision and quantise it
-themselves. If the quantisation of a weight were an op of its own, torch.compile's partitioner would
-see that dgrad's copy depends on no gradient, move it to forward and keep an FP8 copy of every
-weight until backward.
+themselves. If quantising a weight were an op of its own, torch.compile's partitioner would see that
+dgrad's copy depends on no gradient, move it to forward and keep an FP8 copy of every weight until
+backward.
 """
 
 import torch
@@ -30,7 +31,10 @@ def blockwise_mm(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """1x128 by 128x128: a (M, K), b (N, K) or (E, N, K); returns (M, N)."""
+    """1x128 by 128x128: a (M, K), b (N, K) or (E, N, K); returns (M, N).
+
+    sa (M, ⌈K/128⌉); sb (⌈N/128⌉, ⌈K/128⌉), with groups (E, ⌈N/128⌉, ⌈K/128⌉).
+    """
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
@@ -50,7 +54,7 @@ def blockwise_mm_pair(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """The sum of two `blockwise_mm` of the same shapes, rounded once."""
+    """The sum of two `blockwise_mm` of the same shapes, rounded once; returns (M, N)."""
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
@@ -66,7 +70,10 @@ def blockwise_wgrad(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """1x128 by 1x128 along the tokens: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K)."""
+    """1x128 by 1x128 along the tokens: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K).
+
+    sa (N, Mt/128), sb (K, Mt/128).
+    """
     groups = () if offs is None else (offs.shape[0],)
     return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
 
@@ -83,7 +90,10 @@ def rowwise_mm(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """One scale per row: a (M, K), sa (M,), b (N, K) or (E, N, K), sb (N,) or (E, N); (M, N)."""
+    """One scale per row: a (M, K), b (N, K) or (E, N, K); returns (M, N).
+
+    sa (M,); sb (N,), with groups (E, N).
+    """
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
@@ -99,7 +109,10 @@ def rowwise_wgrad(
     *,
     emulate: bool = False,
 ) -> Tensor:
-    """One scale per row and group: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K)."""
+    """One scale per row and group: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K).
+
+    sa (N,), sb (K,), with groups (E, N), (E, K).
+    """
     groups = () if offs is None else (offs.shape[0],)
     return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
 
@@ -170,7 +183,7 @@ def blockwise_dgrad_pair(
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> Tensor:
-    """dx = a W + a2 W2, for operands as in `blockwise_dgrad`, rounded once; returns (M, K)."""
+    """dx = a W + a2 W2 for operands as in `blockwise_dgrad`, rounded once; returns (M, K)."""
     impl = implementation(a, emulate)
     b = impl.quantize_128x128_t(w.contiguous(), scale_fmt=scale_fmt)
     b2 = impl.quantize_128x128_t(w2.contiguous(), scale_fmt=scale_fmt)

@@ -1,7 +1,8 @@
 """Lets an observer see the quantisers and GEMMs that run inside the ops.
 
-`registry.py` looks up by name what an op runs on. Putting something else under these names costs
-nothing while nobody observes, and neither the ops' schemas nor traced graphs change.
+`registry.py` looks up in its own globals what computes an op, at every call. `observe` replaces
+those globals. So ops cost nothing more while nobody observes, and neither their schemas nor traced
+graphs change.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,9 @@ _original: dict[str, Any] = {
 
 
 def observe(wrap: Callable[[Any], Any] | None) -> None:
-    """Runs the ops on `wrap(implementation)` from now on; None: on the implementation itself.
+    """From now on `wrap(implementation)` computes the ops; with None the implementation itself.
 
-    While there is a `wrap`, launches are not replayed, since a replay calls nothing.
+    Launches are not replayed while there is a `wrap`, because a replay calls no implementation.
     """
     vars(registry).update(_original)
     if wrap is None:

@@ -1,4 +1,4 @@
-"""Permutations of token rows around the experts, in high precision; any CUDA GPU has the kernels.
+"""Permutations of token rows around the experts, in high precision, on any CUDA GPU.
 
 Each token has k slots, one for each of its experts; slot s belongs to token ⌊s/k⌋. An index of -1,
 or one out of range, stands for a row of zeros.
@@ -15,7 +15,7 @@ from titan_fp8.ops.registry import primitive
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
     """Row ⌊slots[r] / k⌋ of x (M, K) for each r, times its slot's weight: (R, K) in x's dtype.
 
-    slots (R,) integers; weight (M, k) FP32.
+    slots (R,) integers; weight (M, k) FP32 or None.
     """
     return x.new_empty(slots.shape[0], x.shape[1])
 
@@ -24,14 +24,14 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
     """The sum over i of row index[t, i] of y (M, K), times weight[t, i]: (T, K) in y's dtype.
 
-    index (T, k) integers; weight (T, k) FP32. Summed in FP32 and rounded once.
+    index (T, k) integers; weight (T, k) FP32 or None. Summed in FP32, rounded once.
     """
     return y.new_empty(index.shape[0], y.shape[1])
 
 
 @primitive(kernel="any GPU")
 def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    """Row t of a (T, K) times row index[t, i] of b (M, K), summed in FP32: (T, k) FP32."""
+    """The dot product of row t of a (T, K) and row index[t, i] of b (M, K): (T, k) FP32."""
     return new_scale(a, index.shape)
 
 

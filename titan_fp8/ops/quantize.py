@@ -1,8 +1,9 @@
-"""The quantisers: high precision in, FP8 and FP32 scales out.
+"""The quantisers: bfloat16 or float32 in, e4m3 (q) and FP32 scales (s) out.
 
-Names give the block of one scale, (rows x columns) of the input, and `_t` says that the output is
-written transposed. `layouts.py` explains Mt, `offs` and `aligned`; `reference.py` the arithmetic.
-`scale_fmt` is the format of scales, "fp32".
+Names give the block that shares a scale, (rows x columns) of the input; `_t` says that the output
+is written transposed. The last dimension of inputs is a multiple of 16. `layouts.py` explains Mt,
+`offs` and `aligned`, `reference.py` the arithmetic. `scale_fmt` is the format of scales: "fp32", or
+"ue8m0" for powers of two.
 """
 
 from collections.abc import Sequence
@@ -119,3 +120,29 @@ def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, 
     """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""
     *lead, n, k = w.shape
     return new_fp8(w, (*lead, k, n)), new_scale(w, (*lead, k))
+
+
+# Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8
+
+
+@primitive(checked=("x",))
+def quantize_shard_row(
+    x: Tensor, dtype: torch.dtype, *, emulate: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of x (..., R, K), R > 0, as `dtype`: q (..., R, K), s (..., R).
+
+    The third output is the absolute maxima (..., K) of the columns, FP32.
+    """
+    *lead, rows, columns = x.shape
+    return new_fp8(x, x.shape), new_scale(x, (*lead, rows)), new_scale(x, (*lead, columns))
+
+
+@primitive(checked=("x",))
+def quantize_shard_col(
+    x: Tensor, amax: Tensor, dtype: torch.dtype, *, emulate: bool = False
+) -> Tensor:
+    """Columns of x (..., R, K), R > 0, as `dtype`, not transposed: q (..., R, K).
+
+    amax (..., K): the absolute maxima of the whole columns, of which x has some rows.
+    """
+    return new_fp8(x, x.shape)

@@ -15,9 +15,9 @@ A composite op is written once over the primitive ops of an implementation:
         impl = implementation(a, emulate)
         return impl.rowwise_mm(a, sa, *impl.quantize_row(w), ...)
 
-`implementation` returns the kernels on a CUDA device, the reference on the CPU or with
-`emulate=True`, and the stubs themselves for a tensor without data. So the same body serves as
-kernel, reference and fake. `observe.py` puts an observer between these and the ops.
+`implementation` returns the kernels for a CUDA tensor, the reference for a CPU tensor or with
+`emulate=True`, and the stubs themselves for a tensor without data. So one body serves as kernel,
+reference and fake. `observe.py` can put an observer between the ops and these.
 
 Ops are functional: they write to none of their arguments and return fresh tensors. That lets
 torch.compile merge equal calls, such as the quantisation of an input that wq, wk and wv share.
@@ -45,21 +45,21 @@ NAMES: list[str] = []
 """The names of all ops, in the order of their definition."""
 
 direct = SimpleNamespace()
-"""The ops as functions that skip the dispatcher where nothing needs it, which saves 10 us a call.
+"""The ops as functions that skip PyTorch's dispatcher where possible, which saves 10 us a call.
 
-The dispatcher is needed by torch.compile, by modes such as activation checkpointing's, and by
-subclasses of Tensor. These functions record no gradients: call them with grad mode off.
+torch.compile, dispatch modes such as activation checkpointing's, and subclasses of Tensor need the
+dispatcher. These functions record no gradients: call them with grad mode off.
 """
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _fakes = SimpleNamespace()
 _overloads: dict[Callable[..., Any], torch._ops.OpOverload] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
-"""Types of arguments that need no dispatcher. Others may: subclasses of Tensor do."""
+"""Types of arguments that need no dispatcher; subclasses of Tensor do."""
 
 
 def implementation(x: Tensor, emulate: bool) -> Any:
-    """The primitive ops, as functions, that compute on a tensor like x.
+    """What computes the primitive ops for a tensor like x: an object with a function for each.
 
     Raises:
         RuntimeError: x is on a GPU without FP8 kernels, and `emulate` is False.
@@ -95,10 +95,10 @@ def primitive(
     """Define a primitive op from its stub.
 
     Args:
-        checked: the arguments that a kernel reads as 32-bit words: tensors of one of `DTYPES`, all
-            the same, whose last dimension is a multiple of 16. Anything else is a ValueError.
-        kernel: what CUDA tensors run on: a kernel of `kernels.hopper`; one of `kernels.permute`,
-            for any GPU; or none, the reference. The last two have no `emulate`.
+        checked: the arguments that a kernel reads as 32-bit words. They must have one dtype of
+            `DTYPES` and a last dimension that is a multiple of 16, or the op raises ValueError.
+        kernel: what computes CUDA tensors: a kernel of `kernels.hopper`; one of `kernels.permute`,
+            for any GPU; or no kernel but the reference. The last two have no `emulate`.
 
     Returns:
         The stub.
@@ -139,7 +139,7 @@ def _define(
     def run(x: Tensor, *args: Any, **options: Any) -> Any:
         x = x.contiguous()
         if positions:
-            _check(name, [(x, *args)[i] for i in positions])
+            _check(name, checked, [(x, *args)[i] for i in positions])
         if not x.is_cuda:
             return compute(x, *args, **options)
         on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
@@ -162,7 +162,7 @@ def _define(
 
 
 def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors that only calls ops; on a GPU its launches are replayed.
+    """Replays the launches of a function that only calls ops, on the GPU.
 
     Args:
         function: takes tensors and hashable constants by position, the first one a tensor, and
@@ -198,7 +198,7 @@ def _needs_dispatcher(args: Sequence[Any]) -> bool:
 
 
 def _sees_inside_ops() -> bool:
-    """Whether the innermost dispatch mode wants the ops that an op is made of (`replay.py`)."""
+    """True if the innermost dispatch mode records what happens inside an op (`record.py`)."""
     return getattr(_get_current_dispatch_mode(), "sees_inside_ops", False)
 
 
@@ -207,10 +207,11 @@ def overload_of(call: Callable[..., Any]) -> torch._ops.OpOverload:
     return _overloads[call]
 
 
-def _check(name: str, tensors: Sequence[Tensor]) -> None:
-    for t in tensors:
+def _check(name: str, arguments: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    for argument, t in zip(arguments, tensors):
         if t.dtype not in DTYPES or t.dtype != tensors[0].dtype or t.shape[-1] % 16:
             raise ValueError(
-                f"{NAMESPACE}::{name}: an input is {t.dtype} of shape {tuple(t.shape)}: allowed are"
-                " torch.bfloat16 or torch.float32, all the same, last dimensions multiples of 16"
+                f"{NAMESPACE}::{name}: {argument} is {t.dtype} of shape {tuple(t.shape)}: allowed "
+                f"are torch.bfloat16 or torch.float32, the same for {', '.join(arguments)}, and a "
+                "last dimension that is a multiple of 16"
             )

@@ -1,12 +1,12 @@
 """SwiGLU with quantised outputs, the experts' forward as one op, and the whole backward as another.
 
-h = silu(a) · b is read by the next GEMM only, and that reads it quantised; the same holds for da
-and db in backward. The primitive ops write these in FP8 directly.
+Only the next GEMM reads h = silu(a) · b, and it reads it quantised. The same holds for da and db in
+backward. The primitive ops write these in FP8 directly.
 
-The composite ops exist for the CPU: a MoE model in FP8 keeps its CPU as busy as its GPU, and every
-op costs a pass through the dispatcher, the guards of compiled code and the modes of activation
-checkpointing. Dense layers use only that of backward: in forward, op-level checkpointing saves some
-of their GEMMs, and the compiler merges equal quantisations of an input.
+The composite ops save CPU time: a MoE model in FP8 keeps its CPU as busy as its GPU, and every op
+passes through the dispatcher, the guards of compiled code and the modes of activation
+checkpointing. Dense layers use only the op of backward: op-level checkpointing saves some GEMMs of
+their forward, and the compiler merges equal quantisations of its input.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def blockwise_swiglu(
         x: (M, K). w1, w3: (E, H, K). w2: (E, N, H). offs: (E,), the group ends.
 
     Returns:
-        y (M, N); a and b (M, H) in x's dtype; columns of x, q (K, Mt) and s (K, Mt/128).
+        y (M, N), a and b (M, H) in x's dtype; the columns of x, q (K, Mt) and s (K, Mt/128).
     """
     impl = implementation(x, emulate)
 
@@ -93,7 +93,10 @@ def blockwise_swiglu_backward(
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole backward: dx (M, K), dW1, dW2, dW3, from g (M, N) and the forward's outputs."""
+    """The whole backward: dx (M, K), dW1, dW2, dW3, from g (M, N) and the forward's outputs.
+
+    dx has dx_dtype, each dW its weight's dtype. Without groups (`offs` None) weights are matrices.
+    """
     impl, weights = implementation(g, emulate), (w1, w2, w3)
 
     def quantised(w: Tensor) -> Operand:
@@ -113,7 +116,7 @@ def experts_forward(
     aligned: bool,
     scale_fmt: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`blockwise_swiglu` of weights w1, w2, w3, of which `operand` makes what fprop reads."""
+    """`blockwise_swiglu` by `impl`; `operand` makes what fprop reads of each of w1, w2, w3."""
     w1, w2, w3 = weights
     layout = offs, aligned, x.dtype
     q, s, q_t, s_t = impl.quantize_1x128_128x1_t(x, offs, aligned, scale_fmt=scale_fmt)
@@ -135,12 +138,15 @@ def experts_backward(
     dw_dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     scale_fmt: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`blockwise_swiglu_backward` of weights, of which `operand` makes what dgrad reads."""
+    """`blockwise_swiglu_backward` by `impl`; `operand` makes what dgrad reads of each weight.
+
+    kept: a, b and the columns of x, from forward.
+    """
     a, b, x_q_t, x_s_t = kept
     w1, w2, w3 = weights
     dtype1, dtype2, dtype3 = dw_dtypes
     layout = offs, aligned
-    # Large tensors are dropped as soon as they have been read.
+    # Large tensors are deleted as soon as they have been read, to save memory.
     q, s, q_t, s_t = impl.quantize_1x128_128x1_t(g, *layout, scale_fmt=scale_fmt)
     dh = impl.blockwise_mm(q, s, *operand(w2), *layout, g.dtype)
     operands = impl.swiglu_backward_1x128_128x1_t(dh, a, b, *layout, scale_fmt=scale_fmt)
