@@ -1,16 +1,16 @@
 """Functions whose kernel launches are recorded once and then replayed by `launcher.c`.
 
 A product allocates a few tensors and launches a few kernels, and all of it follows from the shapes,
-strides and dtypes of its inputs. In Python this takes the host longer than many of the kernels run.
-So `replayed` calls a function in Python the first two times that it sees such inputs, and records
-the second call (`record.py`). From then on a call allocates the outputs and one workspace for the
-temporaries, and one call into C does all launches, with the addresses of the tensors at hand.
+strides and dtypes of its inputs. In Python this takes longer than many of the kernels run. So
+`replayed` calls a function in Python the first two times that it sees such inputs, and records the
+second call (`record.py`). From then on a call allocates the outputs and one workspace for the
+temporaries, and one call into C does all launches, with the addresses of the new tensors.
 
-The function must depend on its arguments alone. It may allocate tensors, with zeros too, take
-views, launch kernels of `launch.kernel`, and call PyTorch ops that return a new tensor. Such an op
-is called again between the launches before it and those after it, and what it reads is a tensor of
-its own. If the function does anything else, or returns anything but fresh tensors, every call runs
-in Python.
+The function must depend on its arguments alone. It may allocate tensors, also zeros, take views,
+launch kernels of `launch.kernel`, and call PyTorch ops that return a new tensor. A replay calls
+such an op again, between the launches before it and those after it; memory that the op reads is
+then a tensor, not a part of the workspace. If the function does anything else, or returns anything
+but fresh tensors, every call runs in Python.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from titan_fp8.layouts import round_up
 Function = Callable[..., Any]
 
 ALIGNMENT = 256
-"""Of temporaries in the workspace, in bytes."""
+"""The alignment of temporaries in the workspace, in bytes."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -38,8 +38,8 @@ class _Stage(NamedTuple):
     """Launches in one call into C, or one call of an op.
 
     Attributes:
-        new: the tensors to allocate before: index, form, and whether as zeros.
-        run: takes the list of all tensors. It writes an op's result into it.
+        new: the tensors to allocate first: index, form, and whether they are zeros.
+        run: does the work, given the list of all tensors. Puts the result of an op into the list.
         gone: indices of the tensors that no later stage needs.
     """
 
@@ -49,10 +49,10 @@ class _Stage(NamedTuple):
 
 
 class Replay:
-    """What a recorded call did, for other tensors of the same shapes.
+    """Does what a recorded call did, for other tensors of the same shapes, strides and dtypes.
 
-    The tensors are numbered: the inputs, then each memory that has a form, outputs among them, and
-    last the workspace, which holds the other memory.
+    All tensors are in one list: the inputs, then one for each Memory that has a form, outputs among
+    them, and last the workspace, which holds all other Memory.
 
     Raises:
         ValueError: an output is not a fresh tensor of its own.
@@ -128,7 +128,7 @@ class Replay:
         workspace = inputs[0]
         if self.bytes:
             workspace = torch.empty(self.bytes, dtype=torch.uint8, device=device)
-        # The workspace stands for tensors that do not exist.
+        # The workspace is the placeholder of tensors that do not exist yet or any more.
         tensors = [*inputs, *[workspace] * (self._workspace - len(inputs) + 1)]
         for new, run, gone in self.stages:
             for index, (shape, strides, dtype), zeros in new:
@@ -143,7 +143,7 @@ class Replay:
 
 
 def _outputs(recorder: Recorder, results: tuple[Tensor, ...], by_ops: set[int]) -> list[int]:
-    """Which memory each result is. Gives that memory the result's form."""
+    """The index of the memory of each result. Gives that memory the form of the result."""
     kept = {m.address: i for i, m in enumerate(recorder.memory) if not m.storage.expired()}
     outputs = [kept.get(t.untyped_storage().data_ptr(), -1) for t in results]
     if not recorder.steps or sorted(outputs) != sorted(kept.values()):
@@ -151,8 +151,8 @@ def _outputs(recorder: Recorder, results: tuple[Tensor, ...], by_ops: set[int]) 
     for i, t in zip(outputs, results, strict=True):
         memory, form = recorder.memory[i], form_of(t)
         made_by_op = i in by_ops and memory.form != form
-        if t.storage_offset() or memory.zeros or made_by_op or form.dtype != memory.dtype:
-            raise ValueError("an output is a view, or zeros")
+        if t.storage_offset() or made_by_op or form.dtype != memory.dtype:
+            raise ValueError("an output is a view")
         memory.form, memory.first = form, min(memory.first, len(recorder.steps) - 1)
     return outputs
 
@@ -168,18 +168,18 @@ def _parts(steps: list[bytes | Call]) -> list[tuple[int, int]]:
 
 
 def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
-    """Places memory in the workspace; two share bytes if they never exist at the same time.
+    """Lays out the workspace. Two Memory objects may share bytes unless they exist together.
 
     Returns:
-        The bytes at the start of the workspace that must be zero, its bytes in all, and the offset
-        of each memory.
+        The bytes at the start of the workspace that must be zero, its size in bytes, and the offset
+        of each Memory.
     """
     zeros, offsets = 0, {}
     for i, m in enumerate(memory):
         if m.zeros:
             offsets[i], zeros = zeros, zeros + round_up(m.size, ALIGNMENT)
     total = zeros
-    placed: list[tuple[int, Memory]] = []  # with offsets
+    placed: list[tuple[int, Memory]] = []  # (offset, memory)
     for i, m in enumerate(memory):
         if m.zeros:
             continue
@@ -194,9 +194,9 @@ def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
 
 
 def replayed(function: Function) -> Function:
-    """`function` with its launches replayed.
+    """`function`, which runs in Python twice for inputs of a form and is then replayed.
 
-    It takes CUDA tensors, by position, and hashable constants, and returns a tensor or a tuple.
+    It takes CUDA tensors by position, and hashable constants. It returns a tensor or a tuple.
     """
     replays: OrderedDict[tuple, Replay | str] = OrderedDict()
 
@@ -204,7 +204,7 @@ def replayed(function: Function) -> Function:
     def call(*args: Any, **options: Any) -> Any:
         if launch.recording.recorder is not None:
             return function(*args, **options)  # The recorder must see each launch.
-        # What the call depends on, besides addresses and the contents of memory.
+        # Whatever the steps of the call depend on. Addresses are given anew to each replay.
         key = (
             *[
                 (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if type(a) in _TENSORS else a
