@@ -185,6 +185,25 @@ def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_row(w.mT.contiguous())
 
 
+def quantize_shard_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """One scale per row of x (..., R, K), after a cast to `dtype`.
+
+    Returns:
+        q (..., R, K), s (..., R), and the absolute maxima of the columns (..., K).
+    """
+    x = x.to(dtype)
+    return (*quantize_row(x), x.abs().amax(-2).float())
+
+
+def quantize_shard_col(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """q (..., R, K): x (..., R, K) after a cast to `dtype`, one scale per column, not transposed.
+
+    Args:
+        amax: the absolute maxima (..., K) of the whole columns, of which x has some rows.
+    """
+    return cast(x.to(dtype).float(), scale_of(amax).unsqueeze(-2))
+
+
 def transpose_fp8(q: Tensor) -> Tensor:
     """q (..., R, C), transposed and contiguous: (..., C, R)."""
     return q.mT.contiguous()

@@ -6,8 +6,8 @@ shard, and with rowwise recipes every column. The scale of such a block is the l
 of its parts, so the ranks agree on it by a maximum:
 
 1. Each rank quantises the blocks that it has to itself, by the ops for whole weights. It computes
-   the scales of its parts of shared blocks. All scales go into a table for the whole weight, which
-   is zero elsewhere.
+   the scales of its parts of shared blocks, of columns their maxima. All go into a table for the
+   whole weight, which is zero elsewhere.
 2. One all-reduce takes the maximum over the ranks, of the tables of all weights at once. Then every
    rank has all scales of the weight, and they need not be gathered.
 3. Each rank casts its parts of shared blocks with the agreed scales.
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, pad_blocks, round_up
+from titan_fp8.ops import direct
 from titan_fp8.recipe import Recipe, Scaling, get_recipe
 from titan_fp8.reference import cast, scale_of
 
@@ -69,8 +70,8 @@ class QuantisedShard:
         q: the shard as fprop reads it, padded; None before the first quantisation.
         q_columns: rowwise, the shard quantised along its columns, for dgrad; else None.
         s, s_t: the scales of the whole weight, for fprop and dgrad.
-        table: the scales on which the ranks agree. Blockwise, `s` is a view of it; rowwise, it has
-            those of the rows and then those of the columns.
+        table: what the ranks agree on. Blockwise, the scales, of which `s` is a view; rowwise, the
+            scales of the rows, and then the absolute maxima of the columns.
     """
 
     def __init__(self, recipe: str, emulate: bool, place: Place, device: torch.device):
@@ -131,28 +132,37 @@ def quantise(shards: Iterable[tuple[QuantisedShard, Tensor]]) -> None:
     same weights, in the same order.
     """
     shards = list(shards)
+    torch._foreach_zero_([shard.table for shard, _ in shards])
     edges: list[_Edge] = []
+    copies: list[tuple[Tensor, Tensor]] = []
     for shard, x in shards:
-        shard.table.zero_()
         if shard.blockwise:
-            edges += _quantise_blocks(shard, x)
+            edges += _quantise_blocks(shard, x, copies)
         else:
-            _quantise_rows(shard, x)
+            _quantise_rows(shard, x, copies)
+    _copy(copies)
     _scale_edges(edges)
     _agree([shard for shard, _ in shards])
     _cast_edges(edges)
-    for shard, x in shards:
-        if shard.blockwise:
-            shard.s_t.copy_(shard.s.mT)
-        else:
-            n = shard.place.whole[-2]
-            shard.s.copy_(shard.table[..., :n])
-            shard.s_t.copy_(shard.table[..., n:])
-            _cast_columns(shard, x)
+    _copy((shard.s_t, shard.s.mT) for shard, _ in shards if shard.blockwise)
+    _finish_rowwise([(shard, x) for shard, x in shards if not shard.blockwise])
 
 
-def _quantise_blocks(shard: QuantisedShard, x: Tensor) -> list[_Edge]:
-    """Quantises the blocks whose rows all belong to x, and returns the rest."""
+def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies into the first of each pair, in one call for all of them."""
+    pairs = list(copies)
+    if pairs:
+        destinations, sources = zip(*pairs)
+        torch._foreach_copy_(destinations, sources)
+
+
+def _quantise_blocks(
+    shard: QuantisedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]
+) -> list[_Edge]:
+    """Quantises the blocks whose rows all belong to x, and returns the rest.
+
+    Appends to `copies` what remains to be copied: destinations and sources.
+    """
     place, n = shard.place, x.shape[-2]
     start, end = place.first_row, place.first_row + n
     s = place.part(shard.s, x.shape[0])
@@ -162,7 +172,7 @@ def _quantise_blocks(shard: QuantisedShard, x: Tensor) -> list[_Edge]:
     shard.q = None  # The new q may take its memory.
     if (head, tail) == (0, n) and x.shape == place.padded:
         shard.q, own = shard.ops.weight(x.to(place.dtype), emulate=shard.emulate)
-        s[..., start // BLOCK : cdiv(end, BLOCK), :] = own
+        copies.append((s[..., start // BLOCK : cdiv(end, BLOCK), :], own))
         return []
     shard.q = shard.new_q()
     if not x.numel():
@@ -172,7 +182,7 @@ def _quantise_blocks(shard: QuantisedShard, x: Tensor) -> list[_Edge]:
         whole = x[..., head:tail, :].to(place.dtype).contiguous()
         own_q, own = shard.ops.weight(whole, emulate=shard.emulate)
         q[..., head:tail, :] = own_q
-        s[..., (start + head) // BLOCK : cdiv(start + tail, BLOCK), :] = own
+        copies.append((s[..., (start + head) // BLOCK : cdiv(start + tail, BLOCK), :], own))
     edges = []
     for first, last in ((0, head), (tail, n)):
         if first < last:
@@ -215,33 +225,48 @@ def _cast_edges(edges: list[_Edge]) -> None:
             edge.q.copy_(own)
 
 
-def _quantise_rows(shard: QuantisedShard, x: Tensor) -> None:
-    """Quantises the rows of x, and computes the scales of the columns of this shard alone."""
+def _quantise_rows(shard: QuantisedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Quantises the rows of x, and finds the maxima of its columns. `copies` as above."""
     place = shard.place
     shard.q = None
     if not x.numel():
         shard.q = shard.new_q()
         return
-    x = x.to(place.dtype)
-    q, s = shard.ops.weight(x, emulate=shard.emulate)
-    if x.shape != place.padded:
-        padded = shard.new_q()
-        padded[: x.shape[0]] = q
-        q = padded
-    shard.q = q
+    q, s, amax = direct.quantize_shard_row(x, place.dtype, emulate=shard.emulate)
+    shard.q = _padded(q, shard)
     table = place.part(shard.table, x.shape[0])
-    table[..., place.first_row : place.first_row + x.shape[-2]] = s
-    table[..., place.whole[-2] :] = shard.scale_of(x.abs().amax(-2))
+    copies.append((table[..., place.first_row : place.first_row + x.shape[-2]], s))
+    copies.append((table[..., place.whole[-2] :], amax))
 
 
-def _cast_columns(shard: QuantisedShard, x: Tensor) -> None:
-    """Casts the columns of x with the agreed scales."""
-    shard.q_columns = None
-    q = shard.new_q()
-    if x.numel():
-        s = shard.place.part(shard.s_t, x.shape[0])
-        q[: x.shape[0]] = cast(x.to(shard.place.dtype).float(), s.unsqueeze(-2))
-    shard.q_columns = q
+def _finish_rowwise(shards: list[tuple[QuantisedShard, Tensor]]) -> None:
+    """Sets the scales, and casts the columns, once the ranks agree on the maxima of columns."""
+    if not shards:
+        return
+    maxima = [shard.table[..., shard.place.whole[-2] :] for shard, _ in shards]
+    # The scales of all weights at once, since every operation is a launch.
+    scales = scale_of(torch.cat([amax.flatten() for amax in maxima]))
+    parts = scales.split([amax.numel() for amax in maxima])
+    _copy((shard.s_t.view(-1), part) for (shard, _), part in zip(shards, parts))
+    _copy((shard.s, shard.table[..., : shard.place.whole[-2]]) for shard, _ in shards)
+    for (shard, x), amax in zip(shards, maxima):
+        shard.q_columns = None
+        if x.numel():
+            own = shard.place.part(amax, x.shape[0]).contiguous()
+            place, emulate = shard.place, shard.emulate
+            q = direct.quantize_shard_col(x, own, place.dtype, emulate=emulate)
+            shard.q_columns = _padded(q, shard)
+        else:
+            shard.q_columns = shard.new_q()
+
+
+def _padded(q: Tensor, shard: QuantisedShard) -> Tensor:
+    """q with zeros behind, so that all ranks gather as many rows."""
+    if q.shape == shard.place.padded:
+        return q
+    padded = shard.new_q()
+    padded[: q.shape[0]] = q
+    return padded
 
 
 def _agree(shards: list[QuantisedShard]) -> None:
@@ -257,5 +282,4 @@ def _agree(shards: list[QuantisedShard]) -> None:
         flat.bitwise_and_(0x7FFFFFFF)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group)
         parts = flat.view(torch.float32).split([table.numel() for table in tables])
-        for table, part in zip(tables, parts):
-            table.copy_(part.view_as(table))
+        _copy((table, part.view_as(table)) for table, part in zip(tables, parts))

@@ -15,6 +15,7 @@ from titan_fp8.kernels.hopper import (
     quantize_rowwise,
     quantize_rowwise_columns,
     quantize_rowwise_one_pass,
+    quantize_shard,
 )
 
 MODULES = (
@@ -22,6 +23,7 @@ MODULES = (
     quantize_rowwise,
     quantize_rowwise_columns,
     quantize_rowwise_one_pass,
+    quantize_shard,
 )
 DTYPES = [torch.bfloat16, torch.float32]
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
@@ -88,6 +90,18 @@ def test_weights(compiled, shape, dtype):
         if kernel.name == "quantize_columns_one_pass_kernel":
             assert kernel.registers <= quantize_rowwise_one_pass.MAXNREG, str(kernel)
             assert 5 * (kernel.shared + 1024) <= 228 * 1024, str(kernel)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_shards(compiled, dtype):
+    x, amax = torch.empty(QUANTIZE_WEIGHTS[0], dtype=dtype), torch.empty(QUANTIZE_WEIGHTS[0][-1])
+    hopper.quantize_shard_row(x, torch.bfloat16)
+    hopper.quantize_shard_col(x, amax, torch.bfloat16)
+    assert_unspilled(compiled, 2)
+    for kernel in compiled:
+        assert "STG.E.64" in kernel.sass and "LDG.E.128" in kernel.sass
+        assert "LDG.E.64" not in kernel.sass
 
 
 @needs_cuobjdump
