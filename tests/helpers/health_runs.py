@@ -1,9 +1,9 @@
 """Trainings in torchtitan that report the health of FP8, and what they must report."""
 
-from titan import trainer
-from torchtitan.train import Trainer
+from typing import Any
 
 from titan_fp8.health.observer import OPERANDS
+from titan_fp8.health.report import kind_of
 
 
 class Recorder:
@@ -31,7 +31,9 @@ class Recorder:
 
 
 def run(config) -> Recorder:
-    """The steps of a training, without validation and checkpoints."""
+    """The steps of a training with torchtitan 0.2, without validation and checkpoints."""
+    from titan import trainer
+
     recorder = Recorder()
     with trainer(config) as t:
         t.metrics_processor.logger = recorder
@@ -39,12 +41,24 @@ def run(config) -> Recorder:
     return recorder
 
 
-def steps(t: Trainer) -> None:
+def steps(t: Any) -> None:
     """The trainer's steps, without the two seconds that it sleeps in the end."""
     batches = t.batch_generator(t.dataloader)
     for _ in range(t.job_config.training.steps):
         t.step += 1
         t.train_step(batches)
+
+
+def tags(layers: set[str]) -> set[str]:
+    """Those of all scalars of a step, but for tokens per expert."""
+    operands = [operand.replace(" ", "_") for operand in OPERANDS]
+    shares = ("underflow", "at_448", "error", "non_finite")
+    kinds = {kind_of(layer) for layer in layers}
+    found = {f"health_{name}/{kind}/{of}" for name in shares for kind in kinds for of in operands}
+    found |= {f"health_scale_spread/{kind}" for kind in kinds}
+    return found | {
+        f"health_layer_{name}/{layer}" for name in (*shares, "scale_spread") for layer in layers
+    }
 
 
 def layers_in(metrics: dict[str, float]) -> set[str]:

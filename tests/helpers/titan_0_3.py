@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from health_runs import Recorder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.config import ConfigManager
@@ -30,12 +31,10 @@ VOCABULARY = 512
 """Twice that of the tokenizer in tests, and a quarter of torchtitan's, which only takes time."""
 
 
-def converters(model: str, recipe: str, **experts: Any) -> list[Any]:
-    """The converters of a model; `experts` are fields of the second."""
-    linear = FP8LinearConverter.Config(recipe=recipe)
-    if model == "llama3":
-        return [linear]
-    return [linear, FP8GroupedExpertsConverter.Config(recipe=recipe, **experts)]
+def converters(model: str, **fields: Any) -> list[Any]:
+    """The converters of a model, with fields of both."""
+    kinds = [FP8LinearConverter, FP8GroupedExpertsConverter]
+    return [kind.Config(**fields) for kind in kinds[: 1 if model == "llama3" else 2]]
 
 
 def small(name: str, converters: list[Any] | None = None, layers: int = 2) -> Trainer.Config:
@@ -54,11 +53,16 @@ def small(name: str, converters: list[Any] | None = None, layers: int = 2) -> Tr
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-    """The config function MODEL_RECIPE; the recipe "plain" stands for no converters."""
+    """The config function MODEL_RECIPE; the recipe "plain" stands for no converters.
+
+    MODEL_RECIPE_observed has `health_freq = 10`.
+    """
     for model in MODELS:
         if name.startswith(f"{model}_"):
             recipe = name.removeprefix(f"{model}_")
-            return partial(small, model, None if recipe == "plain" else converters(model, recipe))
+            fields = {"health_freq": 10} if recipe.endswith("_observed") else {}
+            fields["recipe"] = recipe.removesuffix("_observed")
+            return partial(small, model, None if recipe == "plain" else converters(model, **fields))
     raise AttributeError(name)
 
 
@@ -124,24 +128,24 @@ def trainer(config: Trainer.Config) -> Iterator[Trainer]:
         built.close()
 
 
-def losses(config: Trainer.Config) -> list[float]:
-    """Trains; returns the loss of each step."""
-    seen: list[float] = []
+def train(config: Trainer.Config) -> Recorder:
+    """Trains; returns the metrics of each step."""
+    recorder = Recorder()
     with trainer(config) as trained:
-        trained.metrics_processor.log = lambda step, loss, *_, **__: seen.append(loss)
+        trained.metrics_processor.logger = recorder
         data = trained.batch_generator(trained.dataloader)
         for step in range(1, config.training.steps + 1):
             trained.step = step
             trained.train_step(data)
-    return seen
+    return recorder
 
 
-def write_losses(rank: int, folder: Path, runs: dict[str, tuple[str, list[str]]]) -> None:
-    """On each rank: trains each run, (config, flags), and has rank 0 write its losses."""
+def write_metrics(rank: int, folder: Path, runs: dict[str, tuple[str, list[str]]]) -> None:
+    """On each rank: trains each run, (config, flags), and writes its losses and its health."""
     for name, (config, arguments) in runs.items():
-        seen = losses(parse(config, *arguments))
-        if rank == 0:
-            (folder / f"{name}.json").write_text(json.dumps(seen))
+        recorder = train(parse(config, *arguments))
+        found = {"losses": recorder.losses(), "health": recorder.health()}
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(found))
 
 
 def of_type(model: nn.Module, kind: type) -> dict[str, nn.Module]:

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from count import CountKernels
-from health_runs import Recorder, assert_complete, layers_in, run, steps
+from health_runs import Recorder, assert_complete, layers_in, run, steps, tags
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from titan import (
     BOTH,
@@ -61,10 +61,13 @@ def test_steps_layers_and_losses(job):
     assert found.losses() == without.losses()
     assert not without.health()
     health = found.health()
-    assert {step: layers_in(m) for step, m in health.items()} == {
-        2: linears("deepseek_v3"),
-        3: EXPERTS,
-        4: linears("deepseek_v3"),
+    tokens_of = {
+        f"health_tokens_per_expert/layers.1.moe.experts/{name}" for name in ("mean", "max", "min")
+    }
+    assert {step: set(metrics) for step, metrics in health.items()} == {
+        2: tags(linears("deepseek_v3")),
+        3: tags(EXPERTS) | tokens_of,
+        4: tags(linears("deepseek_v3")),
     }
     for metrics in health.values():
         assert_complete(metrics)

@@ -26,6 +26,7 @@ def test_the_documented_defaults():
     assert linear.filter_fqns == ["lm_head", "router.gate"] and experts.fqns == ["experts"]
     assert linear.emulate is experts.emulate is False and experts.permutation is None
     assert linear.fsdp_all_gather is experts.fsdp_all_gather is False
+    assert linear.health_freq == experts.health_freq == 0
     assert isinstance(linear.build(), QuantizationConverter)
     assert isinstance(experts.build(), QuantizationConverter)
 
@@ -56,6 +57,11 @@ MISTAKES = [
         for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
         for field in ("emulate", "fsdp_all_gather")
         for value in ("yes", 1, [])
+    ),
+    *(
+        (converter, "health_freq", value, ("whole numbers of steps", "0 for never"))
+        for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
+        for value in (-1, True, 1.5, "10")
     ),
     *((FP8LinearConverter, "filter_fqns", value, LIST) for value in ("lm_head", True, [1])),
     (FP8LinearConverter, "filter_fqns", ["lm_head", ""], ONE_MORE),
@@ -128,6 +134,7 @@ def test_an_override_takes_the_fields_of_the_converters():
         ({"filter_fqns": ["typo"]}, ValueError, "filter_fqns = ['typo']: no module's name"),
         ({"fqns": ["experts"]}, ValueError, "'experts' converts nothing"),
         ({"emulate": "yes"}, ValueError, "emulate = 'yes': allowed are true and false"),
+        ({"health_freq": 1.5}, ValueError, "health_freq = 1.5: allowed are whole numbers"),
         ({"recipes": "rowwise"}, TypeError, "blockwise() got an unexpected keyword"),
     ],
 )

@@ -272,7 +272,7 @@ def test_bf16_leaves_every_config_and_patch_alone(caplog):
     from torchtitan.distributed import activation_checkpoint
 
     before = trainer.has_quantization, activation_checkpoint.ptd_checkpoint_wrapper
-    config = registry("deepseek_v3", converters=titan_0_3.converters("deepseek_v3", "bf16"))
+    config = registry("deepseek_v3", converters=titan_0_3.converters("deepseek_v3", recipe="bf16"))
     plain = registry("deepseek_v3")
     types = [
         [type(c) for _, c, *_ in tree.traverse(Module.Config, recurse=True)]
@@ -289,7 +289,7 @@ def test_no_mfu_is_printed_for_fp8(model):
     from torchtitan import trainer
 
     plain = registry(model)
-    converted = registry(model, converters=titan_0_3.converters(model, "rowwise")[-1:])
+    converted = registry(model, converters=titan_0_3.converters(model, recipe="rowwise")[-1:])
     assert trainer.has_quantization(converted)
     assert not trainer.has_quantization(plain)
 

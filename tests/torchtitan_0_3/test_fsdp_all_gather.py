@@ -14,6 +14,7 @@ from torchtitan.models import gpt_oss, qwen3
 import titan_fp8.fsdp
 from titan_fp8.fsdp import ShardedWeight
 from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.health import observer
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 
 EP = ("--parallelism.expert_parallel_degree", 2)
@@ -46,13 +47,14 @@ class Counts:
 
 
 def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) -> None:
-    """Writes the losses of a run without and of a run with FP8 gathers, both by an override."""
+    """Writes the losses and the health of runs without and with FP8 gathers, by an override."""
     override = f"titan_fp8.torchtitan_0_3.{recipe}"
     for name in ("off", "on"):
-        entry = override if name == "off" else override + '={"fsdp_all_gather": true}'
+        fields = {"fsdp_all_gather": name == "on", "health_freq": STEPS}
+        entry = f"{override}={json.dumps(fields)}"
         config = titan_0_3.parse(f"{model}_plain", *flags, "--override.imports", entry)
-        with Counts() as counts:
-            losses = titan_0_3.losses(config)
+        with Counts() as counts, mock.patch.object(observer, "SAMPLED_ROWS", 1 << 30):
+            recorder = titan_0_3.train(config)
         if name == "off":
             assert counts.gathered == counts.quantise.call_count == 0
         else:
@@ -61,7 +63,8 @@ def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) ->
             assert weights > 9 and counts.quantise.call_count == weights + STEPS
             assert counts.gathered >= weights
         if rank == 0:
-            (folder / f"{name}.json").write_text(json.dumps(losses))
+            found = {"losses": recorder.losses(), "health": recorder.health()[STEPS]}
+            (folder / f"{name}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.parametrize("model", PLANS)
@@ -70,7 +73,11 @@ def test_the_losses_are_the_same_to_the_bit(model, text, tmp_path):
     flags = titan_0_3.flags(text, tmp_path, *plan, "--training.steps", STEPS)
     spawn(train, 2, tmp_path, model, recipe, flags)
     off, on = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("off", "on"))
-    assert len(on) == STEPS and on == off
+    assert len(on["losses"]) == STEPS and on["losses"] == off["losses"]
+    # With all rows sampled, shards of weights say what whole weights say.
+    assert on["health"].keys() == off["health"].keys()
+    for tag, value in off["health"].items():
+        assert on["health"][tag] == pytest.approx(value, rel=1e-3, abs=1e-9), tag
 
 
 def test_what_others_read_is_gathered_in_high_precision(caplog):

@@ -6,6 +6,7 @@ import pytest
 import titan_0_3
 import torch
 from count import Count
+from health_runs import assert_complete, layers_in
 from torch import Tensor, nn
 from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
@@ -16,6 +17,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_fp8 import fp8_linear
+from titan_fp8.health import Monitor
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 from titan_fp8.torchtitan_0_3.experts import FP8Experts
@@ -123,13 +125,18 @@ def test_projections_of_one_input_quantise_it_once():
     assert count.calls["quantize_1x128_128x1_t"] == 1 and count.calls["blockwise_fprop"] == 3
 
 
-def routed(permutation: str, experts: type = GroupedExperts, recipe: str = "blockwise"):
+def routed(
+    permutation: str,
+    experts: type = GroupedExperts,
+    recipe: str = "blockwise",
+    health_freq: int = 0,
+):
     config = RoutedExperts.Config(
         inner_experts=experts.Config(dim=K, hidden_dim=H, num_experts=E),
         token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=E, top_k=TOP_K),
     )
     converter = FP8GroupedExpertsConverter.Config(
-        recipe=recipe, permutation=permutation, fqns=["part"]
+        recipe=recipe, permutation=permutation, fqns=["part"], health_freq=health_freq
     )
     return convert(config, converter)
 
@@ -169,3 +176,21 @@ def test_experts_compute_in_fp8(experts, recipe):
         error = (fp8[name] - expected).float().norm() / expected.float().norm()
         assert error < 0.15, f"{name}: {error}"
     assert not torch.equal(fp8["y"], high["y"])
+
+
+def test_experts_with_biases_are_observed():
+    module = routed("gather", GptOssGroupedExperts, health_freq=1).bfloat16()
+    reports: dict[int, dict[str, float]] = {}
+    monitor = Monitor([1], lambda m: getattr(m, "health_freq", 0), last_step=2)
+    for step in (1, 2):
+        run(module)
+        monitor.after(
+            step,
+            [module],
+            lambda scalars, step: reports.update({step: scalars}),
+            torch.device("cpu"),
+        )
+    assert reports.keys() == {2}
+    weights = ("mlp1_weight_EGD", "mlp2_weight_EDF")
+    assert layers_in(reports[2]) == {f"part.inner_experts.{name}" for name in weights}
+    assert_complete(reports[2])

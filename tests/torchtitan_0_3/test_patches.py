@@ -41,30 +41,31 @@ OPTIONAL = [patch for patch in patches.ON_CONVERSION if not patch.required]
 @pytest.mark.parametrize("patch", OPTIONAL, ids=lambda patch: patch.name)
 def test_a_conversion_goes_on_without_a_patch(monkeypatch, caplog, patch):
     monkeypatch.delattr(*patch.targets[0].locate())
-    config = titan_0_3.small("llama3", [FP8LinearConverter.Config()]).model_spec.model
+    config = titan_0_3.small("llama3", [FP8LinearConverter.Config(health_freq=1)]).model_spec.model
     assert any(config.traverse(FP8Linear.Config))
     assert f"patch {patch.name!r} does not apply" in caplog.text and patch.without in caplog.text
 
 
-def gathering() -> Trainer.Config:
-    return titan_0_3.small("llama3", [FP8LinearConverter.Config(fsdp_all_gather=True)])
+NO_GRAPHS = [("fsdp_all_gather", True), ("health_freq", 10)]
 
 
-def test_weights_are_not_gathered_in_fp8_by_cuda_graphs(monkeypatch):
-    config = gathering()
+@pytest.mark.parametrize("key, value", NO_GRAPHS)
+def test_what_does_not_work_in_cuda_graphs_is_refused(monkeypatch, key, value):
+    config = titan_0_3.small("llama3", [FP8LinearConverter.Config(**{key: value})])
     config._validate_cuda_graphs()
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
-    with pytest.raises(ValueError, match="fsdp_all_gather = True, at layers.0.*disable_cuda_grap"):
+    with pytest.raises(ValueError, match=f"{key} = {value}, at layers.0.*disable_cuda_graphs = Tr"):
         config._validate_cuda_graphs()
     titan_0_3.small("llama3", [FP8LinearConverter.Config()])._validate_cuda_graphs()
     config.training.disable_cuda_graphs = True
     config._validate_cuda_graphs()
 
 
-def test_weights_are_not_gathered_in_fp8_where_the_check_has_changed(monkeypatch):
+@pytest.mark.parametrize("key, value", NO_GRAPHS)
+def test_it_is_an_error_where_the_check_of_cuda_graphs_has_changed(monkeypatch, key, value):
     monkeypatch.setattr(Trainer.Config, "_validate_cuda_graphs", lambda self, strict=True: None)
     with pytest.raises(RuntimeError, match="'check of CUDA graphs' does not apply"):
-        gathering()
+        titan_0_3.small("llama3", [FP8LinearConverter.Config(**{key: value})])
 
 
 def test_importing_the_adapter_provides_the_timeout_that_older_torch_lacks():

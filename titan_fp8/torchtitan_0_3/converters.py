@@ -15,10 +15,10 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, recomputation
-from titan_fp8.checks import ConversionReport, check_bool, check_patterns, check_recipe
+from titan_fp8.checks import ConversionReport, check_bool, check_freq, check_patterns, check_recipe
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_3 import fsdp, patches
+from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, convert_experts
 from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
@@ -48,11 +48,16 @@ class FP8LinearConverter(QuantizationConverter):
         """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
         gathered. The values are the same."""
 
+        health_freq: int = 0
+        """Every so many steps, log what FP8 does to the operands of each layer: underflow, error
+        and scales, to TensorBoard and the log. 0: never."""
+
         def __post_init__(self) -> None:
             check_recipe(f"{LINEAR}: recipe", self.recipe)
             check_patterns(f"{LINEAR}: filter_fqns", self.filter_fqns)
             check_bool(f"{LINEAR}: emulate", self.emulate)
             check_bool(f"{LINEAR}: fsdp_all_gather", self.fsdp_all_gather)
+            check_freq(f"{LINEAR}: health_freq", self.health_freq)
 
     def __init__(self, config: Config):
         self.config = config
@@ -71,6 +76,8 @@ class FP8LinearConverter(QuantizationConverter):
         log("linears", config.recipe, report)
         if config.fsdp_all_gather and config.recipe != BF16:
             log_gathers(LINEAR, fsdp.gather_in_fp8(model_config, report))
+        if config.health_freq and report.converted:
+            health.observe(model_config, report, config.health_freq)
         share_attention_inputs(model_config)
         if fused := fuse_feed_forwards(model_config):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
@@ -96,6 +103,9 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         fsdp_all_gather: bool = False
         """As in FP8LinearConverter."""
 
+        health_freq: int = 0
+        """As in FP8LinearConverter."""
+
         permutation: str | None = None
         """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward,
         padding each expert's tokens. "host": by torchtitan's own dispatcher. The values are the
@@ -112,6 +122,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                 )
             check_bool(f"{EXPERTS}: emulate", self.emulate)
             check_bool(f"{EXPERTS}: fsdp_all_gather", self.fsdp_all_gather)
+            check_freq(f"{EXPERTS}: health_freq", self.health_freq)
             if self.permutation not in (None, *PERMUTATIONS):
                 raise ValueError(
                     f"{EXPERTS}: permutation = {self.permutation!r}: allowed are "
@@ -136,6 +147,8 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         log("grouped experts", config.recipe, report)
         if config.fsdp_all_gather and config.recipe != BF16:
             log_gathers(EXPERTS, fsdp.gather_in_fp8(model_config, report))
+        if config.health_freq and report.converted:
+            health.observe(model_config, report, config.health_freq)
         return model_config
 
     def permute_by_gathers(self, model_config: Module.Config) -> None:

@@ -40,12 +40,13 @@ class FP8Experts(GroupedExperts):
     recipe: str
     emulate: bool
     fqn: str
+    health_freq: int
     dispatch_aligns: bool
     """Whether the dispatch of expert parallelism pads groups to multiples of ALIGNED."""
     aligned: bool = False
 
     def __init__(self, config: Any):
-        for name in ("recipe", "emulate", "fqn", "dispatch_aligns"):
+        for name in ("recipe", "emulate", "fqn", "health_freq", "dispatch_aligns"):
             self.__dict__[name] = getattr(config, name)
         super().__init__(config)
 
@@ -80,6 +81,7 @@ class FP8GroupedExperts(FP8Experts):
         fqn: str
         dispatch_aligns: bool
         fsdp_all_gather: bool = False
+        health_freq: int = 0
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -116,6 +118,7 @@ def fp8_class(experts: type[GroupedExperts]) -> type[FP8Experts]:
             emulate: bool
             fqn: str
             dispatch_aligns: bool
+            health_freq: int = 0
 
     FP8.__name__ = FP8.__qualname__ = f"FP8{experts.__name__}"
     return FP8

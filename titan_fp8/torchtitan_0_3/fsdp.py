@@ -9,17 +9,15 @@ captured. So training must run without CUDA graphs.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.module import Module
-from torchtitan.tools import utils
 
 from titan_fp8.checks import ConversionReport
 from titan_fp8.fsdp import requantise
-from titan_fp8.torchtitan_0_3 import patches
+from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
@@ -46,30 +44,8 @@ def gather_in_fp8(model: Module.Config, converted: ConversionReport) -> Conversi
         else:
             report.left.append((fqn, shape, f"{config._owner.__name__} reads the weights itself"))
     _requantise_after_each_step()
-    patches.CUDA_GRAPHS_CHECK.apply(_without_cuda_graphs)
+    cuda_graphs.check_settings()
     return report
-
-
-def _without_cuda_graphs(validate: Callable) -> Callable:
-    """Wraps torchtitan's check of a training's config."""
-
-    @functools.wraps(validate)
-    def validate_and_check_gathers(self: Any) -> None:
-        validate(self)
-        if (
-            utils.device_type != "cuda"
-            or self.training.disable_cuda_graphs
-            or self.model_spec is None
-        ):
-            return
-        for fqn, config, *_ in self.model_spec.model.traverse(Module.Config, recurse=True):
-            if getattr(config, "fsdp_all_gather", False):
-                raise ValueError(
-                    f"fsdp_all_gather = True, at {fqn}: CUDA graphs cannot gather weights in FP8; "
-                    "set training.disable_cuda_graphs = True"
-                )
-
-    return validate_and_check_gathers
 
 
 @functools.cache

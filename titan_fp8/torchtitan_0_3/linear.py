@@ -40,6 +40,7 @@ class FP8Linear(linear.FP8Linear, Linear):
         fqn: str
         """The name of the module in the model."""
         fsdp_all_gather: bool = False
+        health_freq: int = 0
 
     wrapper: Callable[..., Any] | None = None
     """The forward that torchtitan has put before this class's, to redistribute tensors."""
@@ -47,7 +48,8 @@ class FP8Linear(linear.FP8Linear, Linear):
 
     def __init__(self, config: Config):
         # Before nn.Module registers parameters, which names the module in errors.
-        self.__dict__.update(recipe=config.recipe, emulate=config.emulate, fqn=config.fqn)
+        for name in ("recipe", "emulate", "fqn", "health_freq"):
+            self.__dict__[name] = getattr(config, name)
         Linear.__init__(self, config)
         if config.fsdp_all_gather:
             gather_in_fp8(self, FP8Linear)

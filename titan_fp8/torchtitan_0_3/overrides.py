@@ -28,6 +28,7 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
         fqns: list[str] | None = None,
         permutation: str | None = None,
         fsdp_all_gather: bool = False,
+        health_freq: int = 0,
     ) -> BaseModel.Config:
         """Converts the linears, and the experts if the model has any or `fqns` is given.
 
@@ -37,6 +38,7 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
             "recipe": recipe,
             "emulate": emulate,
             "fsdp_all_gather": fsdp_all_gather,
+            "health_freq": health_freq,
         }
         linear: dict[str, Any] = {} if filter_fqns is None else {"filter_fqns": filter_fqns}
         FP8LinearConverter.Config(**both, **linear).build().convert(config)

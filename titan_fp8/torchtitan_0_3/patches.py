@@ -29,13 +29,25 @@ QUANTIZATION_CHECK = Patch(
 CUDA_GRAPHS_CHECK = Patch(
     name="check of CUDA graphs",
     targets=(Target("torchtitan.trainer:Trainer.Config._validate_cuda_graphs", ("self",)),),
-    why="torchtitan replays forward and backward as a CUDA graph by default. fsdp_all_gather gives "
-    "shards new memory when it quantises them, and the graph would gather from the old.",
-    without="With fsdp_all_gather a CUDA graph would train on the weights of its first step.",
+    why="torchtitan replays forward and backward as a CUDA graph by default. `fsdp_all_gather` "
+    "gives shards new memory when it quantises them, and the graph would gather from the old. "
+    "`health_freq` observes in Python. Only applied with one of the two (cuda_graphs.py).",
+    without="With `fsdp_all_gather` a CUDA graph would train on the weights of its first step, and "
+    "`health_freq` would report nothing.",
     versions=f"{TORCHTITAN}, torch 2.13",
     gain="An error that names the setting.",
-    until="QuantisedShard (shards.py) keeps its memory.",
+    until="QuantisedShard (shards.py) keeps its memory, and observed steps run without the graph.",
     required=True,
+)
+
+STEP_HEALTH = Patch(
+    name="health of a step",
+    targets=(Target("torchtitan.trainer:Trainer.train_step", ("self", "data_iterator")),),
+    why="The trainer has no hook after a step. Only applied with `health_freq` (health.py).",
+    without="`health_freq` reports nothing.",
+    versions=f"{TORCHTITAN}, torch 2.13",
+    gain="FP8 health in the run's own TensorBoard.",
+    until="the trainer calls converters after each step, with the step and the logger of metrics.",
 )
 
 GROUP_TIMEOUT = Patch(
@@ -75,7 +87,9 @@ CPU_SEED_WARNING = Patch(
 )
 
 ON_IMPORT = (GROUP_TIMEOUT,)
-ON_CONVERSION = (SAC_POLICY, RECOMPUTABLE_QUANTISERS, QUANTIZATION_CHECK, CUDA_GRAPHS_CHECK)
+ON_CONVERSION = (
+    *(SAC_POLICY, RECOMPUTABLE_QUANTISERS, QUANTIZATION_CHECK, CUDA_GRAPHS_CHECK, STEP_HEALTH),
+)
 ON_CPU = (*(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_CONFIG, CPU_SEED_WARNING),)
 PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_CPU)
 """By when they are applied: the import of the adapter, the converters, `titan_fp8.cpu_host`."""

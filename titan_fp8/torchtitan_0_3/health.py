@@ -1,0 +1,66 @@
+"""`health_freq`: observes every so many steps of torchtitan 0.3's trainer (`titan_fp8/health/`).
+
+How often a module is observed is a field of its config. The trainer's monitor is called after each
+of its steps, on every rank. A CUDA graph of a step would run no Python, so nothing in it could be
+observed: training must run without CUDA graphs.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.protocols.module import Module
+
+from titan_fp8.checks import ConversionReport
+from titan_fp8.health import Monitor
+from titan_fp8.torchtitan_0_3 import cuda_graphs, patches
+
+_monitors: weakref.WeakKeyDictionary[Any, Monitor] = weakref.WeakKeyDictionary()
+
+NOT_FINITE = "Loss is not finite"
+"""How the trainer's error begins, which ends training on all ranks that have the loss."""
+
+
+def observe(model: Module.Config, converted: ConversionReport, freq: int) -> None:
+    """Has training report every `freq` steps on the modules that were converted.
+
+    Args:
+        model: the config after the conversion, changed in place.
+        converted: the report of that conversion.
+    """
+    configs: dict[str, Any] = {
+        fqn: config for fqn, config, *_ in model.traverse(Module.Config, recurse=True)
+    }
+    for fqn, *_ in converted.converted:
+        configs[fqn].health_freq = freq
+    patches.STEP_HEALTH.apply(_reporting)
+    cuda_graphs.check_settings()
+
+
+def _reporting(train_step: Callable) -> Callable:
+    """Wraps a step of the trainer."""
+
+    @functools.wraps(train_step)
+    def train_and_report(self: Any, data_iterator: Any) -> None:
+        if self not in _monitors:
+            _monitors[self] = _monitor_of(self)
+        log = self.metrics_processor.logger.log
+        try:
+            train_step(self, data_iterator)
+        except RuntimeError as error:
+            # Where NaN came from is most needed now. Other errors may be this rank's alone, and a
+            # report of all ranks would wait forever.
+            if str(error).startswith(NOT_FINITE):
+                _monitors[self].after(self.step, self.model_parts, log, self.device)
+            raise
+        _monitors[self].after(self.step, self.model_parts, log, self.device)
+
+    return train_and_report
+
+
+def _monitor_of(trainer: Any) -> Monitor:
+    configs = trainer.model_config.traverse(Module.Config, recurse=True)
+    freqs = {getattr(config, "health_freq", 0) for _, config, *_ in configs}
+    steps = trainer.config.training.steps
+    return Monitor(freqs, lambda module: getattr(module, "health_freq", 0), steps)
