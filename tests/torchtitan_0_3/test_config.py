@@ -40,9 +40,10 @@ def test_the_readme_shows_the_defaults():
     model = config.model_spec.model
     assert names["converters"] == [FP8LinearConverter.Config(), FP8GroupedExpertsConverter.Config()]
     assert any(model.traverse(FP8Linear.Config))
-    (command,) = re.findall(r"--override.imports '(titan_fp8.torchtitan_0_3.*?)'", text)
-    parsed = titan_0_3.parse("llama3_plain", "--override.imports", command)
-    assert apply_overrides(parsed.override, parsed)
+    commands = re.findall(r"--override.imports '(titan_fp8.torchtitan_0_3.*?)'", text)
+    for model, command in zip(titan_0_3.MODELS, commands, strict=True):
+        parsed = titan_0_3.parse(f"{model}_plain", "--override.imports", command)
+        assert apply_overrides(parsed.override, parsed)
 
 
 LIST, ONE_MORE, BOOL = ("list of strings",), ("empty string",), ("true", "false")
