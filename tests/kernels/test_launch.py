@@ -168,9 +168,9 @@ def test_unknown_parameters_warn_once(cuda, compilations, caplog):
 @pytest.mark.parametrize(
     "call, code, message",
     [
-        ("launched", 1, "titan_fp8: a launch: invalid argument"),
-        ("launched", 719, "titan_fp8: a launch: unknown error"),
-        ("encoded", 1, "titan_fp8: a tensor for TMA: invalid argument"),
+        ("launched", 1, "titan_fp8: launching a kernel failed: invalid argument"),
+        ("launched", 719, "titan_fp8: launching a kernel failed: unknown error"),
+        ("encoded", 1, "titan_fp8: encoding a tensor map failed: invalid argument"),
     ],
 )
 def test_an_error_of_the_driver_is_named(cuda, compilations, call, code, message):
@@ -188,7 +188,7 @@ def test_an_error_of_the_driver_is_named(cuda, compilations, call, code, message
     "driver, message", [("no_such_driver.so", "no_such_driver.so"), ("libm.so.6", "libm.so.6")]
 )
 def test_a_driver_that_does_not_load_is_named(cuda, driver, message):
-    with pytest.raises(RuntimeError, match=f"titan_fp8: CUDA's driver: .*{message}"):
+    with pytest.raises(RuntimeError, match=f"titan_fp8: no CUDA driver: .*{message}"):
         cuda.module.load_driver(driver)
 
 
@@ -240,7 +240,7 @@ def test_only_constexprs_may_be_keywords(cuda, triton_launches):
 def test_a_tensor_map_has_one_rank(cuda, triton_launches):
     base, seen_as = box(tensor())
     for bad in (seen_as._replace(strides=(1,)), seen_as._replace(shape=[32, 128])):
-        with pytest.raises(TypeError, match="three tuples of one length"):
+        with pytest.raises(TypeError, match="shape, strides and box of one length"):
             start(arguments(desc=(base, bad)))
     assert not triton_launches and not cuda.record.launches
 

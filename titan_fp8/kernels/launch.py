@@ -1,16 +1,17 @@
-"""Kernel launches that take the host little time.
+"""Kernel launches that take little CPU time.
 
-An FP8 layer launches three kernels where a bf16 layer launches one, and a MoE model keeps the host
+An FP8 layer launches three kernels where a bf16 layer launches one, and a MoE model keeps the CPU
 busy anyway. To launch a kernel, Triton binds and hashes all arguments, layouts included, checks
-tensor descriptors and packs parameters, all in Python: 40 to 80 us, more than many kernels run.
+tensor descriptors and packs parameters, all in Python. That takes 40 to 80 us, longer than many
+kernels run.
 
 Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
 compiled kernel by the properties of the arguments that Triton specialises on, packs the parameters
 and calls the CUDA driver. Triton's launch hooks see only the first launch.
 
 An argument is a tensor, a number, None or a pair: (tensor, dtype) for a tensor whose bytes the
-kernel sees as another dtype, (tensor, TensorMap) for one that it accesses by TMA. Pairs are cheap:
-neither PyTorch nor Triton checks them.
+kernel reads or writes as another dtype, (tensor, TensorMap) for one that it accesses by TMA. Pairs
+are cheap: neither PyTorch nor Triton checks them.
 """
 
 import functools
@@ -44,10 +45,15 @@ differs from step to step."""
 
 
 class TensorMap(NamedTuple):
-    """How TMA sees the memory of a tensor: an array, which it accesses in boxes.
+    """How TMA accesses the memory of a tensor: as an array, in boxes.
 
     The caller ensures that rows start at multiples of 16 bytes and that no dimension is 0. The
     driver refuses other shapes and strides that TMA does not support.
+
+    Attributes:
+        shape, strides: those of the array, in elements.
+        box: the shape of what one TMA instruction moves.
+        layout: of a box in shared memory.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +75,7 @@ def for_triton(value: Any) -> Any:
 
 @functools.cache
 def native(driver: str = "libcuda.so.1") -> ModuleType:
-    """The module `step.c` and `launcher.c`, built as Triton builds its own launchers."""
+    """The extension module of `step.c` and `launcher.c`, built as Triton builds its launchers."""
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
@@ -78,7 +84,7 @@ def native(driver: str = "libcuda.so.1") -> ModuleType:
 
 
 def address(argument: Any) -> int | None:
-    """The address that an argument stands for, if it is a tensor or a pair."""
+    """The address that the kernel gets for an argument, if it is a tensor or a pair."""
     base = argument[0] if isinstance(argument, tuple) else argument
     return base.data_ptr() if isinstance(base, Tensor) else None
 
@@ -88,7 +94,7 @@ class _Recording(threading.local):
 
 
 recording = _Recording()
-"""`recorder`: of this thread, the `replay.Recorder` that is told of each launch, or None."""
+"""`recorder`: the `record.Recorder` that is told of each launch in this thread, or None."""
 
 
 class Kernel(GluonJITFunction):
@@ -128,9 +134,9 @@ class Kernel(GluonJITFunction):
         """Launches through Triton, which compiles if needed, and stores a plan for later launches.
 
         Args:
-            plans: key -> plan, shared with `launcher.c`; an empty plan leaves launches to Triton.
+            plans: key -> plan, shared with `launcher.c`. With an empty plan Triton launches.
             kept: objects to keep alive as long as the kernel.
-            key: what `launcher.c` looked up for these arguments.
+            key: the key of these arguments, for which `launcher.c` has found no plan.
         """
         missing = [p.name for p in self.params[len(args) :] if not p.is_constexpr]
         if missing:
@@ -143,8 +149,8 @@ class Kernel(GluonJITFunction):
         known = plan(compiled, named)
         if known is None:
             _log.warning(
-                "titan_fp8: this version of Triton passes parameters to %s in an unknown way; "
-                "Triton launches it, which takes the host longer",
+                "titan_fp8: this version of Triton passes parameters to %s in an unknown way, so "
+                "Triton launches it, which takes more CPU time",
                 self.__name__,
             )
         # Keys contain the addresses of constants and layouts, so these objects must stay alive, or
@@ -158,7 +164,7 @@ class Kernel(GluonJITFunction):
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
-    """The plan by which `launcher.c` launches a compiled kernel; its format is in `step.c`.
+    """The plan by which `launcher.c` launches a compiled kernel; `step.c` describes its format.
 
     None if the kernel's parameters differ from those that the plan would pass, or if a launch needs
     more than parameters (scratch memory, clusters, a cooperative launch).
@@ -191,7 +197,7 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
         or metadata.num_ctas != 1
     )
     ptx = compiled.asm.get("ptx", "")  # Triton can be configured not to keep it.
-    # After its arguments a kernel has pointers to two kinds of scratch memory.
+    # After its arguments a kernel takes two pointers to scratch memory.
     if not plain_launch or _parameters(ptx) != [*sizes, 8, 8]:
         return None
     return array("q", words).tobytes()

@@ -1,9 +1,9 @@
-// The fast path of `launch.py`, and `Replay` of `replay.py`. It follows `step.c`, which explains
-// plans and steps.
+// The C part of `launch.py` (Launcher) and of `replay.py` (Replay). It follows `step.c`, which
+// explains plans and steps.
 //
-// A launch computes a key from the properties of its arguments that Triton specialises on, looks up
-// the plan for this key, and launches. Without a plan it calls `Kernel._launch_first` in Python. An
-// empty plan leaves the launch to Triton.
+// A launcher computes a key from the properties of the arguments that Triton specialises on, looks
+// up the plan for this key, and launches. If there is no plan yet, or an empty one, it calls
+// `Kernel._launch_first` in Python, which launches through Triton.
 //
 // An argument is a tensor, a number, None, a constant, or a pair: (tensor, dtype) or (tensor,
 // TensorMap), where a TensorMap is the tuple (shape, strides, box, layout).
@@ -15,7 +15,7 @@ typedef struct {
   vectorcallfunc call;
   PyObject *first;     // first(key, grid, arguments, options) compiles, launches and adds a plan
   PyObject *plans;     // dict, key -> plan
-  PyObject *constants; // a byte for each argument: is it a constexpr?
+  PyObject *constants; // a byte for each argument: 1 if it is a constexpr
   PyObject *device;    // device() is the current device
   PyObject *stream;    // stream(device) is its current stream
 } Launcher;
@@ -40,14 +40,14 @@ static bool address_of(PyObject *tensor, uint64_t *address) {
 // The add_* functions append to the key.
 static bool add_word(Launch *launch, uint64_t word) {
   if (launch->length == MAX_KEY) {
-    PyErr_SetString(PyExc_ValueError, "titan_fp8: a launch with too many arguments");
+    PyErr_SetString(PyExc_ValueError, "titan_fp8: a launch has too many arguments");
     return false;
   }
   launch->words[launch->length++] = word;
   return true;
 }
 
-// By address: dtypes are objects that live as long as PyTorch.
+// Adds the address of the dtype, an object that lives as long as PyTorch.
 static bool add_dtype(Launch *launch, PyObject *tensor) {
   PyObject *dtype = PyObject_GetAttr(tensor, str_dtype);
   if (!dtype)
@@ -57,8 +57,8 @@ static bool add_dtype(Launch *launch, PyObject *tensor) {
 }
 
 static bool add_constant(Launch *launch, PyObject *value) {
-  // Other objects, mostly layouts, by address, because hashing them is slow. `launch.py` keeps them
-  // alive.
+  // Other objects than numbers, mostly layouts, are identified by their address, because hashing
+  // them is slow. `launch.py` keeps them alive.
   if (!PyLong_Check(value))
     return add_word(launch, 'o') && add_word(launch, (uintptr_t)value);
   int64_t number = PyLong_AsLongLong(value);
@@ -72,7 +72,8 @@ static bool add_tensor_map(Launch *launch, PyObject *map) {
   for (int i = 0; i < 3; i++) {
     PyObject *sizes = PyTuple_GET_ITEM(map, i);
     if (!PyTuple_Check(sizes) || PyTuple_GET_SIZE(sizes) != PyTuple_Size(box)) {
-      PyErr_SetString(PyExc_TypeError, "titan_fp8: a TensorMap has three tuples of one length");
+      PyErr_SetString(PyExc_TypeError,
+                      "titan_fp8: a TensorMap must have shape, strides and box of one length");
       return false;
     }
   }
@@ -130,7 +131,7 @@ static PyObject *make_key(Launcher *self, Launch *launch, PyObject *device,
                           PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   const char *constant = PyBytes_AS_STRING(self->constants);
   if (count < 0 || count > PyBytes_GET_SIZE(self->constants) || count > MAX_ARGUMENTS) {
-    PyErr_SetString(PyExc_TypeError, "titan_fp8: a launch with too few or too many arguments");
+    PyErr_SetString(PyExc_TypeError, "titan_fp8: a launch has too few or too many arguments");
     return NULL;
   }
   launch->length = 0;
@@ -147,7 +148,7 @@ static PyObject *make_key(Launcher *self, Launch *launch, PyObject *device,
   return PyBytes_FromStringAndSize((char *)launch->words, launch->length * sizeof(uint64_t));
 }
 
-// launcher(grid, *arguments, **options): options may include constexprs.
+// launcher(grid, *arguments, **options) launches. Options may include constexprs.
 static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, size_t flags,
                                PyObject *names) {
   Launcher *self = (Launcher *)object;
@@ -171,7 +172,7 @@ static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, siz
     goto done;
   CUresult code;
   const char *what = "";
-  Py_BEGIN_ALLOW_THREADS // The call blocks while the launch queue is full.
+  Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
   code = run_step(&step, launch.values, stream, &what);
   Py_END_ALLOW_THREADS
   if (succeeded(code, what))
@@ -182,8 +183,8 @@ done:
   return result;
 }
 
-// launcher.step(grid, places, *arguments, **options): the step of this launch as bytes, or None if
-// Triton launches it. places[i] is the (slot, offset) of the address of argument i.
+// launcher.step(grid, places, *arguments, **options) returns the step of this launch as bytes, or
+// None if Triton launches it. places[i] is the (slot, offset) of the address of argument i.
 static PyObject *launcher_step(PyObject *object, PyObject *const *arguments, Py_ssize_t count,
                                PyObject *names) {
   Launcher *self = (Launcher *)object;
@@ -248,7 +249,7 @@ typedef struct {
   PyObject *steps;          // bytes: an array of Step
   PyObject *device, *stream; // as in Launcher
   int tensors;               // inputs, outputs and, last, the workspace
-  int slots;                 // addresses that the steps use
+  int slots;                 // number of addresses that the steps use
   struct {
     int tensor;
     uint64_t offset;
@@ -256,7 +257,7 @@ typedef struct {
   uint64_t zeros; // bytes to clear at the start of the workspace
 } Replay;
 
-// replay(*tensors)
+// replay(*tensors) clears the zeros and launches all steps.
 static PyObject *replay_call(PyObject *object, PyObject *const *tensors, size_t flags,
                              PyObject *Py_UNUSED(names)) {
   Replay *self = (Replay *)object;
@@ -278,8 +279,8 @@ static PyObject *replay_call(PyObject *object, PyObject *const *tensors, size_t 
   const Step *step = (const Step *)PyBytes_AS_STRING(self->steps);
   const Step *end = step + PyBytes_GET_SIZE(self->steps) / sizeof(Step);
   CUresult code = CUDA_SUCCESS;
-  const char *what = "a memset";
-  Py_BEGIN_ALLOW_THREADS // The calls block while the launch queue is full.
+  const char *what = "clearing the workspace";
+  Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
   if (self->zeros)
     code = clear(tensor[self->tensors - 1], 0, self->zeros, stream);
   for (; step < end && code == CUDA_SUCCESS; step++)
@@ -298,7 +299,7 @@ static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
                         &stream))
     return NULL;
   if (tensors < 1 || tensors > MAX_ARGUMENTS || PyTuple_GET_SIZE(slots) > MAX_SLOTS) {
-    PyErr_SetString(PyExc_ValueError, "titan_fp8: a replay with too many tensors");
+    PyErr_SetString(PyExc_ValueError, "titan_fp8: a replay has too many tensors");
     return NULL;
   }
   Replay *self = (Replay *)type->tp_alloc(type, 0);

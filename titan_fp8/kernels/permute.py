@@ -1,8 +1,10 @@
-"""The kernels around the experts: rows gathered by an index, summed and multiplied, and the index.
+"""The permutation kernels around the experts: copies, sums and dot products of indexed rows.
 
-A program makes some rows of the result, or a block of their columns if rows are long. Each warp has
-rows of its own and reads them 512 bytes at a time, several 16-byte loads in flight per thread. One
-load of the index tells a thread its rows, and no thread waits for another.
+A program writes some rows of the result, or a block of their columns if rows are long. Each warp
+has rows of its own and reads them 512 bytes at a time, with several 16-byte loads in flight per
+thread. One load of the index tells a thread its rows, and no program waits for another.
+
+`permute_places_kernel` makes the index itself, from the numbers of tokens.
 """
 
 import functools
@@ -19,11 +21,11 @@ from titan_fp8.layouts import cdiv
 
 WARPS = 4
 COPY_LOADS = 8
-"""16-byte loads of a thread that copies."""
+"""16-byte loads per thread and tile in the kernel that copies."""
 SUM_LOADS = 4
-"""16-byte loads of a thread that computes, for each of the rows that it combines."""
+"""The same in the kernels that sum, for each of the rows that they combine."""
 LOADS_ACROSS = 4
-"""Loads of a thread along a row, if the row is long enough; the others are for other rows."""
+"""How many of these loads lie along one row, if it is long enough; the others read other rows."""
 
 
 @gluon.jit
@@ -42,7 +44,7 @@ def _store_rows(out, values, i, valid, column, K, TILE: gl.constexpr):
     gl.store(out + (i.to(gl.int64)[:, None] * K + j[None, :]), values, mask=inside)
 
 
-# The kernels get K as `units` of UNIT elements each, 16 bytes, so that the compiler knows that rows
+# The kernels get K as `units` of UNIT elements, 16 bytes each, so that the compiler knows that rows
 # start at multiples of 16 bytes.
 
 
@@ -112,7 +114,7 @@ def permute_dot_kernel(
 def _tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
     """For rows of k elements: the units of a row, the elements of a unit, and the layout of a tile.
 
-    A unit is what one load reads. Each thread has `loads` units of the tile.
+    A unit is what one load reads. Each thread loads `loads` units of a tile.
     """
     # Rows that do not start at multiples of 16 bytes are read element by element.
     unit = 16 // itemsize if k * itemsize % 16 == 0 else 1
@@ -121,10 +123,9 @@ def _tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.Distributed
 
 
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
-    """The row of x (M, K) that each slot belongs to, times the slot's weight.
+    """Row ⌊slots[r] / k⌋ of x (M, K) for each r, times its slot's weight: (R, K) in x's dtype.
 
-    A row has k slots: slot s belongs to row ⌊s/k⌋. slots (R,) integers, weight (M, k) FP32 or None.
-    Returns (R, K) in x's dtype, with zeros where x has no such row.
+    slots (R,) integers, zeros where x has no such row; weight (M, k) FP32 or None.
     """
     (m, width), r = x.shape, slots.shape[0]
     out = x.new_empty(r, width)
@@ -138,10 +139,9 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
 
 
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The sum of the rows index[t] of y (M, K), each times its weight if given, in FP32.
+    """The sum over i of row index[t, i] of y (M, K), times weight[t, i]: (T, K) in y's dtype.
 
-    index (T, k) integers, -1 for none; weight (T, k) FP32 or None. Returns (T, K), rounded once to
-    y's dtype.
+    index (T, k) integers, -1 for none; weight (T, k) FP32 or None. Summed in FP32, rounded once.
     """
     (m, k), (t, top) = y.shape, index.shape
     out = y.new_empty(t, k)
@@ -155,9 +155,9 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
 
 
 def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    """Dot products of row t of a (T, K) and the rows index[t] of b (M, K), summed in FP32.
+    """The dot product of row t of a (T, K) and row index[t, i] of b (M, K): (T, k) FP32.
 
-    index (T, k) integers. Returns (T, k) FP32, with zeros where b has no such row.
+    index (T, k) integers; 0 where b has no such row.
     """
     t, top = index.shape
     out = a.new_empty(t, top, dtype=torch.float32)
@@ -173,7 +173,7 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
 COUNTS = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
 """Layout of the counts (ranks, experts)."""
 CHUNK = gl.constexpr(1024)
-"""Numbers that a program writes at a time."""
+"""Elements that a program writes at a time."""
 
 
 @gluon.jit
@@ -189,9 +189,10 @@ def permute_places_kernel(
     counts, tokens, places, sizes, experts, ranks, length, alignment,
     RANKS: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
-    """The tokens from one rank for one expert; the last rank's program also writes the padding.
+    """Writes the index of the tokens from one rank for one expert.
 
-    Every program reads all counts and sums those before its own, so programs need no order.
+    The program of the last rank also writes the padding of its expert, and that of rank 0 its size.
+    Every program reads all counts and sums those before its own, so none waits for another.
     """
     part = gl.program_id(0)
     rank = part // experts
@@ -200,6 +201,8 @@ def permute_places_kernel(
     e = gl.arange(0, EXPERTS, gl.SliceLayout(0, COUNTS))[None, :]
     index = r * experts + e
     count = gl.load(counts + index, mask=(r < ranks) & (e < experts), other=0).to(gl.int32)
+    # This program's first token and number of tokens, and the tokens from lower ranks for its
+    # expert, whose places come first.
     token = gl.sum(gl.sum(gl.where(index < part, count, 0), 0), 0)
     mine = gl.sum(gl.sum(gl.where((r == rank) & (e == expert), count, 0), 0), 0)
     ahead = gl.sum(gl.sum(gl.where((r < rank) & (e == expert), count, 0), 0), 0)
@@ -224,11 +227,12 @@ def permute_places_kernel(
 def places_of_tokens(
     counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The token at each place (-1 for padding), the place of each token, and the aligned sizes.
+    """The permutation that sorts tokens by expert and pads each expert's to `alignment`.
 
-    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first.
-    `tokens` is their sum, `length` at least that of the aligned sizes. Returns int32 tensors of
-    shapes (length,), (tokens,) and (experts,).
+    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first, in
+    the order of the tokens; `tokens` is their sum, `length` at least that of the padded sizes.
+    Returns, all int32, the token at each place (length,), -1 for padding; the place of each token
+    (tokens,); the padded size of each expert (experts,).
     """
     of_place, of_token, sizes = (
         counts.new_empty(n, dtype=torch.int32) for n in (length, tokens, experts)

@@ -1,8 +1,8 @@
 """Records what a function allocates, launches and calls, as steps for `replay.py`.
 
-A step is a kernel launch or a call of a PyTorch op that returns a new tensor. The addresses that a
-launch reads and writes are recorded as places: an offset into an input, or into memory that the
-function has allocated itself.
+A step is a kernel launch or a call of a PyTorch op that returns a new tensor. Each address that a
+launch takes is recorded as a place: an offset into an input, or into memory that the function has
+allocated itself.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default
 
 
 class Form(NamedTuple):
-    """How a tensor sees its memory."""
+    """The shape, strides (in elements) and dtype of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -34,7 +34,7 @@ class Form(NamedTuple):
 
 
 def bytes_of(form: Form) -> int:
-    """From the first element to the end of the last."""
+    """The bytes from the first element to the end of the last."""
     if 0 in form.shape:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(form.shape, form.strides, strict=True))
@@ -49,10 +49,13 @@ class Memory:
     """Memory that the function allocates or that an op returns.
 
     Attributes:
+        storage: a weak reference that tells whether the memory has been freed.
+        address, size: where it is while the function is recorded; in bytes.
         zeros: it is allocated as zeros.
         first, last: the first and the last step at which it exists.
-        form: of the tensor that the memory becomes. None: a part of the workspace will do, because
-            only launches read and write it.
+        allocated_as: the form of the tensor with which it was allocated.
+        form: the form of the tensor that a replay allocates for it. None: a replay puts it into the
+            workspace, because only launches read and write it.
     """
 
     def __init__(self, t: Tensor, zeros: bool, first: int):
@@ -62,7 +65,6 @@ class Memory:
         self.first = self.last = first
         self.form: Form | None = None
         self.allocated_as = form_of(t)
-        self.dtype = t.dtype
 
     def meets(self, other: "Memory") -> bool:
         """Whether both exist at the same time."""
@@ -70,7 +72,7 @@ class Memory:
 
 
 class View(NamedTuple):
-    """An argument of an op: memory `slot` seen in another form, from an offset in elements."""
+    """A tensor argument of an op: a view of the memory of a slot, at an offset in elements."""
 
     slot: int
     form: Form
@@ -78,7 +80,7 @@ class View(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of an op that returns a new tensor: `memory` is its index. Arguments may be Views."""
+    """A call of an op. `memory` is the index of the new tensor; tensor arguments are Views."""
 
     op: Any
     args: tuple[Any, ...]
@@ -87,11 +89,13 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records a function of `inputs` in this thread.
+    """Records what this thread does while the mode is active: a function of `inputs`.
 
-    Slots number the inputs and then `memory`.
+    A slot is an input or, after these, an element of `memory`, by number.
 
     Attributes:
+        inputs: the address and form of each.
+        memory: what the function allocates, in order.
         steps: launches as `launcher.c` encodes them, and calls of ops.
         replayable: False if the function did anything that cannot be replayed.
     """
@@ -139,7 +143,7 @@ class Recorder(TorchDispatchMode):
         storage = result.untyped_storage().data_ptr()
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if any(t.untyped_storage().data_ptr() == storage for t in tensors):
-            self.replayable = False  # The result is an argument after all.
+            self.replayable = False  # The result shares memory with an argument.
         memory = Memory(result, False, len(self.steps))
         memory.form = memory.allocated_as
         self.memory.append(memory)
@@ -166,7 +170,7 @@ class Recorder(TorchDispatchMode):
         else:
             memory = self.memory[slot - len(self.inputs)]
             if memory.form is None:
-                # As a tensor in the form that this op reads, it needs no view.
+                # Allocated in the form that this op reads, it needs no view.
                 whole = not offset and bytes_of(form) == memory.size
                 memory.form = form if whole else memory.allocated_as
             dtype = memory.form.dtype

@@ -151,8 +151,9 @@ def _outputs(recorder: Recorder, results: tuple[Tensor, ...], by_ops: set[int]) 
     for i, t in zip(outputs, results, strict=True):
         memory, form = recorder.memory[i], form_of(t)
         made_by_op = i in by_ops and memory.form != form
-        if t.storage_offset() or made_by_op or form.dtype != memory.dtype:
-            raise ValueError("an output is a view")
+        other_dtype = form.dtype != memory.allocated_as.dtype
+        if t.storage_offset() or made_by_op or other_dtype:
+            raise ValueError("an output is a view of what was allocated")
         memory.form, memory.first = form, min(memory.first, len(recorder.steps) - 1)
     return outputs
 

@@ -1,14 +1,14 @@
-// A launch of a kernel, as the CUDA driver takes it. `launcher.c` follows in the same module.
+// Launches of kernels by the CUDA driver. `launcher.c` follows in the same module.
 //
 // A plan, written by `launch.plan`, says how a compiled kernel is launched. It is an array of
 // int64_t:
 //   CUfunction, threads per block, bytes of shared memory,
-//   then for each kernel parameter: POINTER, NUMBER or BOX, index of the argument;
+//   then for each kernel parameter: POINTER, NUMBER or BOX, and the index of the argument;
 //   a BOX continues with the driver's numbers for the element type and the swizzle, the bytes of an
 //   element, the rank, and the dimensions of the box.
 //
-// A step is a launch with its grid and numbers, whose addresses are still open: each is a slot,
-// and an offset to add. To run a step takes the addresses of the slots.
+// A step is a launch with its grid and its numbers, but without addresses: instead of an address
+// it has a slot and an offset. `run_step` is given the addresses of the slots.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,8 +24,9 @@ enum { POINTER, NUMBER, BOX };
 enum { MAX_BOXES = 12, MAX_RANK = 5, MAX_PARAMETERS = 128 };
 
 typedef struct {
-  int slot, box;   // of the address; without one -1. The box it is for, else -1
-  uint64_t number; // the number, or what to add to the address
+  int slot;        // of the address; -1 if the parameter is a number
+  int box;         // index of the tensor map to make of the address; -1 if there is none
+  uint64_t number; // the number, or the offset to add to the address
 } Parameter;
 
 typedef struct {
@@ -60,17 +61,17 @@ static bool succeeded(CUresult code, const char *what) {
     return true;
   const char *why = NULL;
   error_string(code, &why);
-  PyErr_Format(PyExc_RuntimeError, "titan_fp8: %s: %s", what, why ? why : "unknown error");
+  PyErr_Format(PyExc_RuntimeError, "titan_fp8: %s failed: %s", what, why ? why : "unknown error");
   return false;
 }
 
-// Makes sure that the thread has a CUDA context. A thread of the autograd engine has none until
+// Gives the thread a CUDA context if it has none. A thread of the autograd engine has none until
 // PyTorch calls CUDA from it.
 static bool ensure_context(int64_t device) {
   CUcontext context = NULL;
-  return succeeded(get_context(&context), "the current context") &&
-         (context || (succeeded(retain_context(&context, (CUdevice)device), "a context") &&
-                      succeeded(set_context(context), "a context")));
+  return succeeded(get_context(&context), "reading the current context") &&
+         (context || (succeeded(retain_context(&context, (CUdevice)device), "making a context") &&
+                      succeeded(set_context(context), "setting the context")));
 }
 
 static bool read_map(Map *map, const int64_t *word, PyObject *seen_as) {
@@ -89,7 +90,7 @@ static bool read_map(Map *map, const int64_t *word, PyObject *seen_as) {
 
 static bool read_grid(Step *step, PyObject *grid) {
   if (!PyTuple_Check(grid) || PyTuple_GET_SIZE(grid) < 1 || PyTuple_GET_SIZE(grid) > 3) {
-    PyErr_SetString(PyExc_TypeError, "titan_fp8: a grid is a tuple of 1 to 3 numbers");
+    PyErr_SetString(PyExc_TypeError, "titan_fp8: a grid must be a tuple of 1 to 3 numbers");
     return false;
   }
   for (Py_ssize_t i = 0; i < 3; i++) {
@@ -97,7 +98,7 @@ static bool read_grid(Step *step, PyObject *grid) {
     if (i < PyTuple_GET_SIZE(grid))
       size = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(grid, i));
     if (size > INT32_MAX && !PyErr_Occurred())
-      PyErr_SetString(PyExc_OverflowError, "titan_fp8: a grid of more than 2^31 - 1 programs");
+      PyErr_SetString(PyExc_OverflowError, "titan_fp8: a grid has more than 2^31 - 1 programs");
     if (PyErr_Occurred())
       return false;
     step->grid[i] = (unsigned)size;
@@ -105,8 +106,8 @@ static bool read_grid(Step *step, PyObject *grid) {
   return true;
 }
 
-// The step of a plan. `values` are the numbers of the arguments. Without `places`, the address of
-// argument i is in slot i; else places[i] is its (slot, offset).
+// Makes a step from a plan. values[i] is argument i, if it is a number. places[i] is the (slot,
+// offset) of the address of argument i; without `places` it is (i, 0).
 static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
                       const uint64_t *values, PyObject *places) {
   const int64_t *word = (const int64_t *)PyBytes_AS_STRING(plan);
@@ -118,7 +119,7 @@ static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
     int64_t kind = word[0], index = word[1];
     if ((kind == BOX && step->boxes == MAX_BOXES) ||
         step->count + 2 * MAX_RANK + 3 > MAX_PARAMETERS) {
-      PyErr_SetString(PyExc_ValueError, "titan_fp8: a kernel with too many parameters");
+      PyErr_SetString(PyExc_ValueError, "titan_fp8: a kernel has too many parameters");
       return false;
     }
     Parameter *parameter = &step->parameters[step->count++];
@@ -152,12 +153,12 @@ static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
   return !PyErr_Occurred();
 }
 
-// Called without the GIL. `what` says what failed.
+// Launches a step. Called without the GIL. If it fails, `what` says at what.
 static CUresult run_step(const Step *step, const uint64_t *addresses, CUstream stream,
                          const char **what) {
   static const cuuint32_t ones[MAX_RANK] = {1, 1, 1, 1, 1};
   CUtensorMap encoded[MAX_BOXES];
-  uint64_t numbers[MAX_PARAMETERS]; // little-endian, so 4-byte parameters start here too
+  uint64_t numbers[MAX_PARAMETERS]; // little-endian: a 4-byte parameter is the first half
   void *parameters[MAX_PARAMETERS];
   const unsigned *grid = step->grid;
   if (!grid[0] || !grid[1] || !grid[2])
@@ -175,11 +176,11 @@ static CUresult run_step(const Step *step, const uint64_t *addresses, CUstream s
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    *what = "a tensor for TMA";
+    *what = "encoding a tensor map";
     if (code != CUDA_SUCCESS)
       return code;
   }
-  *what = "a launch";
+  *what = "launching a kernel";
   return launch_kernel(step->function, grid[0], grid[1], grid[2], step->threads, 1, 1,
                        step->shared, stream, parameters, NULL);
 }
@@ -214,6 +215,6 @@ static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *path) {
     if (!(*symbols[i].function = dlsym(driver, symbols[i].name)))
       driver = NULL;
   if (!driver)
-    return PyErr_Format(PyExc_RuntimeError, "titan_fp8: CUDA's driver: %s", dlerror());
+    return PyErr_Format(PyExc_RuntimeError, "titan_fp8: no CUDA driver: %s", dlerror());
   Py_RETURN_NONE;
 }
