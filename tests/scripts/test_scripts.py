@@ -196,7 +196,9 @@ def test_readme_has_the_two_commands() -> None:
 def test_readme_names_what_exists(command: list[str]) -> None:
     for word in command:
         if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
-            assert (ROOT / word).exists(), word
+            path, _, function = word.partition(":")
+            assert (ROOT / path).exists(), word
+            assert not function or f"def {function}(" in (ROOT / path).read_text(), word
 
 
 def test_readme_links_exist() -> None:
