@@ -5,22 +5,27 @@ Models are built on the meta device, as torchtitan's trainer builds them.
 
 import importlib
 import logging
+import re
 import sys
 from unittest.mock import MagicMock
 
 import pytest
 import titan_0_3
 import torch
+import torch.distributed as dist
 from titan_0_3 import of_type
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.lora import LoRAConverter
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
 from titan_fp8.recipe import RECIPE_NAMES, RECIPES
-from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
+from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter, converters
 from titan_fp8.torchtitan_0_3.dispatcher import GatherTokenDispatcher
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
@@ -306,3 +311,55 @@ def test_lora_adapts_fp8_linears():
     wo = model.layers["0"].attention.wo
     assert isinstance(wo, FP8Linear) and type(wo) is not FP8Linear and not wo.weight.requires_grad
     assert model.layers["0"].feed_forward.w1.recipe == "blockwise"
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group of which only this rank exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["partial_dtensor", "spmd_types"])
+@pytest.mark.parametrize("part", ["feed_forward", "experts"])
+def test_a_shard_that_fp8_gemms_cannot_read_is_an_error(two_ranks, backend, part):
+    tp = ("--parallelism.tensor_parallel_degree", 2, "--parallelism.spmd_backend", backend)
+    config = titan_0_3.parse("deepseek_v3_plain", *tp, "--training.disable_cuda_graphs")
+    model = config.model_spec.model
+    first, name = model.layers[0].feed_forward, "layers.0.feed_forward.w3.weight"
+    shape = (48, 256)
+    if part == "feed_forward":
+        first.w1.out_features = first.w3.out_features = first.w2.in_features = 48
+    else:
+        model.layers[1].moe.routed_experts.inner_experts.hidden_dim = 48
+        name, shape = "layers.1.moe.routed_experts.inner_experts.w1_EFD", (8, 48, 256)
+    for converter in titan_0_3.converters("deepseek_v3"):
+        converter.build().convert(model)
+    dims = ParallelDims.from_config(config.parallelism, 2)
+    dist_utils.set_spmd_backend(backend)
+    model.update_from_config(config=config)
+    message = re.escape(f"{name}: dimension {len(shape) - 2} of {shape}") + r".*\[24\]"
+    built = on_meta(model)
+    with pytest.raises(ValueError, match=message):
+        built.parallelize(dims)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_gpu_without_kernels_is_an_error_unless_emulated(monkeypatch, caplog, emulate):
+    def kernels_for(device):
+        raise RuntimeError(f"no FP8 kernels for {device}")
+
+    monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(converters, "kernels_for", kernels_for)
+    config = registry("llama3")
+    if emulate:
+        FP8LinearConverter.Config(emulate=True).build().convert(config)
+        assert "FP8 is emulated" in caplog.text
+    else:
+        with pytest.raises(RuntimeError, match="no FP8 kernels for cuda:3"):
+            FP8LinearConverter.Config().build().convert(config)
+        FP8LinearConverter.Config(recipe="bf16").build().convert(config)
+        assert not any(config.traverse(FP8Linear.Config))
