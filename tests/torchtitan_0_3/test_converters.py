@@ -18,7 +18,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -337,7 +336,6 @@ def test_a_shard_that_fp8_gemms_cannot_read_is_an_error(two_ranks, backend, part
     for converter in titan_0_3.converters("deepseek_v3"):
         converter.build().convert(model)
     dims = ParallelDims.from_config(config.parallelism, 2)
-    dist_utils.set_spmd_backend(backend)
     model.update_from_config(config=config)
     message = re.escape(f"{name}: dimension {len(shape) - 2} of {shape}") + r".*\[24\]"
     built = on_meta(model)
