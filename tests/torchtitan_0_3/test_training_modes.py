@@ -57,7 +57,7 @@ def distances(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, floa
 
 @pytest.mark.parametrize("model", titan_0_3.MODELS)
 def test_a_compiled_block_is_one_graph_and_computes_the_same(model, text, tmp_path):
-    """MoE blocks too, with a number of tokens that the compiler does not know."""
+    """MoE blocks, too; in `test_spmd_types.py` with a number of tokens unknown to the compiler."""
     eager, _ = step(f"{model}_blockwise", text, tmp_path)
     flags = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
     compiled, _ = step(f"{model}_blockwise", text, tmp_path, *flags)

@@ -165,7 +165,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
 
 
 def prepare(recipe: str, emulate: bool) -> None:
-    """Checks that FP8 layers can run here and patches what they need; not for bf16."""
+    """Checks that FP8 layers can run here, and applies their patches; nothing for bf16."""
     if recipe == BF16:
         return
     if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
@@ -178,7 +178,7 @@ def prepare(recipe: str, emulate: bool) -> None:
 
 
 def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]
-    """Wraps torchtitan's check of a model's config."""
+    """Wraps torchtitan's `has_quantization`, which knows only torchtitan's own classes."""
 
     @functools.wraps(has_quantization)
     def has_quantization_or_fp8(model_config: Module.Config) -> bool:
@@ -191,7 +191,7 @@ def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]
 
 @contextlib.contextmanager
 def naming(converter: str) -> Iterator[None]:
-    """Prefixes the ValueErrors of a conversion with the converter."""
+    """Prefixes the ValueErrors of a conversion with the name of the converter."""
     try:
         yield
     except ValueError as error:

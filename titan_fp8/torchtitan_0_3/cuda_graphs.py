@@ -1,4 +1,4 @@
-"""What does not work in CUDA graphs, in which torchtitan 0.3 replays forward and backward."""
+"""Settings that CUDA graphs exclude. torchtitan 0.3 captures forward and backward by default."""
 
 import functools
 from collections.abc import Callable
@@ -13,16 +13,16 @@ _WHY = {
     "fsdp_all_gather": "CUDA graphs cannot gather weights in FP8",
     "health_freq": "what runs in a CUDA graph cannot be observed",
 }
-"""Fields of FP8 modules' configs that must not be set."""
+"""Fields of the configs of FP8 modules, and why they exclude CUDA graphs."""
 
 
 def check_settings() -> None:
-    """Has torchtitan refuse to train with CUDA graphs where such a field is set."""
+    """Makes torchtitan's check of a training refuse CUDA graphs if such a field is set."""
     patches.CUDA_GRAPHS_CHECK.apply(_with_fp8_settings)
 
 
 def _with_fp8_settings(validate: Callable) -> Callable:
-    """Wraps torchtitan's check of a training's config."""
+    """Wraps torchtitan's check of the CUDA graphs of a training."""
 
     @functools.wraps(validate)
     def validate_with_fp8_settings(self: Any) -> None:

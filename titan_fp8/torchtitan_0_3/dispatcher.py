@@ -3,9 +3,10 @@
 torchtitan 0.3 sorts the tokens of a rank by expert, exchanges them by an all-to-all, sorts what
 arrives by local expert, and inverts all that after the experts. Its AllToAllTokenDispatcher does
 not pad the groups of experts; of its padding dispatchers, one needs torchao and the other is for
-HybridEP's hardware. `GatherTokenDispatcher` pads, and is an AllToAllTokenDispatcher otherwise.
+HybridEP's hardware. `GatherTokenDispatcher` is an AllToAllTokenDispatcher that pads, and that sorts
+by gathers.
 
-Without expert parallelism nothing pads, and the experts lay out their groups themselves.
+Without expert parallelism nobody pads, and the quantisers lay out the groups themselves.
 """
 
 from dataclasses import dataclass

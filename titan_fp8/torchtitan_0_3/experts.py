@@ -35,7 +35,7 @@ ALIGNED = 128
 
 
 class FP8Experts(GroupedExperts):
-    """A mixin before a class of experts, which computes their products in FP8."""
+    """A mixin, first among the bases of a class of experts: its grouped products run in FP8."""
 
     recipe: str
     emulate: bool

@@ -23,7 +23,7 @@ from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
 
 def gather_in_fp8(model: Module.Config, converted: ConversionReport) -> ConversionReport:
-    """Has FSDP2 gather the weights of the modules that were converted in FP8.
+    """Makes FSDP2 gather, in FP8, the weights of the modules that were converted.
 
     Args:
         model: the config after the conversion, changed in place.

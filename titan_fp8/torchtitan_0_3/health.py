@@ -23,7 +23,7 @@ NOT_FINITE = "Loss is not finite"
 
 
 def observe(model: Module.Config, converted: ConversionReport, freq: int) -> None:
-    """Has training report every `freq` steps on the modules that were converted.
+    """Makes training report every `freq` steps on the modules that were converted.
 
     Args:
         model: the config after the conversion, changed in place.

@@ -31,7 +31,7 @@ _READ_WEIGHTS = (AllGatherFusedFeedForward.Config, AllGatherFusedQKVLinear.Confi
 
 
 class FP8Linear(linear.FP8Linear, Linear):
-    """torchtitan's Linear with FP8 GEMMs; plain tensors or DTensors, as the SPMD backend has it."""
+    """torchtitan's Linear with FP8 GEMMs. Tensors are plain or DTensors, as in the SPMD backend."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -67,7 +67,7 @@ class FP8Linear(linear.FP8Linear, Linear):
 
 
 def check_shards(module: Module, fqn: str, parallel_dims: ParallelDims) -> None:
-    """ValueError if torchtitan's sharding leaves a rank dims that are not multiples of 16.
+    """ValueError if torchtitan's sharding gives a rank dims that are not multiples of 16.
 
     Checks weights, of two dimensions or more, before they are sharded and on every rank alike.
     """

@@ -1,4 +1,4 @@
-"""torchtitan 0.3's modules that read one tensor by several FP8Linears.
+"""Modules of torchtitan 0.3 in which several FP8Linears read the same input.
 
 `FeedForward` runs its three linears as one `fp8_swiglu` (`titan_fp8/feed_forward.py`). Attention
 quantises the input that its projections share only once; the gain is memory in eager mode, since

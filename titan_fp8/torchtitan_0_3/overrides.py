@@ -3,8 +3,8 @@
     --override.imports 'titan_fp8.torchtitan_0_3.blockwise={"filter_fqns": ["lm_head"]}'
 
 torchtitan applies an override to every config of its target class. These target the whole model, to
-report on it as a whole and to name patterns that match nothing. So they cannot be combined with
-overrides of parts of the model; torchtitan says so. Use the converters for that.
+report on it as a whole and to name patterns that match nothing. torchtitan refuses to combine them
+with overrides of parts of the model; use the converters for that.
 """
 
 from collections.abc import Callable
