@@ -23,12 +23,12 @@ def bf16_wgrad(
     if not x.shape[0]:
         return x.new_zeros(len(offs), g.shape[1], x.shape[1], dtype=out_dtype)
     starts, ends = group_bounds(offs, x.shape[0])
-    dw = torch._grouped_mm(_aligned(g).t(), _aligned(x), offs=ends.int())
+    dw = torch._grouped_mm(_on_16_bytes(g).t(), _on_16_bytes(x), offs=ends.int())
     # torch._grouped_mm does not define the product of an empty group.
     return torch.where((ends > starts)[:, None, None], dw, 0).to(out_dtype)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, contiguous; a copy where it does not begin at a multiple of 16 bytes."""
+def _on_16_bytes(x: Tensor) -> Tensor:
+    """x, contiguous; copied if its address is no multiple of 16, which torch._grouped_mm needs."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x

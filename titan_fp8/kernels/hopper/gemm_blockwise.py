@@ -1,27 +1,28 @@
 """The blockwise GEMMs on Hopper: entry points, and how their kernels work.
 
     blockwise_mm        fprop, dgrad   c[m] = a[m] b[e]ᵀ         1x128 by 128x128, M-grouped
-    blockwise_mm_pair                  the sum of two such
+    blockwise_mm_pair                  the sum of two such products
     blockwise_wgrad     wgrad          c[e] = a[:, e] b[:, e]ᵀ   1x128 by 1x128, K-grouped
 
-e is the group of token m, or all tokens of group e; a dense layer has one group. Every operand is
-K-major: the contracted dimension is last and contiguous, as Hopper's FP8 WGMMA requires. The
-kernels are in gemm_blockwise_fprop_dgrad.py and gemm_blockwise_wgrad.py, what they share in
-gemm_schedule.py. gemm_rowwise_kernels.py uses the same structure.
+b[e] is the weight of the group of token m; a[:, e] are the columns of the tokens of group e. A
+dense layer has one group. Every operand is K-major: the contracted dimension is last and
+contiguous, as Hopper's FP8 WGMMA requires. The kernels are in gemm_blockwise_fprop_dgrad.py and
+gemm_blockwise_wgrad.py, what they share in gemm_schedule.py. gemm_rowwise_kernels.py uses the same
+structure.
 
 Promotion. Hopper's tensor cores accumulate FP8 products with about 14 bits, and each 128 of the
-contraction has its own scales. So the accumulator of a WGMMA never runs longer than 128: its
-result is then promoted, that is, multiplied by the scales and added in FP32 on the CUDA cores. That
-takes about as many instruction slots as the WGMMA leaves free, so the design overlaps the two.
+contraction has its own scales. So no accumulator of a WGMMA runs longer than 128. Its result is
+then promoted: multiplied by the scales and added to FP32 sums on the CUDA cores. That takes about
+as many instruction slots as the WGMMA leaves free, so the design overlaps the two.
 
     tiles       128 x 256 (M-grouped) or 256 x 128 (K-grouped). Per result, a tile of this size
                 reads 3/4 of the bytes that a 128 x 128 tile reads from the L2 cache.
     waves       A tile is two waves of 128 x 128, one after the other. A thread then needs 128
                 registers for FP32 sums and only 64 for the WGMMA in flight.
-    consumers   Two warpgroups of 4 warps, each with 64 rows of a wave: one promotes while the
-                tensor cores work for the other. M-grouped consumers take turns: a WGMMA starts
-                after the other consumer's has started. K-grouped promotion takes twice as long,
-                and its consumers run independently.
+    consumers   Two warpgroups of 4 warps, each with 64 rows of a wave. One promotes while the
+                tensor cores work for the other. M-grouped consumers take turns: each issues a WGMMA
+                after the other has issued its own. K-grouped promotion takes twice as long, and
+                its consumers run independently.
     ring        One producer warp loads A, B and their scales by TMA, block by block, into a ring of
                 3 or 4 stages in shared memory. It runs ahead across the ends of tiles, so the ring
                 is full when the consumers come back from an epilogue.
@@ -30,18 +31,19 @@ takes about as many instruction slots as the WGMMA leaves free, so the design ov
                 K-grouped tiles differ in length, so programs draw tickets from a counter. If the
                 last round of tiles would occupy at most half of the programs, its tiles are split
                 into waves.
-    epilogue    Results leave through shared memory by TMA, while the next tile is computed.
+    epilogue    Results go to shared memory and from there by TMA to C, while the next tile is
+                computed.
 
 K-grouped promotion has a scale per column, too, 32 of them per thread. Consumers read these from
-shared memory, whose bandwidth the WGMMAs nearly use up. So the two waves are halves of the rows,
-and share the column scales. M-grouped waves are halves of the columns, because groups end at
-multiples of 128 rows.
+shared memory, whose bandwidth the WGMMAs nearly use up. So the two waves are the halves of a tile's
+rows, and share the column scales. M-grouped waves are the halves of its columns, because groups end
+at multiples of 128 rows.
 
 Edges. TMA fills elements outside a tensor with zeros, so short last blocks add nothing. A tile at
-the end of a group also reads rows, columns and scales of the next group; no sum mixes rows or
-columns, and the epilogue stores only what belongs to the group, by TMA where the tile is full and
-with a mask elsewhere. Rows of no group are tiles without blocks, so they are zero, and so is the dW
-of an empty group.
+the end of a group also reads rows, columns and scales of the next group. They affect only rows and
+columns of the result that do not belong to the group, and the epilogue does not store these: it
+stores by TMA where the tile is full and with a mask elsewhere. Rows of no group are tiles without
+blocks, so they are zero, and so is the dW of an empty group.
 
 One configuration serves all shapes. At the dense shapes measured cuBLAS was never faster by more
 than the noise (docs/log.md).
@@ -65,13 +67,13 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 """A program has 12 warps: two consumers of 4, the producer, and 3 that complete its warpgroup and
 are idle. All start with 168 registers per thread; then consumers have 240 and the others 24."""
 BAND = 8
-"""Rows of tiles in a band of the rasterisation (`in_bands`)."""
+"""Rows of tiles in a band, which is the order of tiles (`in_bands`)."""
 # FP32 results need an epilogue buffer twice as large, in place of one stage.
 MM_OPTIONS = {size: {"STAGES": 5 - size // 2, "BAND": BAND, **OPTIONS} for size in (2, 4)}
 WGRAD_OPTIONS = {
     size: {"STAGES": 3, "BUFFERS": 4 // size, "BAND": BAND, **OPTIONS} for size in (2, 4)
 }
-"""Bytes of a result -> options of the launch."""
+"""MM_OPTIONS, WGRAD_OPTIONS: the bytes of an element of C -> the options of a launch."""
 
 Launch = tuple[Any, tuple, dict]
 """A kernel with the arguments and options of one launch."""
@@ -110,7 +112,7 @@ def blockwise_mm_pair(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The sum of two `blockwise_mm` of the same shapes, rounded once."""
+    """The sum of two `blockwise_mm` of the same shapes, rounded once: (M, N)."""
     c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
     if c.numel():
         run(mm_launch(a_MK, sa, b, sb, c, offs, (a2_MK, sa2, b2, sb2)))
@@ -189,26 +191,27 @@ def wgrad_launch(
         (c, maps.c),
         c,
         offs,
-        None if offs is None else first_ticket(c),
+        None if offs is None else new_ticket_counter(c),
+        # The last two are the strides between blocks of scales. N and K need no padding there.
         *(width, n, k, groups, n, k),
     )
     return blockwise_wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
 
 
-def first_ticket(c: Tensor) -> Tensor:
-    """The counter that programs draw tiles from, on the device of c."""
+def new_ticket_counter(c: Tensor) -> Tensor:
+    """A counter at 0, on the device of c, from which programs draw their tiles."""
     return torch.zeros(1, dtype=torch.int32, device=c.device)
 
 
 def run(launch: Launch) -> None:
+    """Launches a persistent kernel: one program per SM."""
     kernel, args, options = launch
     kernel[(multiprocessors(args[0][0].device),)](*args, **options)
 
 
-# How TMA sees the operands. Making these takes the host longer than a launch, so they are cached.
-
-
 class Maps(NamedTuple):
+    """How TMA accesses the operands. Making it takes more CPU time than a launch: it is cached."""
+
     a: TensorMap
     sa: TensorMap
     b: TensorMap
@@ -241,9 +244,9 @@ def _wgrad_maps(width: int, n: int, k: int, groups: int, itemsize: int) -> Maps:
 
 
 def matrix(rows: int, columns: int, itemsize: int) -> TensorMap:
-    """A contiguous matrix of FP8 (itemsize 1), in boxes of 128 rows, or of results, of 64.
+    """A contiguous matrix: FP8 (itemsize 1) in boxes of 128 x 128, results in boxes of 64 x 128.
 
-    A row of a box is 128 FP8 elements or 128 results; it is swizzled.
+    Rows of a box are swizzled in shared memory, as WGMMA reads them.
     """
     box = (128 if itemsize == 1 else 64, 128)
     return TensorMap((rows, columns), (columns, 1), box, _shared_layout(128, itemsize * 8))
@@ -255,13 +258,13 @@ def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
 
 
 def _scale_vector(rows: int, columns: int, box: int) -> TensorMap:
-    """The 1x128 scales of an operand (rows, columns) as a vector: column after column."""
+    """The 1x128 scales of an operand (rows, columns) as a vector, block column by block column."""
     blocks = cdiv(columns, BLOCK)
     return TensorMap(((blocks - 1) * round_up(rows, 4) + rows,), (1,), (box,), VECTOR.value)
 
 
 def _scale_matrix(rows: int, columns: int) -> TensorMap:
-    """128x128 scales, those of all groups below each other, as a matrix with padded rows."""
+    """128x128 scales as a matrix with padded rows; those of groups are stacked."""
     strides = (round_up(columns, 4), 1)
     return TensorMap((rows, columns), strides, (2, 16), _shared_layout(0, 32))
 

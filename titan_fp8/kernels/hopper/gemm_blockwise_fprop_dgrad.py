@@ -1,8 +1,8 @@
-"""The blockwise fprop and dgrad kernel, M-grouped.
+"""The blockwise kernel for fprop and dgrad, M-grouped.
 
 c[m] is the sum over blocks of 128 of sa sb (a[m] b[e]ᵀ), where e is the group of row m. The sum of
-two products of the same shape is computed as one with twice the contraction. `gemm_blockwise.py`
-explains the structure.
+two products of the same shape is computed as one product with twice as many blocks.
+`gemm_blockwise.py` explains the structure.
 """
 
 from triton.experimental import gluon
@@ -43,9 +43,9 @@ from titan_fp8.kernels.launch import kernel
 
 @gluon.jit
 def tile_of_ticket(ticket, offs_ptr, M, n_tiles):
-    """The tile of a ticket and its part, see `split_last_round`.
+    """The tile of a ticket and its part, as `split_last_round` returns them.
 
-    With groups the number of tiles is unknown until all group ends are read, so none is split.
+    With groups the number of tiles is unknown until all group ends are read, so no tile is split.
     """
     if offs_ptr is None:
         return split_last_round(ticket, gl.cdiv(M, 128) * n_tiles)
@@ -57,7 +57,8 @@ def tile_of_ticket(ticket, offs_ptr, M, n_tiles):
 def produce(products, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr):
     """The producer warp: finds the program's tiles and loads their blocks as stages become free.
 
-    `products`: the `Operands` of one product, or of two that are added up.
+    `products`: the `Operands` of one product, or of two that are added up. `sizes`: M, N, K, E, and
+    the stride between the blocks of A's scales.
     """
     M, N, K, E, lda = sizes
     STAGES: gl.constexpr = ring.a.shape[0]
@@ -72,6 +73,7 @@ def produce(products, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constex
     group, first, row_begin, row_end = group_of_tile(
         tile, zero - 1, zero, zero, zero, offs_ptr, M, E, n_tiles
     )
+    # Group E has the rows of no group, which become zero; past it there are no tiles.
     while group <= E:
         # TMA loads of a scale vector must start at a multiple of 16 bytes, which is 4 rows.
         top = row_begin // 4 * 4
@@ -90,10 +92,10 @@ def produce(products, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constex
             x = products[i]
             for k in range(blocks):
                 s = stage.index
-                # Both consumers have released the stage; in the first round nobody holds it.
+                # Wait until both consumers have released the stage; at first it is free.
                 mbarrier.wait(ring.empty.index(s), stage.phase ^ 1)
                 bar = ring.full.index(s)
-                # `full` completes when all bytes have arrived; the second wave is optional.
+                # `full` completes when all these bytes have arrived; wave 1 of B is optional.
                 mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
                 mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
                 tma_load(x.a, [row, k * 128], bar, ring.a.index(s))
@@ -118,7 +120,7 @@ def multiply(a, b, turn, turn_phase, CONSUMER: gl.constexpr):
     """One WGMMA of a wave, issued after the other consumer has issued its own.
 
     `turn` has a barrier for each consumer, at which the other one arrives when it has issued a
-    WGMMA. So the tensor cores alternate, and one consumer promotes while the other's WGMMA runs.
+    WGMMA. So the consumers alternate, and one promotes while the other's WGMMA runs.
     """
     mbarrier.wait(turn.index(CONSUMER), turn_phase)
     p = start_product(a, b)
@@ -136,7 +138,7 @@ def contract(
     right = gl.zeros([64, 128], gl.float32, WAVE)
     for k in range(blocks):
         i = stage.index
-        # All of the block's bytes have arrived.
+        # Wait until all bytes of the block have arrived.
         mbarrier.wait(ring.full.index(i), stage.phase)
         a = ring.a.index(i).slice(CONSUMER * 64, 64)
         sa = ring.sa.index(i).slice(CONSUMER * 64, 64)
@@ -150,7 +152,7 @@ def contract(
         p, turn_phase = multiply(a, ring.b.index(2 * i), turn, turn_phase, CONSUMER)
         left += p * s
         if WAVES == 2:
-            # Loading sa again is cheaper than a register that is live across the first wave.
+            # Loading sa again is cheaper than keeping it in registers across the first wave.
             s = gl.expand_dims(sa.load(ROWS), 1) * sb_values.index(sb + 16).load(WAVE)
             p, turn_phase = multiply(a, ring.b.index(2 * i + 1), turn, turn_phase, CONSUMER)
             # The WGMMAs have read the stage, and its scales are in registers: the producer may
@@ -215,8 +217,9 @@ def blockwise_fprop_dgrad_kernel(
 ):
     """Tiles of 128 x 256: two consumers of 64 rows each, two waves of 128 columns.
 
-    a2_desc to sb2_desc are the operands of a second product, or None. `launcher.c` takes tensors
-    and numbers only, so the operands are single arguments here and aggregates from here on.
+    a2_desc to sb2_desc are the operands of a second product, or None. `lda` is the stride between
+    the blocks of sa. `launcher.c` takes tensors and numbers only, so the kernel takes operands one
+    by one and makes aggregates of them.
     """
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], b_desc.layout)

@@ -42,7 +42,8 @@ from titan_fp8.kernels.launch import kernel
 def produce(operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constexpr):
     """The producer warp: finds the program's tiles and loads their blocks as stages become free.
 
-    Rowwise products have no scales per block, and their tiles count halves of blocks.
+    Rowwise products have no scales per block, and their tiles count halves of blocks. `sizes`: the
+    columns of A and B, N, K, E, and the strides between the blocks of A's and of B's scales.
     """
     width, N, K, E, lda, ldb = sizes
     STAGES: gl.constexpr = ring.b.shape[0]
@@ -75,15 +76,15 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constex
         )
         for i in range(block, block + blocks):
             s = stage.index
-            # Both consumers have released the stage; in the first round nobody holds it.
+            # Wait until both consumers have released the stage; at first it is free.
             mbarrier.wait(ring.empty.index(s), stage.phase ^ 1)
             bar = ring.full.index(s)
-            # `full` completes when all bytes have arrived; the second wave is optional.
+            # `full` completes when all these bytes have arrived; wave 1 of A is optional.
             mbarrier.expect(bar, BYTES + 2 * 128 * 128, pred=both)
             mbarrier.expect(bar, BYTES + 128 * 128, pred=both == 0)
             tma_load(operands.b, [column, i * 128], bar, ring.b.index(s))
             if ring.sa is not None:
-                # Scales are stored by columns: block i of all rows, then block i + 1.
+                # In memory the scales of block i of all rows are followed by those of block i + 1.
                 tma_load(operands.sb, [i * ldb + column], bar, ring.sb.index(s))
                 tma_load(operands.sa, [i * lda + row], bar, ring.sa.index(s))
             tma_load(operands.a, [row, i * 128], bar, ring.a.index(2 * s))
@@ -101,11 +102,11 @@ def contract(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
     lower = gl.zeros([64, 128], gl.float32, WAVE)
     for _ in range(blocks):
         i = stage.index
-        # All of the block's bytes have arrived.
+        # Wait until all bytes of the block have arrived.
         mbarrier.wait(ring.full.index(i), stage.phase)
         b = ring.b.index(i)
         p = start_product(ring.a.index(2 * i).slice(CONSUMER * 64, 64), b)
-        # In registers for both waves: the WGMMAs need nearly all of the shared-memory bandwidth.
+        # Read once for both waves: the WGMMAs need nearly all of the shared-memory bandwidth.
         sb = gl.expand_dims(ring.sb.index(i).load(COLUMNS), 0)
         sa = ring.sa.index(i)
         s = gl.expand_dims(sa.slice(CONSUMER * 64, 64).load(ROWS), 1)
@@ -128,7 +129,7 @@ def contract(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
 @gluon.jit
 def consume(c, ring, queue, buffers, CONSUMER: gl.constexpr):
     """A consumer warpgroup: computes and stores 64 rows of each wave of the tiles in the queue."""
-    # bf16 results have an epilogue buffer for each wave; FP32 ones share it (LAST is 0).
+    # bf16 results have an epilogue buffer for each wave (LAST is 1); FP32 waves share one (0).
     LAST: gl.constexpr = buffers.shape[0] // 2 - 1
     stage = pipeline_start()
     first = buffers.index(CONSUMER * (LAST + 1))
@@ -168,7 +169,11 @@ def blockwise_wgrad_kernel(
     BUFFERS: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer computes 64."""
+    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer computes 64.
+
+    `width` is the number of columns of A and B; lda and ldb are the strides between the blocks of
+    sa and of sb.
+    """
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b_desc.layout)
     sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 256], sa_desc.layout)

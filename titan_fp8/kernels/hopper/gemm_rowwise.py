@@ -1,10 +1,12 @@
 """The rowwise GEMMs, dense and grouped.
 
-The kernels (gemm_rowwise_kernels.py) have the structure of the blockwise ones. A dense product is
+The kernels (gemm_rowwise_kernels.py) have the structure of the blockwise ones. A dense product has
 one group of all tokens.
 
     rowwise_mm      fprop, dgrad   c[m] = a[m] b[e]ᵀ         M-grouped, scales per row
     rowwise_wgrad   wgrad          c[e] = a[:, e] b[:, e]ᵀ   K-grouped, scales per group and row
+
+b[e] is the weight of the group of token m; a[:, e] are the columns of the tokens of group e.
 
 Accumulation. fprop and dgrad use fast accumulation: the sums stay in the tensor cores, with about
 14 bits. wgrad uses slow accumulation, because it sums over all tokens of a batch and its error goes
@@ -21,8 +23,8 @@ from titan_fp8.kernels.hopper.gemm_blockwise import (
     MM_OPTIONS,
     WGRAD_OPTIONS,
     Launch,
-    first_ticket,
     matrix,
+    new_ticket_counter,
     run,
 )
 from titan_fp8.kernels.hopper.gemm_rowwise_kernels import (
@@ -66,7 +68,7 @@ def rowwise_wgrad(
 
     One scale per row, or per group and row: sa (N,) or (E, N), sb (K,) or (E, K). Slow accumulation
     (with groups, FP32 every 128 tokens). Returns (N, K), or (E, N, K) with zeros for empty groups.
-    The columns at which groups start follow from `offs`, `aligned` or not.
+    Groups start at multiples of 128 columns, `aligned` or not.
     """
     (n, width), k = a_NM.shape, b_KM.shape[0]
     c = a_NM.new_empty(*([] if offs is None else offs.shape), n, k, dtype=out_dtype)
@@ -85,7 +87,7 @@ def mm_launch(
     assert b.shape[-1] == k and b.numel() == groups * n * k and n % 16 == 0 and k % 16 == 0
     assert sa.shape == (m,) and sb.shape == b.shape[:-1]
     maps = _maps(m, groups * n, k, m, n, c_MN.itemsize)
-    ticket = None if offs is None else first_ticket(c_MN)
+    ticket = None if offs is None else new_ticket_counter(c_MN)
     args = (*_operands(a_MK, sa, b, sb, c_MN, maps), offs, ticket, m, n, k, groups)
     return rowwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
@@ -101,7 +103,7 @@ def wgrad_launch(
     assert sa.numel() == groups * n and sb.numel() == groups * k
     maps = _maps(n, k, width, groups * n, k, c_ENK.itemsize)
     args = _operands(a_NM, sa, b_KM, sb, c_ENK, maps)
-    ticket = None if offs is None else first_ticket(c_ENK)
+    ticket = None if offs is None else new_ticket_counter(c_ENK)
     args = (*args, offs, ticket, width, n, k, groups)
     return rowwise_wgrad_kernel, args, WGRAD_OPTIONS[c_ENK.itemsize]
 
@@ -110,6 +112,7 @@ def wgrad_launch(
 def _maps(
     a_rows: int, b_rows: int, contracted: int, c_rows: int, c_columns: int, itemsize: int
 ) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """How TMA accesses A, B and C, whose elements have `itemsize` bytes."""
     return (
         matrix(a_rows, contracted, 1),
         matrix(b_rows, contracted, 1),

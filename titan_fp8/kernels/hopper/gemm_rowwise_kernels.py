@@ -1,14 +1,15 @@
 """The rowwise GEMM kernels: fprop and dgrad M-grouped, wgrad K-grouped.
 
 Producers, ring, tile queue and epilogue are those of the blockwise kernels (`gemm_blockwise.py`).
-There are no scales per block: the scales of a tile, one per row and one per column, are read when
-the tile begins and multiplied in its epilogue. M-grouped consumers take no turns. They accumulate
-both waves in the tensor cores (fast accumulation), with one WGMMA in flight while the next is
-issued. wgrad promotes to FP32 every 128 tokens (slow accumulation).
+There are no scales per block. A consumer reads the scales of a tile, one per row and one per
+column, when the tile begins, and multiplies by them in the epilogue. M-grouped consumers take no
+turns. They accumulate both waves in the tensor cores (fast accumulation), with one WGMMA in flight
+while the next is issued. wgrad promotes to FP32 every 128 tokens (slow accumulation).
 
-Groups end at multiples of 16 rows, so tiles differ in work. A consumer without rows in a group's
-last tile skips it, wgrad skips the half of a group's last block that has no tokens, and M-grouped
-programs draw tickets, too. A dense product is one group whose tiles are known in advance.
+torchtitan pads groups to multiples of 16 rows, not of 128, so tiles differ in work. A consumer
+without rows in a group's last tile skips it, wgrad skips the half of a group's last block that has
+no tokens, and M-grouped programs draw tickets, too. A dense product is one group whose tiles are
+known in advance.
 """
 
 from triton.experimental import gluon
@@ -45,7 +46,7 @@ WIDE = gl.constexpr(
 )
 """Layout of the 64 x 256 accumulator that a consumer has for both waves."""
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""One column scale per thread: in the layout COLUMNS it would be 32, live over a whole tile."""
+"""One column scale per thread. In the layout COLUMNS a thread would hold 32 for the whole tile."""
 
 
 @gluon.jit
@@ -69,15 +70,15 @@ def accumulate(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr)
     """
     LAYOUT: gl.constexpr = WIDE if WAVES == 2 else WAVE
     sums = gl.zeros([64, WAVES * 128], gl.float32, LAYOUT)
-    # A value of its own: Triton does not carry an alias of `stage` through the loop.
+    # A new tensor, because Triton does not carry an alias of `stage` through the loop.
     before = gl.to_tensor(0)
     for i in range(blocks):
-        # All of the block's bytes have arrived.
+        # Wait until all bytes of the block have arrived.
         mbarrier.wait(ring.full.index(stage.index), stage.phase)
         a = ring.a.index(stage.index).slice(CONSUMER * 64, 64)
         b = ring.b.index(stage.index).slice(0, WAVES * 128)
         sums = warpgroup_mma(a, b.permute([1, 0]), sums, is_async=True)
-        # The previous WGMMA is done with its stage.
+        # The previous WGMMA has read its stage, so the producer may refill it.
         sums = warpgroup_mma_wait(1, [sums])
         mbarrier.arrive(ring.empty.index(before), count=1, pred=i > 0)
         before = stage.index
@@ -158,7 +159,7 @@ def rowwise_fprop_dgrad_kernel(
     empty = make_barriers(STAGES, 2)
     queue = make_tile_queue()
     fence_async_shared()
-    # Consumers read B of both waves as one box of 256 rows; the producer fills two boxes of 128.
+    # Consumers read both waves of B as one box of 256 rows; the producer fills two boxes of 128.
     ring = Ring(a_ring, None, b_ring, None, full, empty)
     halves = Ring(a_ring, None, as_boxes(b_ring, b_desc, 2 * STAGES), None, full, empty)
     products = (Operands(a_desc, None, b_desc, None),)
@@ -182,7 +183,7 @@ def rowwise_fprop_dgrad_kernel(
 def add_block(
     stage, upper, lower, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr, K: gl.constexpr
 ):
-    """Adds the product of the first K tokens of a block."""
+    """Promotes the product of the first K tokens of a block: adds it to the FP32 sums."""
     i = stage.index
     b = ring.b.index(i).slice(0, K, 1)
     a = ring.a.index(2 * i).slice(CONSUMER * 64, 64).slice(0, K, 1)
@@ -206,6 +207,7 @@ def add_up(halves, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
     upper = gl.zeros([64, 128], gl.float32, WAVE)
     lower = gl.zeros([64, 128], gl.float32, WAVE)
     for _ in range(halves // 2):
+        # Wait until all bytes of the block have arrived.
         mbarrier.wait(ring.full.index(stage.index), stage.phase)
         upper, lower = add_block(stage, upper, lower, ring, CONSUMER, WAVES, 128)
         stage = advance(stage, STAGES)
@@ -220,7 +222,7 @@ def add_up(halves, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
 @gluon.jit
 def consume_columns(c, sa_ptr, sb_ptr, ring, queue, buffers, CONSUMER: gl.constexpr):
     """A consumer warpgroup: computes and stores 64 rows of each wave of the K-grouped tiles."""
-    # bf16 results have an epilogue buffer for each wave; FP32 ones share it (LAST is 0).
+    # bf16 results have an epilogue buffer for each wave (LAST is 1); FP32 waves share one (0).
     LAST: gl.constexpr = buffers.shape[0] // 2 - 1
     stage = pipeline_start()
     first = buffers.index(CONSUMER * (LAST + 1))
@@ -266,7 +268,10 @@ def rowwise_wgrad_kernel(
     BUFFERS: gl.constexpr,
     BAND: gl.constexpr,
 ):
-    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer computes 64."""
+    """Tiles of 256 x 128: two waves of 128 rows, of which each consumer computes 64.
+
+    `width` is the number of columns of A and B.
+    """
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], a_desc.layout)
     b_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b_desc.layout)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2 * BUFFERS, 64, 128], c_desc.layout)

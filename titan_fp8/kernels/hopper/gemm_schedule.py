@@ -1,4 +1,4 @@
-"""What the FP8 GEMM kernels share; `gemm_blockwise.py` explains the whole.
+"""What the FP8 GEMM kernels share; `gemm_blockwise.py` explains their design.
 
 A kernel has three warp-specialised partitions: a producer warp and two consumer warpgroups. Two
 structures in shared memory connect them, both guarded by pairs of mbarriers:
@@ -9,11 +9,12 @@ structures in shared memory connect them, both guarded by pairs of mbarriers:
     tile queue  QUEUE_SLOTS slots, each with one `Tile`, and the same two barriers.
 
 A stage or slot is used again and again, so its barriers alternate between phases 0 and 1. Each
-partition keeps a `PipelineState`: the stage or slot that is next, and the phase to wait for. `full`
-is waited for in phase 0 first. `empty` is waited for with the phase flipped, so the first round
-finds every stage empty.
+partition keeps a `PipelineState`: the stage or slot that is next, and the phase to wait for.
+Consumers wait on `full` with this phase, 0 in the first round. The producer waits on `empty` with
+the phase flipped: waiting for phase 1 of a fresh barrier succeeds at once, so every stage is empty
+at first.
 
-Aggregates name values that belong together. They exist at compile time only.
+Aggregates group values that belong together. They exist at compile time only.
 """
 
 from typing import TYPE_CHECKING
@@ -90,7 +91,7 @@ class Output:
 class Ring:
     """Shared memory of A, B and their scales, and the barriers of each stage.
 
-    The operand whose halves are the two waves has two boxes per stage, at 2 * stage + wave.
+    The operand that differs between the two waves has two boxes per stage, at 2 * stage + wave.
     """
 
     a: gl.shared_memory_descriptor
@@ -112,7 +113,7 @@ class TileQueue:
 
 @aggregate
 class Tile:
-    """A tile of C, as the producer describes it to the consumers."""
+    """A tile of C, as the producer describes it to the consumers; starts at (row, column) of C."""
 
     row: gl.tensor
     row_begin: gl.tensor
@@ -176,7 +177,7 @@ def advance(state, COUNT: gl.constexpr):
 def publish_tile(queue, slot, tile):
     """Producer: pass a tile to the consumers. Returns the slot after it."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    # Both consumers have read what the slot held; in the first round it held nothing.
+    # Wait until both consumers have read what the slot held; at first it is free.
     mbarrier.wait(queue.empty.index(slot.index), slot.phase ^ 1)
     values = (
         tile.row, tile.row_begin, tile.row_end, tile.column, tile.blocks, tile.waves, tile.group,
@@ -198,6 +199,7 @@ def publish_end(queue, slot):
 @gluon.jit
 def receive_tile(queue, slot):
     """Consumer: the next tile, and the slot after it."""
+    # Wait until the producer has filled the slot.
     mbarrier.wait(queue.full.index(slot.index), slot.phase)
     tile = Tile(
         _field(queue, slot, 0), _field(queue, slot, 1), _field(queue, slot, 2),
@@ -216,7 +218,7 @@ def _field(queue, slot, FIELD: gl.constexpr):
 
 @gluon.jit
 def next_ticket(ticket_ptr, ticket):
-    """The program's next ticket: drawn from a counter, or without one the next of a fixed share.
+    """The program's next ticket: from a counter if there is one, else every num_programs-th.
 
     A counter balances the load where groups make some tiles take longer than others.
     """
@@ -243,7 +245,7 @@ def split_last_round(ticket, tiles):
 def in_bands(tile, m_tiles, n_tiles, BAND: gl.constexpr):
     """(m, n) of a group's tile: column by column within bands of BAND rows of tiles.
 
-    The tiles in flight then share rows of A and columns of B in the L2 cache.
+    Programs then work on tiles that share rows of A and columns of B, which stay in the L2 cache.
     """
     tiles_in_band = BAND * n_tiles
     band = tile // tiles_in_band
@@ -264,7 +266,7 @@ def start_product(a, b):
 def store_wave(c, buffer, wave, tile, row, column, PENDING: gl.constexpr):
     """Store a wave to C at (row, column), but only rows that the tile may store.
 
-    `buffer` is free when at most PENDING TMA stores, those from other buffers, are in flight.
+    `buffer` is free once at most PENDING TMA stores are in flight, which are from other buffers.
     """
     result = wave.to(c.desc.dtype)
     if (row >= tile.row_begin) & (row + 64 <= tile.row_end):
@@ -273,7 +275,7 @@ def store_wave(c, buffer, wave, tile, row, column, PENDING: gl.constexpr):
         fence_async_shared()
         tma_store(c.desc, [row, column], buffer)
     else:
-        # Callers count stores in flight as if every wave left by TMA. Waiting for all is safe.
+        # PENDING counts as if every wave were stored by TMA. This one is not: wait for all stores.
         tma.store_wait(0)
         rows = row + gl.arange(0, 64, ROWS)
         may_store = (rows >= tile.row_begin) & (rows < tile.row_end)

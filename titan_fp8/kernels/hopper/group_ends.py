@@ -1,16 +1,16 @@
 """Where the kernels read the group ends `offs` (E,), on the device.
 
-The CPU never learns the sizes of groups: it launches as many programs as any sizes may need, or
-persistent ones, and each program finds out here which group its tile is in. Ends beyond M count as
-M. Rows past the last end form a pseudo-group, number E: GEMMs write zeros there, and quantisers
-write their rows but no columns.
+The CPU never knows the sizes of groups. It launches persistent programs, or as many as any sizes
+may need, and each program finds out here which group its tile is in. Ends beyond M count as M. Rows
+past the last end form a pseudo-group, number E: GEMMs write zeros there, and quantisers write their
+rows but no columns.
 
     group_of_tile   GEMM, fprop and dgrad: walks from group to group until it reaches the tile's
     next_group      GEMM, wgrad: from one group to the next
     locate          quantisers: finds the tile by prefix sums over all groups
 
 In the transposed copies of the quantisers each group starts at a column that is a multiple of 128,
-so no tile has tokens of two groups and every store starts at the same place of a memory line.
+so no tile has tokens of two groups, and stores are aligned to lines of 128 bytes.
 """
 
 import functools
@@ -23,7 +23,7 @@ from titan_fp8.layouts import BLOCK, cdiv
 
 @gluon.jit
 def group_of_tile(tile, group, first, row_begin, row_end, offs_ptr, M, E, n_tiles):
-    """The group that a tile of a GEMM is in; starts at `group`, whose first tile is `first`.
+    """Finds the group that a tile is in, by walking on from `group`, whose first tile is `first`.
 
     Returns the group, its first tile, its first row and its end row. A group has `n_tiles` tiles
     for each 128 of its rows, counted from its first row rounded down to a multiple of 4: TMA loads
@@ -78,14 +78,14 @@ def locate(
     tile, offs, M, MT, E,
     TOKENS: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """The place of a tile of TOKENS columns of the transposed copy, and its group.
+    """Where a tile of TOKENS tokens is in x and in the transposed copy, and its group.
 
     Tiles are numbered group by group, from the first column of each. GROUPS is a power of two not
     below E, or 0 without groups. ALIGNED: the first rows of groups are multiples of 128, as their
     first columns always are; TOKENS then divides 128.
 
-    Returns the row and the column of the tile's first token; the rows from there to the group's end
-    and the columns to the copy's end, either may exceed TOKENS; and the group.
+    Returns the row and the column of the tile's first token, the number of rows from there to the
+    end of the group and of columns to the end of the copy (both may exceed TOKENS), and the group.
     """
     row = tile * TOKENS
     if GROUPS == 0:
@@ -95,7 +95,7 @@ def locate(
         group = gl.where(row < gl.load(offs + E - 1), 0, E)
         return row, row, M - row, MT - row, group
     else:
-        # Each lane has one group: its rows, ends cut to M, its width in columns and its tiles.
+        # Element g of these vectors belongs to group g: its rows, cut to M, columns and tiles.
         g = gl.arange(0, GROUPS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         end = gl.load(offs + g, mask=g < E, other=0)
         begin = gl.load(offs + g - 1, mask=(g > 0) & (g < E), other=0)
@@ -118,6 +118,6 @@ def locate(
 
 
 def tiles_of(width: int, groups: int, tokens: int) -> int:
-    """The number of tiles that `locate` may have to find, those of the pseudo-group included."""
+    """The largest number of tiles that groups of any sizes need, with those of the pseudo-group."""
     ragged = 0 if BLOCK % tokens == 0 else groups
     return cdiv(width + (BLOCK if groups else 0), tokens) + ragged

@@ -1,12 +1,12 @@
 """Blockwise quantisers: 1x128, 128x1, both from one read, and 128x128 in either layout.
 
-A program takes a tile of 128 tokens by 128 channels, which contains the blocks of all its scales.
-So x is read once, whatever is written. `quantize_tile.py` explains how tiles are held and
-transposed, `quantize_cast.py` how values are scaled and cast.
+A program has a tile of 128 tokens by 128 channels, which consists of whole blocks of every kind. So
+x is read once, whatever is written. `quantize_tile.py` explains how tiles are held and transposed,
+`quantize_cast.py` how values are scaled and cast.
 
-Programs that write only the transposed copy are numbered along the tokens, because these are
-neighbours in its rows (3 to 5 % faster). With both layouts they are numbered along the channels
-(up to 2 % faster).
+Programs that write only the transposed copy are numbered along the tokens, which are neighbours in
+the rows of the copy (3 to 5 % faster). Those that write both layouts are numbered along the
+channels (up to 2 % faster).
 
 docs/benchmarks.md has the times, docs/log.md what else was tried.
 """
@@ -51,12 +51,12 @@ ROWS = {
     2: (tile_layout((4, 4), (2, 16), (4, 1)), 4),
     1: (tile_layout((8, 4), (1, 32), (4, 1)), 4),
 }
-"""PACK (2: bf16, 1: FP32) -> layout of a tile whose rows are quantised, and warps."""
+"""PACK (2: bf16, 1: FP32) -> layout of a tile whose rows alone are quantised, and its warps."""
 SQUARE = {
     2: (tile_layout((4, 4), (2, 16), (16, 1)), 16),
     1: (tile_layout((16, 4), (1, 32), (8, 1)), 8),
 }
-"""PACK -> layout of a 128x128 tile, and warps."""
+"""PACK -> layout of a 128x128 tile, and its warps."""
 ROWS_MAXNREG = 128
 """For bf16 tiles whose rows and columns are quantised: four programs on an SM take 1 to 2 % less
 time than six of 80 registers."""
@@ -69,9 +69,9 @@ def quantize_rows(
 ):  # fmt: skip
     """Quantises rows of the tile that starts at `row`, in block number `block` of 128 channels.
 
-    FIRST_PLACE: see `tokens_of`. S: the stride of the scales' blocks. SHARE: one thread computes
-    the scale of a row and hands it to the others through shared memory; else each thread that holds
-    a part of the row computes it.
+    FIRST_PLACE: see `tokens_of`. S: the stride between the blocks of the scales. SHARE: one thread
+    computes the scale of a row and passes it to the others through shared memory. Otherwise each
+    thread that holds a part of the row computes it.
     """
     WORDS: gl.constexpr = words.type.layout
     tokens: gl.constexpr = gl.SliceLayout(1, WORDS)
@@ -90,11 +90,11 @@ def quantize_columns(
     PACK: gl.constexpr, SCALE_FMT: gl.constexpr, MASK_AMAX: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Quantises the columns of a part of 128 places, by the channels from `word` on, transposed.
+    """Quantises the columns of a part: 128 places by the channels of its words, from `word` on.
 
-    Of its tokens the first `tokens` count; the others become zeros in the first `columns` columns.
-    MASK_AMAX: the part may hold values of tokens of no group (`in_group` false, `tokens` 0), which
-    must not affect the scales.
+    Writes the first `columns` columns of the transposed copy from `column` on: the first `tokens`
+    tokens, then zeros. MASK_AMAX: the part may hold values of tokens of no group (`in_group` false,
+    `tokens` 0), which must not affect the scales.
     """
     words = transpose(part, TRANSPOSED)
     amax = amax_words(words, 1, PACK)
@@ -116,7 +116,7 @@ def quantize_1x128_kernel(
     x, q, s, M, KW, S, blocks,
     PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Some rows of one block of 128 channels."""
+    """Some rows of one block of 128 channels, in registers from the load to the cast."""
     block = gl.program_id(0) % blocks
     row = gl.program_id(0) // blocks * WORDS.shape[0]
     words = load_words(x, row, M - row, block * WORDS.shape[1], KW, WORDS)
@@ -129,7 +129,11 @@ def quantize_128x1_t_kernel(
     PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WITH_ROWS: gl.constexpr,
     GROUPS: gl.constexpr, ALIGNED: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
-    """The columns of a tile of 128 tokens by 128 channels, and WITH_ROWS its rows."""
+    """The columns of a tile of 128 tokens by 128 channels, and with WITH_ROWS its rows.
+
+    The whole tile is loaded to shared memory, then its columns and rows are quantised from there in
+    parts that fit into registers.
+    """
     if WITH_ROWS:
         tile = gl.program_id(0) // blocks
         block = gl.program_id(0) % blocks
@@ -163,7 +167,7 @@ def quantize_128x1_t_kernel(
 def quantize_128x128_kernel(
     w, q, s, N, KW, S, PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr
 ):
-    """One 128x128 tile of an expert, in registers from the maximum to the cast."""
+    """One 128x128 tile of an expert's weight, in registers from the load to the cast."""
     block = gl.program_id(0)
     row = gl.program_id(1) * 128
     expert = gl.program_id(2).to(gl.int64)
@@ -180,7 +184,7 @@ def quantize_128x128_t_kernel(
     w, q_t, s_t, N, K, KW, S,
     PACK: gl.constexpr, SCALE_FMT: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
-    """The same, transposed: the tile waits in shared memory and passes through registers twice."""
+    """The same, transposed: the tile stays in shared memory and is read in parts, twice."""
     row = gl.program_id(0) * 128
     block = gl.program_id(1)
     expert = gl.program_id(2).to(gl.int64)
@@ -193,7 +197,7 @@ def quantize_128x128_t_kernel(
     start_load(words, w + expert * N * KW, 0, row, N - row, word, KW, LOAD)
     wait_for_loads()
 
-    # The maximum, some rows at a time.
+    # First pass: the maximum, some rows at a time.
     most = magnitudes(words.slice(0, HEIGHT).load(LAYOUTS.rows), PACK)
     for place in gl.static_range(HEIGHT, 128, HEIGHT):
         part = words.slice(place, HEIGHT).load(LAYOUTS.rows)
@@ -201,7 +205,7 @@ def quantize_128x128_t_kernel(
     scale, r = scale_of(gl.max(row_amax(most, PACK), 0), SCALE_FMT)
     gl.store(s_t + (expert * gl.num_programs(1) + block) * S + gl.program_id(0), scale)
 
-    # The casts, some channels at a time. Rows past N are zeros and need no mask.
+    # Second pass: the casts, some channels at a time. Rows past N are zeros and need no mask.
     r = gl.full([1, 1], 0.0, gl.float32, TRANSPOSED) + r
     mask = gl.full([1, 1], -1, gl.int8, TRANSPOSED)
     q_t += expert * K * N
@@ -214,7 +218,7 @@ def quantize_128x128_t_kernel(
 
 
 def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
-    """New 1x128 scales (rows, blocks) on x's device, in their layout (`layouts.py`)."""
+    """Uninitialised 1x128 scales (rows, blocks) on x's device, laid out as in `layouts.py`."""
     blocks = cdiv(columns, BLOCK)
     if rows % 4:
         return x.new_empty(blocks, round_up(rows, 4), dtype=torch.float32)[:, :rows].t()
@@ -223,7 +227,7 @@ def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scales_128x128(w: Tensor, rows: int, columns: int) -> Tensor:
-    """New 128x128 scales (..., row blocks, column blocks) for w (..., N, K), in their layout."""
+    """Uninitialised 128x128 scales (..., row blocks, column blocks) for w (..., N, K)."""
     n, k = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
     s = w.new_empty(*w.shape[:-2], n, round_up(k, 4), dtype=torch.float32)
     return s[..., :k] if k % 4 else s
@@ -261,7 +265,7 @@ def quantize_1x128_128x1_t(
 def _quantize_columns(
     x: Tensor, with_rows: bool, offs: Tensor | None, aligned: bool, scale_fmt: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, s of the rows (meaningless unless `with_rows`), then q, s of the columns."""
+    """q and s of the rows (not theirs unless `with_rows`), then q and s of the columns."""
     m, k = x.shape
     width = transposed_width(m, offs, aligned, BLOCK)
     blocks = cdiv(k, BLOCK)

@@ -1,18 +1,18 @@
 """Arithmetic of the quantiser kernels: absolute maxima, scales, casts to FP8.
 
 Kernels read tensors as 32-bit words: one FP32 channel or two bf16 channels, the even one in the low
-half (PACK = 1 or 2 channels per word). From the maxima to the casts a thread keeps its words in
-registers and unpacks them anew for each cast. The casts are inline PTX, which keeps unpack,
-multiply and convert of a value together. The compiler alone unpacks the whole tile first and needs
-100 more registers per thread.
+half (PACK = 1 or 2 channels per word). From the maxima to the casts a thread keeps its words packed
+in registers and unpacks them anew for each cast. The casts are inline PTX, which keeps unpack,
+multiply and convert of a value together. Without it the compiler unpacks the whole tile first and
+needs 100 more registers per thread.
 
-Maxima are taken over the bits of |x| as integers, two bf16 values at a time. Integer order is the
-order of magnitudes, with NaN above Inf, so a NaN wins without a special case. `max.NaN` would be
-another way, but Triton lowers it incorrectly beside transposed byte stores (triton#11111).
+Maxima are taken over the bits of |x| as integers, two bf16 values at a time. Integers have the
+order of the magnitudes, with NaN above Inf, so a NaN wins without a special case. `max.NaN` would
+do, too, but Triton lowers it incorrectly beside transposed byte stores (triton#11111).
 
 s = amax / 448 and r = 1 / s are correctly rounded: an approximation and one fused correction each,
 as in `div.rn`, without its slow path, which amax >= 1e-12 never needs. Inf and NaN skip the
-correction. tests/gpu/test_quantize.py compares every significand with the true divisions. For
+correction. tests/gpu/test_quantize.py compares every significand with the true quotient. For
 power-of-two scales ("ue8m0") s is rounded up to the next power of two.
 """
 
@@ -39,8 +39,8 @@ UE8M0 = gl.constexpr(SCALE_FMTS["ue8m0"])
 def _cast_ptx(unpack: str, reciprocals: str, last: str = "") -> gl.constexpr:
     """PTX that casts four values to four bytes in $0.
 
-    `unpack` moves the values, FP32, into x0 to x3. `reciprocals` names the operands that hold their
-    factors, `last` runs at the end.
+    `unpack` puts the values as FP32 into x0 to x3. `reciprocals` names the operands with the
+    factors of the four; `last` runs at the end.
     """
     scaled = "".join(f"mul.rn.f32 x{i}, x{i}, {r};" for i, r in enumerate(reciprocals.split()))
     return gl.constexpr(
@@ -58,8 +58,8 @@ def _for_each_word(op: str, operand: str = "") -> str:
 _RECIPROCALS = "$5 $6 $7 $8"
 _MASK = "and.b32 $0, $0, $9;"
 ROWS_FP32 = _cast_ptx(_for_each_word("mov.b32"), _RECIPROCALS)
-# With prmt, because the casts of columns shift and mask the same words: ptxas would keep the
-# results of these for both, in registers.
+# Unpacked by prmt, because the casts of columns shift and mask the same words: with the same
+# instructions here, ptxas would share the results and keep them in registers.
 ROWS_BF16 = _cast_ptx(
     "".join(f"prmt.b32 x{i}, ${i // 2 + 1}, 0, {(0x1044, 0x3244)[i % 2]};" for i in range(4)),
     "$3 $3 $4 $4",
@@ -130,8 +130,9 @@ def scale_of(amax, SCALE_FMT: gl.constexpr = FP32):
     amax = gl.maximum(amax, AMAX_MIN)
     finite = amax < INF
     if SCALE_FMT == UE8M0:
-        # 448 is 1.75 · 2^8: a significand above 1.75 carries into the exponent, which then drops by
-        # 8. The quotient amax / 448 rounds to a power of two only where it is not above one.
+        # 448 is 1.75 · 2^8. The sum carries into the exponent if the significand is above 1.75.
+        # Then the exponent drops by 8. Rounding amax / 448 to FP32 first, as the reference does,
+        # gives the same: no quotient above a power of two is rounded down to it.
         power = ((amax + 0x1FFFFF) & 0x7F800000) - (8 << 23)
         s = gl.where(finite, power, amax).to(gl.float32, bitcast=True)
     else:
@@ -142,7 +143,7 @@ def scale_of(amax, SCALE_FMT: gl.constexpr = FP32):
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
     )
     if SCALE_FMT == UE8M0:
-        return s, r  # Of a power of two the approximation is exact; GPU tests check each of them.
+        return s, r  # For powers of two the approximation is exact; GPU tests check each of them.
     else:
         return s, gl.where(finite, gl.fma(gl.fma(-s, r, 1.0), r, r), r)
 
@@ -164,7 +165,7 @@ def cast_rows(words, r, PACK: gl.constexpr):
 def cast_columns(words, r, mask, i: gl.constexpr, PACK: gl.constexpr):
     """Channel i of words (words, tokens) times r, cast to FP8.
 
-    `mask` holds bytes, all ones or, where the result is to be zero, all zeros.
+    `mask` holds a byte for each result: -1 to keep it, 0 to make it zero.
     """
     bf16_asm: gl.constexpr = COLUMNS_EVEN if i == 0 else COLUMNS_ODD
     asm: gl.constexpr = COLUMNS_FP32 if PACK == 1 else bf16_asm
@@ -174,7 +175,7 @@ def cast_columns(words, r, mask, i: gl.constexpr, PACK: gl.constexpr):
 
 
 FP8_WORDS = {2: torch.int16, 1: torch.int8}
-"""PACK -> the integer type of as many FP8 values."""
+"""PACK -> the integer type that holds as many FP8 values."""
 
 
 def as_words(x: Tensor) -> tuple[Tensor, torch.dtype]:
@@ -185,6 +186,9 @@ def as_words(x: Tensor) -> tuple[Tensor, torch.dtype]:
 def words_of(
     x: Tensor, q: Tensor
 ) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype], int]:
-    """x as int32 words, the FP8 tensor q in integers of one word's values, and PACK."""
+    """The kernel arguments for x, as int32 words, and for its FP8 copy q, and PACK.
+
+    An element of q as a kernel argument is an integer with the FP8 values of one word.
+    """
     pack = 4 // x.itemsize
     return as_words(x), (q, FP8_WORDS[pack]), pack

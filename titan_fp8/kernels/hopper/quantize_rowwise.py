@@ -1,7 +1,7 @@
 """Rowwise quantisers of rows: one scale per row.
 
-A program holds whole rows, at least four 16-byte loads per thread, so it reads x once. Rows of more
-than 32768 words (128 KiB) do not fit into registers and are read twice.
+A program holds whole rows in registers, at least four 16-byte loads per thread, so it reads x once.
+Rows of more than 32768 words (128 KiB) do not fit into registers and are read twice.
 
 `quantize_rowwise_columns.py` quantises columns.
 """
@@ -26,12 +26,12 @@ from titan_fp8.kernels.launch import kernel
 from titan_fp8.layouts import E4M3, cdiv
 
 MAX_ROW_WORDS = 32768
-"""The longest row that a program holds."""
+"""The words of the longest row that a program holds."""
 
 
 @kernel(do_not_specialize=["R"])
 def quantize_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
-    """Whole rows in registers."""
+    """Whole rows, in registers from the load to the cast."""
     row = gl.program_id(0) * WORDS.shape[0]
     words = load_words(x, row, R - row, 0, KW, WORDS)
     scale, r = scale_of(row_amax(words, PACK))
@@ -42,7 +42,7 @@ def quantize_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr)
 
 @kernel(do_not_specialize=["R"])
 def quantize_long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.constexpr):
-    """Rows in parts: one pass for the maxima, one for the casts."""
+    """Long rows, part by part: one pass for the maxima, one for the casts."""
     row = gl.program_id(0) * WORDS.shape[0]
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
     for word in range(0, KW, WORDS.shape[1]):

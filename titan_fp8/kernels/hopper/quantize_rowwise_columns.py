@@ -1,12 +1,12 @@
 """Rowwise quantisers of columns, written transposed: one scale per column, or per group and column.
 
-A scale stands for all tokens of a group, far more than a program holds. Without groups one kernel
+A scale covers all tokens of a group, far more than a program can hold. Without groups one kernel
 reads x once and its programs exchange maxima (`quantize_rowwise_one_pass.py`), unless x has too
-many rows for that. Otherwise x is read twice, by two kernels:
+many rows for that. Otherwise two kernels read x, one after the other:
 
 1. quantize_column_amax_kernel takes the maxima of some tokens in registers and combines them with
-   those of the group by `atomic_max`. If the rows are to be quantised as well, it holds whole rows
-   and does that too.
+   those of the group by `atomic_max`. If the rows are to be quantised as well, its programs hold
+   whole rows and quantise them, too.
 2. quantize_column_cast_kernel casts and transposes tiles (`quantize_tile.py`), the last tiles
    first, because these are still in the L2 cache. It also writes the scales.
 """
@@ -52,14 +52,14 @@ from titan_fp8.kernels.launch import kernel
 from titan_fp8.layouts import E4M3, ROW_ALIGNMENT, cdiv, transposed_width
 
 AMAX_TOKENS = 256
-"""Tokens of which a program takes the maxima of some columns."""
+"""Tokens per program that takes the maxima of some columns."""
 AMAX_LAYOUT = tile_layout((1, 4), (1, 32), (4, 1), (8, 1))
-"""Holds 32 of them at a time."""
+"""The layout of 32 of them, which a program holds at a time."""
 AMAX_WARPS = 4
 ROW_AMAX_TOKENS = 32
-"""Tokens of which a program takes the maxima of all columns and quantises the rows."""
+"""Tokens per program that takes the maxima of all columns and also quantises the rows."""
 ROW_AMAX_WORDS = 8192
-"""The longest row of these: the registers hold it, the next row and the maxima."""
+"""The words of its longest rows: registers hold a row, the next one and the maxima."""
 
 
 @kernel(do_not_specialize=["M", "E", "tiles"])
@@ -68,7 +68,7 @@ def quantize_column_amax_kernel(
     PACK: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
     WORDS: gl.constexpr,
 ):  # fmt: skip
-    """Column maxima of TOKENS tokens; with ROWS (a program has whole rows) also their q and s."""
+    """Column maxima of TOKENS tokens; with ROWS, q and s of the rows, which a program has whole."""
     pid = gl.program_id(0)
     word = pid // tiles * WORDS.shape[1]
     row, _, rows, _, group = locate(pid % tiles, offs, M, MT, E, TOKENS, GROUPS, False)
@@ -78,7 +78,7 @@ def quantize_column_amax_kernel(
     x += gl.program_id(1).to(gl.int64) * M * KW
     amax += (gl.program_id(1) + group).to(gl.int64) * K
     most = gl.full(WORDS.shape, 0, gl.int32, WORDS)
-    # The next words are loaded before these are used, so that their latency is hidden.
+    # The next words are loaded before the current ones are used, which hides their latency.
     ahead = load_words(x, row, rows, word, KW, WORDS)
     for i in range(0, rows, WORDS.shape[0]):
         words = ahead
@@ -100,7 +100,7 @@ def quantize_column_cast_kernel(
     PACK: gl.constexpr, GROUPS: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
     """Casts a tile by the column maxima of its group; tile e also writes the scales of group e."""
-    # The first kernel ended with the last tiles: they come first.
+    # The first kernel has read the last tiles last, so they come first here.
     pid = gl.num_programs(0) - 1 - gl.program_id(0)
     LOAD: gl.constexpr = LAYOUTS.load
     TRANSPOSED: gl.constexpr = LAYOUTS.transposed
@@ -115,7 +115,7 @@ def quantize_column_cast_kernel(
     tokens = gl.where(group < E, rows, 0)
     words = gl.allocate_shared_memory(gl.int32, LOAD.shape, LAYOUTS.shared)
     start_load(words, x + expert * M * KW, 0, row, tokens, word, KW, LOAD)
-    # While the tile is on its way, the scales.
+    # While the tile is loaded, tile e computes and writes the scales of group e.
     if tile < E:
         of_group = tile.to(gl.int64) * K
         for w in gl.static_range(0, WIDTH, PART_WORDS):
@@ -132,14 +132,18 @@ def quantize_column_cast_kernel(
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a tensor (..., M, K), and the groups that they are in."""
+    """The tokens of a tensor (..., M, K), and the groups that they are in.
+
+    Attributes:
+        offs, m: the group ends, and M.
+        width: the columns of the transposed copy.
+        experts: the number of matrices, the product of the leading dimensions.
+    """
 
     offs: Tensor | None
     m: int
     width: int
-    """Columns of the transposed copy."""
     experts: int
-    """Matrices, the product of the leading dimensions."""
 
     @property
     def groups(self) -> int:
@@ -148,18 +152,18 @@ class _Tokens(NamedTuple):
 
     @property
     def scales(self) -> int:
-        """Scales of a column."""
+        """The number of scales of each column."""
         return 1 if self.offs is None else self.groups
 
 
 def _launch_amax(
     x: Tensor, amax: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Takes the maxima of the columns of x; with `rows`, writes q and s of its rows."""
+    """Computes the maxima of the columns of x, and writes `rows`, q and s of its rows, if given."""
     k, pack = x.shape[-1], 4 // x.element_size()
     if rows is None:
         layout, warps, tile_tokens = AMAX_LAYOUT, AMAX_WARPS, AMAX_TOKENS
-        q, s = (x, torch.int32), amax  # Not written.
+        q, s = (x, torch.int32), amax  # Placeholders, which are not written.
     else:
         layout, warps = row_layout(k // pack)
         tile_tokens = ROW_AMAX_TOKENS
@@ -177,7 +181,7 @@ def _launch_cast(x: Tensor, amax: Tensor, q_t: Tensor, s_t: Tensor, tokens: _Tok
     """Casts x by the maxima of its columns and writes their scales."""
     k, pack = x.shape[-1], 4 // x.element_size()
     layouts, warps = TILES[pack]
-    # Tile e writes the scales of group e, so there is a tile for each group at least.
+    # Tile e writes the scales of group e, so each group needs a tile, even one without tokens.
     tiles = max(tokens.scales, tiles_of(tokens.width, tokens.groups, 128))
     blocks = cdiv(k // pack, layouts.load.shape[1])
     quantize_column_cast_kernel[(tiles * blocks, tokens.experts)](
@@ -190,7 +194,7 @@ def _launch_cast(x: Tensor, amax: Tensor, q_t: Tensor, s_t: Tensor, tokens: _Tok
 def _quantize_in_two_passes(
     x: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantises the columns of x: q (..., K, Mt) and s; with `rows`, writes its rows' q and s."""
+    """q (..., K, Mt) and s of the columns of x. `rows`: q and s of its rows, to be written."""
     *lead, _, k = x.shape
     groups = () if tokens.offs is None else tuple(tokens.offs.shape)
     q_t = x.new_empty(*lead, k, tokens.width, dtype=E4M3)
@@ -213,7 +217,7 @@ def quantize_col_t(
 ) -> tuple[Tensor, Tensor]:
     """Quantises x (M, K) with one scale per column and group, transposed.
 
-    q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zeros.
+    q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zero columns.
     """
     tokens = _tokens_of(x, offs, aligned)
     if offs is None and fits_one_pass(tokens.width, x.device):
@@ -231,7 +235,7 @@ def quantize_row_col_t(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
     if x.shape[1] * x.element_size() > 4 * ROW_AMAX_WORDS:
-        # The first kernel cannot hold a whole row.
+        # The first kernel could not hold a whole row.
         return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
     q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
     q_t, s_t = _quantize_in_two_passes(x, _tokens_of(x, offs, aligned), (q, s))

@@ -1,14 +1,14 @@
-"""Rowwise quantiser of columns without groups (above all of weights), which reads x once.
+"""Rowwise quantiser of columns without groups (mostly of weights), which reads x once.
 
-A scale stands for all tokens of a column, far more than a program holds. A stripe is 32 words of
-channels; each of its programs holds one tile, half of it in shared memory and half in registers,
-publishes its column maxima in global memory, waits until all programs of the stripe have published
-theirs, and casts its tile.
+A scale covers all tokens of a column, far more than a program can hold. The columns are cut into
+stripes of 32 words, and a stripe into tiles, one per program. A program holds its tile, half in
+shared memory and half in registers, publishes the maxima of its columns in global memory, waits
+until all programs of the stripe have published theirs, and casts its tile.
 
 CUDA promises no order of programs, and other kernels may hold most SMs, so the programs of a stripe
-may not be on the GPU at the same time. The wait is therefore bounded: a program that gives up skips
+may not be on the GPU at the same time. The wait is therefore bounded. A program that gives up skips
 its tile, and the last program of the stripe to publish casts the skipped tiles. So the kernel ends
-whatever the GPU runs beside it, and needs no second launch. tests/kernels/test_column_protocol.py
+whatever else runs on the GPU, and needs no second launch. tests/kernels/test_column_protocol.py
 checks the protocol in every order of steps.
 """
 
@@ -42,17 +42,17 @@ from titan_fp8.kernels.launch import kernel, multiprocessors
 from titan_fp8.layouts import E4M3, cdiv, round_up
 
 PARTS = 2
-"""Parts of 128 tokens that a program keeps in shared memory; it keeps as many in registers."""
+"""Parts of 128 tokens that a program keeps in shared memory. It keeps as many in registers."""
 TILE_TOKENS = 2 * PARTS * 128
-"""Tokens of a tile, which has PART_WORDS words of each."""
+"""Tokens of a tile, of which it has PART_WORDS words each."""
 LAYOUTS = TileLayouts(SHARED, tile_layout((1, 4), (4, 8), (4, 1), (8, 1)), None, *column_layouts(4))
 WARPS = 4
 MAXNREG = 96
-"""For five programs on an SM."""
+"""Registers per thread with which five programs fit on an SM."""
 POLLS = 128
 """Polls before a program gives up, each after a pause of about 0.6 us."""
 SKIP = gl.constexpr(1 << 16)
-"""What a program that gives up adds to its stripe's counter; more than a stripe has programs."""
+"""What a program that gives up adds to the counter of its stripe: more than that has programs."""
 LINE = gl.constexpr(32)
 """int32 numbers in a line of the L2 cache."""
 
@@ -62,10 +62,10 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @gluon.jit
 def publish_amax(amax, most, word, K, publishes, PACK: gl.constexpr):
-    """Combines words of maxima, of the channels from `word` on, into amax (K,), if `publishes`.
+    """If `publishes`, combines `most`, words of maxima from `word` on, into amax (K,).
 
-    The maxima are the bits of magnitudes, so `atomic_max` on integers does it, in any order with
-    the same result. Before that, neighbouring lanes get neighbouring channels, so that one
+    The maxima are the bits of magnitudes, so `atomic_max` on integers combines them, with the same
+    result in any order. Before that, neighbouring lanes get neighbouring channels, so that one
     transaction serves the eight maxima of a 32-byte sector (eight times as fast).
     """
     WORDS: gl.constexpr = most.shape[0]
@@ -81,9 +81,9 @@ def publish_amax(amax, most, word, K, publishes, PACK: gl.constexpr):
 
 @gluon.jit
 def load_amax(amax, word, KW, valid, PACK: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """The maxima of the first and of the last channel of words, as bits; zeros unless `valid`.
+    """The maxima of the first and of the last channel of each word, as bits; zeros unless `valid`.
 
-    Read from the L2 cache: the L1 cache may hold values from before other programs published.
+    Read from the L2 cache, because the L1 cache may hold values that other programs have changed.
     """
     j = gl.arange(0, TRANSPOSED.shape[0], gl.SliceLayout(1, TRANSPOSED))
     channel = amax + (word + j) * PACK
@@ -106,10 +106,10 @@ def cast_part(
     part, amax, q_t, tokens, column, columns, word, K, MT,
     PACK: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Casts a part of 128 places, by the channels from `word` on, into q_t (K, MT).
+    """Casts a part, 128 places by the channels of its words, from `word` on, into q_t (K, MT).
 
-    `amax` is from `load_amax`. Of the tokens the first `tokens` count; the others become zeros in
-    the first `columns` columns from `column` on.
+    `amax` is from `load_amax`. Writes the first `columns` columns from `column` on: the first
+    `tokens` tokens, then zeros.
     """
     words = transpose(part, TRANSPOSED)
     t = gl.arange(0, TRANSPOSED.shape[1], gl.SliceLayout(0, TRANSPOSED))
@@ -131,17 +131,17 @@ def pause():
 
 @gluon.jit
 def record_size(tiles):
-    """int32 numbers of a stripe's record: its counter and a flag for each tile, in whole lines."""
+    """The int32 numbers in a stripe's record, a counter and a flag per tile, in whole lines."""
     return (tiles + LINE) // LINE * LINE
 
 
-# Not inlined: its addresses would take registers from the path of all programs.
+# Not inlined, because its addresses would take registers from all programs.
 @gluon.jit(noinline=True)
 def _cast_skipped_tiles(
     x, amax_of_stripe, flags, q_t, tiles, word, M, MT, K, KW,
     PACK: gl.constexpr, PARTS: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
-    """Casts the tiles of a stripe whose flag is 1, which it reads once more, 128 tokens at a time.
+    """Casts the skipped tiles of a stripe (flag 1), which it loads again, 128 tokens at a time.
 
     `x` and `q_t` point to the expert's matrices.
     """
@@ -151,8 +151,8 @@ def _cast_skipped_tiles(
     for part in range(2 * PARTS * tiles):
         skipped = gl.load(flags + part // (2 * PARTS), cache_modifier=".cg")
         if skipped != 0:
-            # A factor of 1. It makes the addresses depend on the iteration: those computed before
-            # the loop would not all fit into registers.
+            # `skipped` is 1. This factor makes addresses depend on the iteration. The compiler
+            # would otherwise compute all before the loop, more than fit into registers.
             row_words = KW * skipped
             row = part * 128
             start_load(words, x, 0, row, M - row, word, row_words, LOAD)
@@ -172,10 +172,10 @@ def quantize_columns_one_pass_kernel(
     """Publishes the maxima of a tile, waits for those of its stripe, casts the tile.
 
     After the maxima of all columns, `amax` has a record for each stripe: a counter, and for each
-    tile a flag that says that it was skipped. The counter is the number of programs that published
-    their maxima, plus SKIP for each that gave up waiting. All of this starts at zero.
+    tile a flag that is 1 if it was skipped. The counter is the number of programs that have
+    published their maxima, plus SKIP for each that has given up waiting. All start at zero.
 
-    The updates of a counter have one order. So for each tile one of the following is true:
+    All programs see the updates of a counter in one order. So each tile is in one of two cases:
 
     - Its program read a counter with all programs published, and casts the tile.
     - Its program added SKIP before the last program of the stripe published. That program sees
@@ -186,7 +186,7 @@ def quantize_columns_one_pass_kernel(
     LOAD: gl.constexpr = LAYOUTS.load
     COLUMNS: gl.constexpr = LAYOUTS.columns
     TRANSPOSED: gl.constexpr = LAYOUTS.transposed
-    # The programs of a stripe have consecutive numbers: usually they start one after the other.
+    # The programs of a stripe have consecutive numbers, so that they usually run together.
     tile = gl.program_id(0) % tiles
     stripe = gl.program_id(0) // tiles
     expert = (stripe // blocks).to(gl.int64)
@@ -199,8 +199,8 @@ def quantize_columns_one_pass_kernel(
     amax += expert * K
     q_t += expert * K * MT
 
-    # Shared memory bounds the bytes in flight. So the first half of the tile moves on to registers,
-    # which are idle during the wait, and makes room for the second half.
+    # Load the tile and take its maxima. Shared memory bounds the bytes in flight, so the first half
+    # of the tile moves to registers, which are idle during the wait, to make room for the second.
     words = gl.allocate_shared_memory(gl.int32, [PARTS * 128, PART_WORDS], LAYOUTS.shared)
     for i in gl.static_range(PARTS):
         start_load(words.slice(i * 128, 128), x, i * 128, row, M - row, word, KW, LOAD)
@@ -221,7 +221,8 @@ def quantize_columns_one_pass_kernel(
     publish_amax(amax, amax_words(most, 0, PACK), word, K, True, PACK)
     barrier()  # All threads have published before one of them counts the program.
 
-    # One thread polls, with pauses: the L2 cache serves atomics on an address one after the other.
+    # Count this program, then wait for the others of the stripe. One thread polls, with pauses,
+    # because the L2 cache serves atomics on an address one after the other.
     published = gl.atomic_add(counter, 1, sem="acq_rel") + 1
     count = published
     polls = 0
@@ -235,6 +236,7 @@ def quantize_columns_one_pass_kernel(
         count = gl.atomic_add(counter, SKIP, sem="acq_rel")  # May find all published after all.
     barrier()  # No thread reads the maxima before the polling one has seen that they are complete.
 
+    # All programs of the stripe have published: cast the tile, part by part.
     if count % SKIP == tiles:
         maxima = load_amax(amax, word, KW, True, PACK, TRANSPOSED)
         for i in gl.static_range(2 * PARTS):
@@ -253,15 +255,15 @@ def quantize_columns_one_pass_kernel(
 
 
 def fits_one_pass(width: int, device: torch.device) -> bool:
-    """Whether a stripe of `width` tokens has at most one program per SM.
+    """Whether a stripe of `width` tokens has at most one program per SM, of the five that fit.
 
-    An SM has room for five; the rest is left to other kernels.
+    So its programs are likely to run together, even beside other kernels.
     """
     return width <= TILE_TOKENS * multiprocessors(device)
 
 
 def quantize_columns_in_one_pass(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """q_t (..., K, width) and s_t (..., K) of x (..., M, K)."""
+    """Quantises the columns of x (..., M, K), transposed: q_t (..., K, width) and s_t (..., K)."""
     *lead, m, k = x.shape
     pack = 4 // x.element_size()
     q_t = x.new_empty(*lead, k, width, dtype=E4M3)

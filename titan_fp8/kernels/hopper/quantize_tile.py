@@ -1,17 +1,17 @@
-"""Tiles of the transposing quantisers: who holds what, how tiles come and how outputs leave.
+"""Tiles of the transposing quantisers: their layouts, loads and stores.
 
-A transpose of FP8 through shared memory would move single bytes. Here it moves nothing: a thread
-that holds 16 consecutive tokens of a channel owns 16 consecutive bytes of the transposed copy, so
-transposing only decides which registers a conversion to FP8 packs together. Eight lanes lie along
-the tokens, so together they write a 128-byte line of the copy.
+A transpose of FP8 through shared memory would move single bytes. Here the transpose moves nothing.
+A thread that holds 16 consecutive tokens of a channel owns 16 consecutive bytes of the transposed
+copy, so transposing only decides which registers a conversion to FP8 packs together. Eight lanes
+lie along the tokens, so together they write a 128-byte line of the copy.
 
-A tile waits in shared memory in high precision and passes through registers in parts. The bytes in
-flight per SM are then bounded by its shared memory, not by the registers of waiting threads.
+A tile stays in shared memory in high precision, and threads read it in parts. The bytes in flight
+per SM are then bounded by its shared memory, not by the registers of waiting threads.
 
 Places. The rows of a tile in shared memory are called places. Place p holds token `token_of(p)`:
 neighbouring places hold tokens 16 apart. Also, the 16-byte units of a row are swizzled by its
-place. So the eight lanes, whose tokens are 16 apart, read from different banks, and a part of a
-tile may be some of its rows or some of its words.
+place. So eight lanes whose tokens are 16 apart read from different banks, whether a part of a tile
+consists of some of its rows or of some of its words.
 """
 
 import functools
@@ -34,10 +34,10 @@ PART_WORDS = gl.constexpr(32)
 def tile_layout(
     thread: Pair, lanes: Pair, warps: Pair, repeat: Pair = (1, 1)
 ) -> gl.DistributedLinearLayout:
-    """Layout of a tile of (tokens, words), neighbouring words first.
+    """Layout of a tile of (tokens, words); neighbouring words are in neighbouring registers.
 
-    Each pair counts (tokens, words): the block of a thread, the lanes of a warp, the warps, and how
-    often all of this repeats. The tile is the product of the four. The counts are powers of two.
+    Each pair is a number of (tokens, words), powers of two: the block of a thread, the lanes of a
+    warp, the warps, and how often all of this repeats. The size of the tile is their product.
     """
     bits, size = [], [1, 1]
     for counts in (thread, lanes, warps, repeat):
@@ -55,10 +55,10 @@ def tile_layout(
 def column_layouts(
     warps: int, words: int = PART_WORDS.value
 ) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """Layouts of 128 tokens by some words whose columns are quantised.
+    """The two layouts of a part, 128 tokens by some words, whose columns are quantised.
 
-    First as (places, words), as they come from shared memory, then as (words, tokens), for the
-    transposed copy. Each thread holds the same elements in both.
+    The first is of (places, words), as read from shared memory, the second of (words, tokens), as
+    written to the transposed copy. Each thread holds the same elements in both.
     """
 
     def layout(place: list[list[int]], word: list[list[int]], shape: list[int]):
@@ -70,7 +70,7 @@ def column_layouts(
 
     bits = words.bit_length() - 1
     place = [[1 << i, 0] for i in range(7)]
-    # The bits of a place, as tokens: first which 16 tokens, then which of these. See `token_of`.
+    # What each bit of a place adds to the token: first which 16 tokens, then which of them.
     token = [[0, 16], [0, 32], [0, 64], [0, 1], [0, 2], [0, 4], [0, 8]]
     return (
         layout(place, [[0, 1 << i] for i in range(bits)], [128, words]),
@@ -86,15 +86,15 @@ class TileLayouts:
     """
 
     shared: gl.SwizzledSharedLayout | gl.SharedLinearLayout
-    """The tile in shared memory, (places, words)."""
+    """Of the tile in shared memory, (places, words)."""
     load: gl.DistributedLinearLayout
-    """The threads that bring it from global memory."""
+    """Of the threads that copy it from global memory."""
     rows: gl.DistributedLinearLayout | None
-    """A part, (places, words), whose rows are quantised."""
+    """Of a part whose rows are quantised, (places, words)."""
     columns: gl.DistributedLinearLayout
-    """A part, (places, words), whose columns are quantised."""
+    """Of a part whose columns are quantised, (places, words)."""
     transposed: gl.DistributedLinearLayout
-    """The same part as (words, tokens)."""
+    """Of the same part as (words, tokens)."""
 
 
 SHARED = gl.SwizzledSharedLayout(4, 1, 8, order=[1, 0])
@@ -118,10 +118,10 @@ TILES = {
         8,
     ),
 }
-"""PACK (2: bf16, 1: FP32) -> the layouts of tiles of 128 tokens by 128 channels, and warps."""
+"""PACK (2: bf16, 1: FP32) -> layouts of tiles of 128 tokens by 128 channels, and their warps."""
 MAXNREG = 80
-"""For 24 warps on an SM: shared memory has room for six bf16 tiles of 4 warps or three FP32 tiles
-of 8."""
+"""Registers per thread with which 24 warps fit on an SM. Its shared memory has room for six bf16
+tiles of 4 warps or three FP32 tiles of 8."""
 
 
 @gluon.jit
@@ -132,7 +132,7 @@ def token_of(place):
 
 @gluon.jit
 def tokens_of(FIRST_PLACE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The tokens of the rows of LAYOUT, which start at FIRST_PLACE; None: rows are tokens."""
+    """The token of each row of LAYOUT, if row 0 is place FIRST_PLACE; if None, row i is token i."""
     i = gl.arange(0, LAYOUT.shape[0], gl.SliceLayout(1, LAYOUT))
     if FIRST_PLACE is None:
         return i
@@ -154,8 +154,8 @@ def load_words(x, row, rows, word, KW, LAYOUT: gl.constexpr):
 def start_load(part, x, FIRST_PLACE: gl.constexpr, row, rows, word, KW, LOAD: gl.constexpr):
     """Starts to copy a part of the tile of x (M, KW words) at (row, word) to shared memory.
 
-    The part holds the places from FIRST_PLACE on; places of tokens past the tile's first `rows` get
-    zeros.
+    The part is the places from FIRST_PLACE on. Places of tokens past the tile's first `rows` rows
+    get zeros.
     """
     i = tokens_of(FIRST_PLACE, LOAD)
     j = gl.arange(0, LOAD.shape[1], gl.SliceLayout(0, LOAD))
@@ -166,7 +166,10 @@ def start_load(part, x, FIRST_PLACE: gl.constexpr, row, rows, word, KW, LOAD: gl
 
 @gluon.jit
 def wait_for_loads():
-    """Waits for all that this thread started with `start_load`; reads of the part synchronise."""
+    """Waits for all that this thread has started with `start_load`.
+
+    Reading the part then needs no barrier of its own: the compiler inserts one.
+    """
     async_copy.commit_group()
     async_copy.wait_group(0)
 
@@ -194,8 +197,7 @@ def store_rows(q, values, FIRST_PLACE: gl.constexpr, row, rows, word, KW):
 def store_columns(q_t, values, column, columns, channel, STEP: gl.constexpr, K, MT):
     """Writes the results of `cast_columns` for every STEP-th channel from `channel` on.
 
-    Token 0 goes to `column` of q_t (K, MT); of the columns from there on, the first `columns` are
-    written.
+    Token 0 goes to `column` of q_t (K, MT). Tokens from `columns` on are not written.
     """
     LAYOUT: gl.constexpr = values.type.layout
     j = gl.arange(0, LAYOUT.shape[0], gl.SliceLayout(1, LAYOUT)) * STEP

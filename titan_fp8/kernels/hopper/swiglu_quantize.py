@@ -7,11 +7,12 @@ the slope of silu crosses zero, because at the nearest bf16 it is 0.0028. Where 
 σ = 1 / (1 + e^-a) is exactly 1, as in the reference. The kernels compute a quarter of 1 + e^-a,
 because the approximate reciprocal of numbers above 2^126 is 0, and σ may be smaller than 2^-126.
 
-Backward computes as much as it moves: 50 instructions for the 11 bytes of each element. So it
-evaluates σ once. The tile's dh, a and b come to shared memory. Part by part, some rows of these are
-replaced by h, da and db, and the rows of da and db are quantised on the way; then the columns of
-all three. So few values are in registers at a time that 128 suffice. Shared memory has room for two
-programs of 8 warps on an SM; one computes while the other waits for memory.
+Backward takes as long to compute as to move its data: 50 instructions and 11 bytes per element. So
+it evaluates σ once. The tile's dh, a and b are loaded to shared memory. Part by part, rows of them
+are replaced by h, da and db, and the rows of da and db are quantised at once. Then the columns of
+all three are quantised from shared memory. Few values are in registers at a time, so 128 registers
+per thread suffice. Shared memory has room for two programs of 8 warps on an SM: one computes while
+the other waits for memory.
 """
 
 import torch
@@ -78,9 +79,9 @@ SWIGLU = _on_words(_SWIGLU, ["a", "b"], ["h"])
 BACKWARD = _on_words(_SWIGLU + _GRADIENT, ["g", "a", "b"], ["h", "da", "db"])
 
 PART = tile_layout((1, 8), (4, 8), (8, 1))
-"""A part of a tile, 8 words per thread. The lanes of a row are neighbours, so that its maximum
-takes few shuffles."""
-# As `quantize_tile.SHARED`, and in the second half of each row neighbouring 16-byte units are
+"""Layout of a part of a tile, 8 words per thread. The lanes of a row are neighbours, so that its
+maximum takes few shuffles."""
+# As `quantize_tile.SHARED`, but in the second half of each row neighbouring 16-byte units are
 # exchanged, so that the 8 lanes of a row in PART read from 8 different banks.
 _SHARED = gl.SharedLinearLayout(
     [
@@ -93,7 +94,7 @@ _SHARED = gl.SharedLinearLayout(
 LAYOUTS = TileLayouts(
     _SHARED, tile_layout((1, 4), (2, 16), (8, 1), (2, 1)), PART, *column_layouts(8, 64)
 )
-"""A part is loaded in whole lines per warp."""
+"""For backward. Each warp loads whole lines."""
 MAXNREG = 128
 PACK = gl.constexpr(2)
 
@@ -134,7 +135,7 @@ def swiglu_backward_kernel(
     M, K, KW, MT, S, E, blocks,
     SCALE_FMT: gl.constexpr, GROUPS: gl.constexpr, ALIGNED: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of da and db and the columns of h, of a tile of 128 tokens and channels."""
+    """Rows and columns of da and db, and columns of h, of a tile of 128 tokens by 128 channels."""
     LOAD: gl.constexpr = LAYOUTS.load
     TRANSPOSED: gl.constexpr = LAYOUTS.transposed
     tile = gl.program_id(0) // blocks
@@ -147,7 +148,7 @@ def swiglu_backward_kernel(
     a_to_da = gl.allocate_shared_memory(gl.int32, LAYOUTS.columns.shape, LAYOUTS.shared)
     b_to_db = gl.allocate_shared_memory(gl.int32, LAYOUTS.columns.shape, LAYOUTS.shared)
 
-    # All parts are loaded at once, each as a commit group, and computed as they arrive.
+    # Start to load all parts, each as one commit group, and compute each when it has arrived.
     T: gl.constexpr = LAYOUTS.rows.shape[0]
     for t in gl.static_range(0, 128, T):
         start_load(dh_to_h.slice(t, T), dh, t, row, rows, word, KW, LOAD)
@@ -161,7 +162,7 @@ def swiglu_backward_kernel(
             a_to_da.slice(t, T).load(LAYOUTS.rows),
             b_to_db.slice(t, T).load(LAYOUTS.rows),
         )
-        # Each thread writes what it has read, so nothing is overwritten too early.
+        # Each thread overwrites only what it has read itself, so this needs no barrier.
         dh_to_h.slice(t, T).store(h)
         a_to_da.slice(t, T).store(da)
         b_to_db.slice(t, T).store(db)
@@ -182,7 +183,7 @@ def swiglu_backward_kernel(
 
 
 def _all_bf16(**tensors: Tensor) -> bool:
-    """Whether all are bf16. Raises ValueError unless they have one shape."""
+    """Whether all are bf16. Raises ValueError unless all have the same shape."""
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     if len(set(shapes.values())) > 1:
         raise ValueError(f"swiglu: shapes {shapes}: must be the same")
@@ -196,7 +197,7 @@ def _words(x: Tensor) -> tuple[Tensor, torch.dtype]:
 def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """`quantize_1x128` of h = silu(a) · b for a, b (M, H): q (M, H), s (M, ⌈H/128⌉).
 
-    One kernel for bf16; other dtypes compute h first.
+    bf16 takes one kernel; for FP32 PyTorch computes h first.
     """
     if not _all_bf16(a=a, b=b):
         return quantize_1x128(reference.swiglu(a, b), scale_fmt=scale_fmt)
@@ -223,8 +224,8 @@ def swiglu_backward_1x128_128x1_t(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The operands of backward's GEMMs, for a SwiGLU of a, b (M, H) and the gradient dh (M, H).
 
-    `quantize_1x128_128x1_t` of da (4 tensors) and of db (4), `quantize_128x1_t` of h (2). One
-    kernel for bf16; other dtypes compute da, db and h first.
+    `quantize_1x128_128x1_t` of da (4 tensors) and of db (4), `quantize_128x1_t` of h (2). bf16
+    takes one kernel; for FP32 PyTorch computes da, db and h first.
     """
     if not _all_bf16(dh=dh, a=a, b=b):
         da, db = reference.swiglu_backward(dh, a, b)

@@ -1,9 +1,9 @@
 """The transpose of an FP8 matrix, for dgrad of weights that FSDP2 gathers in FP8.
 
-A program transposes 128 rows of 256 bytes. A thread loads 16 rows of 16 bytes; after the transpose
-these are 16 bytes of each of 16 rows. So no byte moves between threads: eight `prmt` instructions
-transpose each 4 by 4 bytes in registers. Eight lanes lie along the rows that are read, so a warp
-writes lines of 128 bytes.
+A program transposes 128 rows of 256 bytes. A thread loads 16 bytes of each of 16 rows, which are 16
+bytes of each of 16 rows of the transpose, too. So no byte moves between threads: eight `prmt`
+instructions transpose each 4 by 4 bytes in registers. Eight lanes lie along the rows that are read,
+so together they write a line of 128 bytes.
 """
 
 import math
@@ -16,10 +16,10 @@ from titan_fp8.kernels.launch import kernel
 from titan_fp8.layouts import cdiv
 
 ROWS, WORDS = 128, 64
-"""A tile, in words of four bytes."""
+"""The size of a tile, in rows and in words of four bytes."""
 WARPS = 4
 MAXNREG = 128
-"""More than it takes. Without it the ptxas of Triton 3.6 stops at 80 and spills."""
+"""More than the kernel needs. Without it the ptxas of Triton 3.6 allocates 80 and spills."""
 READ = gl.DistributedLinearLayout(
     [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0], [8, 0]],
     [[16, 0], [32, 0], [64, 0], [0, 4], [0, 8]],
@@ -27,7 +27,7 @@ READ = gl.DistributedLinearLayout(
     [],
     [ROWS, WORDS],
 )
-"""A tile as it is read, (rows, words)."""
+"""Layout of a tile as it is read, (rows, words)."""
 WRITTEN = gl.DistributedLinearLayout(
     [[0, 1], [0, 2], [1, 0], [2, 0]],
     [[0, 4], [0, 8], [0, 16], [4, 0], [8, 0]],
@@ -35,7 +35,7 @@ WRITTEN = gl.DistributedLinearLayout(
     [],
     [WORDS, ROWS // 4],
 )
-"""Every fourth row of the transposed tile: (word of the tile, words of four rows of the tile)."""
+"""Layout of every fourth row of the transposed tile: (words of the tile, rows of the tile / 4)."""
 
 TRANSPOSE_4X4 = gl.constexpr("""{
 .reg .b32 even<2>, odd<2>;
@@ -68,6 +68,8 @@ def transpose_fp8_kernel(q, q_t, R16, C16, READ: gl.constexpr, WRITTEN: gl.const
     tile = q + (matrix + row.to(gl.int64) * CW + word)
     words = gl.load(tile + (i[:, None] * CW + j[None, :]), mask=inside, other=0)
 
+    # w0 to w3 are the words of rows 4n to 4n + 3. Transposing their 4 x 4 bytes gives, for each of
+    # four rows of the result, the word of columns 4n to 4n + 3.
     fours = gl.permute(gl.reshape(words, [READ.shape[0] // 4, 2, 2, READ.shape[1]]), (0, 3, 1, 2))
     even, odd = gl.split(fours)
     w0, w2 = gl.split(even)
