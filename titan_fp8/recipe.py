@@ -78,6 +78,7 @@ class Recipe:
     Attributes:
         name: its name in TOML files.
         fprop, dgrad, wgrad: the three GEMMs.
+        scale_fmt: the format of scales, "fp32", or "ue8m0" for powers of two.
         alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
             multiples of 128 the quantisers need not pad the groups again.
         rows, columns, rows_and_columns: quantisers of x and g: `rows` for fprop and dgrad,
@@ -91,6 +92,7 @@ class Recipe:
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm
+    scale_fmt: str
     alignment: int
     rows: Op
     columns: Op
@@ -113,6 +115,7 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
         fprop=Gemm(left, right, scaled(_ops.blockwise_fprop)),
         dgrad=Gemm(left, right, scaled(_ops.blockwise_dgrad)),
         wgrad=Gemm(left, left, _ops.blockwise_wgrad),
+        scale_fmt=scale_fmt,
         alignment=128,
         rows=scaled(_ops.quantize_1x128),
         columns=scaled(_ops.quantize_128x1_t),
@@ -137,6 +140,7 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
         fprop=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_fprop),
         dgrad=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_dgrad),
         wgrad=wgrad,
+        scale_fmt="fp32",
         alignment=16,
         rows=_ops.quantize_row,
         columns=_ops.quantize_col_t,

@@ -5,11 +5,11 @@ It quantises them alone, except for blocks that span several ranks: 128x128 bloc
 shard, and with rowwise recipes every column. The scale of such a block is the largest of the scales
 of its parts, so the ranks agree on it by a maximum:
 
-1. Each rank quantises the blocks that it has to itself, by the ops for whole weights. It computes
-   the scales of its parts of shared blocks, of columns their maxima. All go into a table for the
-   whole weight, which is zero elsewhere.
+1. Each rank quantises the blocks that it has to itself. It computes the scales of its parts of
+   128x128 blocks, and the absolute maxima of its parts of columns. All of these go into a table for
+   the whole weight, which is zero elsewhere.
 2. One all-reduce takes the maximum over the ranks, of the tables of all weights at once. Then every
-   rank has all scales of the weight, and they need not be gathered.
+   rank knows all scales of the weight, and they need not be gathered.
 3. Each rank casts its parts of shared blocks with the agreed scales.
 """
 
@@ -99,8 +99,7 @@ class QuantisedShard:
 
     def scale_of(self, amax: Tensor) -> Tensor:
         """The recipe's scales for blocks with these absolute maxima."""
-        fmt = getattr(self.ops.weight, "keywords", {}).get("scale_fmt", "fp32")
-        return scale_of(amax.float(), fmt)
+        return scale_of(amax.float(), self.ops.scale_fmt)
 
     def new_q(self) -> Tensor:
         return torch.zeros(self.place.padded, dtype=E4M3, device=self.table.device)
@@ -149,7 +148,7 @@ def quantise(shards: Iterable[tuple[QuantisedShard, Tensor]]) -> None:
 
 
 def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies into the first of each pair, in one call for all of them."""
+    """Makes all copies, pairs of (destination, source), in one call."""
     pairs = list(copies)
     if pairs:
         destinations, sources = zip(*pairs)
@@ -161,7 +160,7 @@ def _quantise_blocks(
 ) -> list[_Edge]:
     """Quantises the blocks whose rows all belong to x, and returns the rest.
 
-    Appends to `copies` what remains to be copied: destinations and sources.
+    Appends to `copies` the copies that the caller has to make, as (destination, source).
     """
     place, n = shard.place, x.shape[-2]
     start, end = place.first_row, place.first_row + n
@@ -226,7 +225,7 @@ def _cast_edges(edges: list[_Edge]) -> None:
 
 
 def _quantise_rows(shard: QuantisedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Quantises the rows of x, and finds the maxima of its columns. `copies` as above."""
+    """Quantises the rows of x and takes the maxima of its columns; `copies` as for blocks."""
     place = shard.place
     shard.q = None
     if not x.numel():
@@ -244,7 +243,7 @@ def _finish_rowwise(shards: list[tuple[QuantisedShard, Tensor]]) -> None:
     if not shards:
         return
     maxima = [shard.table[..., shard.place.whole[-2] :] for shard, _ in shards]
-    # The scales of all weights at once, since every operation is a launch.
+    # The scales of all weights at once, because every operation is a launch.
     scales = scale_of(torch.cat([amax.flatten() for amax in maxima]))
     parts = scales.split([amax.numel() for amax in maxima])
     _copy((shard.s_t.view(-1), part) for (shard, _), part in zip(shards, parts))
@@ -261,7 +260,7 @@ def _finish_rowwise(shards: list[tuple[QuantisedShard, Tensor]]) -> None:
 
 
 def _padded(q: Tensor, shard: QuantisedShard) -> Tensor:
-    """q with zeros behind, so that all ranks gather as many rows."""
+    """q, padded with zeros to the shape of the largest shard."""
     if q.shape == shard.place.padded:
         return q
     padded = shard.new_q()
