@@ -1,8 +1,12 @@
 """Observes the steps of a run that are due, and reports each of them.
 
-An adapter calls `Monitor.after` after each step, on every rank. It reports the step, if it was
-observed, and observes the next one if it is due. So the first step after a start is never observed,
-and between observed steps nothing runs but that one call.
+An adapter calls `Monitor.after` after each step, on every rank. It starts the report of the step if
+it was observed, and observes the next one if it is due. So the first step after a start is never
+observed, and between observed steps nothing runs but that one call.
+
+A report needs results from the GPU, and writing it takes CPU time. To keep the GPU busy meanwhile,
+a report is made in three parts, after three consecutive steps: copy the results to the CPU, reduce
+them over the ranks, write them. After the last step all reports are finished at once.
 
 Validation is not observed, nor is anything else that runs while the model is not in training mode.
 """
@@ -19,6 +23,7 @@ from titan_fp8.health.report import Report, union_of_names
 from titan_fp8.ops.observe import observe
 
 _logger = logging.getLogger()  # torchtitan's own
+_FINISHED = object()
 
 
 class Monitor:
@@ -33,6 +38,7 @@ class Monitor:
     def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
         self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
         self.observer: Observer | None = None
+        self.reports: list[Iterator[None]] = []
         self.names: list[str] = []
         self._names_of: dict[frozenset[int], list[str]] = {}
         observe(None)
@@ -44,7 +50,7 @@ class Monitor:
         log: Callable[[dict[str, float], int], Any],
         device: torch.device,
     ) -> None:
-        """Reports `step` if it was observed, and observes the next one if it is due.
+        """Starts the report of `step` if it was observed, and observes the next one if it is due.
 
         Args:
             models: the parts of the model on this rank.
@@ -53,8 +59,11 @@ class Monitor:
         """
         if self.observer is not None:
             observe(None)
-            self.report(step, log, device)
+            self.reports.append(self._report(step, self.observer, self.names, log, device))
             self.observer = None
+        self.reports = [r for r in self.reports if next(r, _FINISHED) is not _FINISHED]
+        if step >= self.last_step:
+            self.flush()
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
             layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
@@ -64,12 +73,27 @@ class Monitor:
             self.observer = Observer(layers, lambda: models[0].training, phase=step)
             observe(self.observer.wrap)
 
-    def report(
-        self, step: int, log: Callable[[dict[str, float], int], Any], device: torch.device
-    ) -> None:
-        assert self.observer is not None
-        own = [layer.name for layer in self.observer.layers]
-        report = Report.of_rank(self.names, own, *self.observer.table()).over_ranks(device)
+    def flush(self) -> None:
+        """Finishes all reports, on every rank; at the end of training."""
+        for report in self.reports:
+            for _ in report:
+                pass
+        self.reports = []
+
+    def _report(
+        self,
+        step: int,
+        observer: Observer,
+        names: list[str],
+        log: Callable[[dict[str, float], int], Any],
+        device: torch.device,
+    ) -> Iterator[None]:
+        observer.finish()
+        yield
+        own = [layer.name for layer in observer.layers]
+        over_ranks = Report.of_rank(names, own, *observer.table()).over_ranks(device)
+        yield
+        report = over_ranks()
         log(report.metrics(), step)
         _logger.info(f"titan_fp8: FP8 health of step {step}, each figure at its worst\n{report}")
         for warning in report.warnings(step):

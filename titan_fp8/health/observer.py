@@ -16,7 +16,7 @@ Operands that cannot be traced to a layer are left out. A weight that FSDP2 gath
 sampled where it was quantised, on the ranks that have its shards (`shards.py`).
 
 Elements are sampled: of each operand SAMPLED_ROWS tokens, or rows of a weight, evenly spaced.
-Scales are read in full. Nothing waits for the device before `table`.
+Scales are read in full. Only `table` waits for the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ from titan_fp8.health.shards import samples_of_shard
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat, in_absolute_units
 from titan_fp8.health.watch import WatchedOps
 
-SAMPLED_ROWS = 32
+SAMPLED_ROWS = 16
 COMPARED = 64
 """Elements by which a weight that was cast is recognised."""
 
@@ -99,6 +99,7 @@ class Observer:
         self._transposed: dict[int, Owner] = {}
         self._values: dict[Any, tuple[list[int], Tensor | None]] = {}
         self._last = 0
+        self._results: Callable[[], list[Tensor]] | None = None
         self._note_gathered()
 
     def wrap(self, implementation: Any) -> Any:
@@ -201,15 +202,25 @@ class Observer:
 
     # Results
 
+    def finish(self) -> None:
+        """Computes the results, and copies them to the CPU, without waiting for the device."""
+        self._trace_columns()
+        counts = [counts for _, counts in self._group_sizes]
+        self._results = copied_to_cpu([*self.sampler.results(), *self._matches(), *counts])
+
     def table(self) -> tuple[Tensor, list[list[Tensor]]]:
-        """The results; waits for the device.
+        """The results; waits for the device to come to the end of `finish`.
 
         Returns:
             The statistics (layers, OPERANDS, Stat), float64, on the CPU, zero and -inf where there
             are none; and for each layer the tokens (E,) of each of its products of experts.
         """
-        self._trace_columns()
-        index_of = self._indices()
+        if self._results is None:
+            self.finish()
+        assert self._results is not None
+        elements, scales, *others = self._results()
+        matches = self._matches()
+        index_of = self._indices(dict(zip(map(id, matches), others)))
         places: set[tuple[int, int]] = set()
         for operand in self._operands:
             for owner, role in operand.owners:
@@ -217,16 +228,16 @@ class Observer:
                     cell = index_of(owner) * len(OPERANDS) + OPERANDS.index(role)
                     places.add((cell, operand.sample.position))
         cells, positions = torch.tensor(sorted(places), dtype=torch.int64).view(-1, 2).unbind(1)
-        results = in_absolute_units(*(r.cpu() for r in self.sampler.results()))[positions]
+        results = in_absolute_units(elements, scales)[positions]
         table = torch.zeros(len(self.layers) * len(OPERANDS), len(Stat), dtype=torch.float64)
         table[:, MAXIMA] = -torch.inf
         table[:, SUMS].index_add_(0, cells, results[:, SUMS])
         of_maxima = cells[:, None].expand(-1, 2)
         table[:, MAXIMA] = table[:, MAXIMA].scatter_reduce(0, of_maxima, results[:, MAXIMA], "amax")
         sizes: list[list[Tensor]] = [[] for _ in self.layers]
-        for owner, counts in self._group_sizes:
+        for (owner, _), counts in zip(self._group_sizes, others[len(matches) :], strict=True):
             if index_of(owner) >= 0:
-                sizes[index_of(owner)].append(counts.cpu())
+                sizes[index_of(owner)].append(counts)
         return table.view(len(self.layers), len(OPERANDS), len(Stat)), sizes
 
     def _trace_columns(self) -> None:
@@ -239,22 +250,42 @@ class Observer:
                 g.owners.append((owner, "g wgrad"))
                 x.owners.append((owner, "x wgrad"))
 
-    def _indices(self) -> Callable[[Owner], int]:
-        """Resolves owners, after one transfer of those that were found by their values."""
-        owners = [owner for operand in self._operands for owner, _ in operand.owners]
-        owners += [owner for owner, _ in self._group_sizes]
-        tensors = {id(o.matches): o.matches for o in owners if o.matches is not None}
-        sizes = [len(each) for each in tensors.values()]
-        found = torch.cat(list(tensors.values())).cpu().split(sizes) if tensors else []
-        matches = {key: each.tolist() for key, each in zip(tensors, found)}
+    def _owners(self) -> Iterator[Owner]:
+        for operand in self._operands:
+            yield from (owner for owner, _ in operand.owners)
+        yield from (owner for owner, _ in self._group_sizes)
+
+    def _matches(self) -> list[Tensor]:
+        """The tensors that tell the owners that were found by their values."""
+        found = {id(o.matches): o.matches for o in self._owners() if o.matches is not None}
+        return list(found.values())
+
+    def _indices(self, matches: dict[int, Tensor]) -> Callable[[Owner], int]:
+        """The layer of an owner, or -1; `matches` are those tensors on the CPU, by their id."""
+        lists = {key: each.tolist() for key, each in matches.items()}
 
         def index_of(owner: Owner) -> int:
             if owner.matches is None:
                 return owner.layers[0]
-            of_layers = zip(owner.layers, matches[id(owner.matches)])
+            of_layers = zip(owner.layers, lists[id(owner.matches)])
             return next((index for index, match in of_layers if match), -1)
 
         return index_of
+
+
+def copied_to_cpu(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Starts copies to the CPU; the function that is returned waits for them."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if not any(tensor.is_cuda for tensor in tensors):
+        return lambda: copies
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[Tensor]:
+        done.synchronize()
+        return copies
+
+    return wait
 
 
 def _addresses(weight: Any) -> tuple[int, ...]:

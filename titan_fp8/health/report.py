@@ -7,14 +7,14 @@ scales is over all ranks, and tokens per expert are those of all experts.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8.health.observer import OPERANDS
+from titan_fp8.health.observer import OPERANDS, copied_to_cpu
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
 
 UNDERFLOW_BOUND = 0.05
@@ -73,23 +73,33 @@ class Report:
                 )
         return report
 
-    def over_ranks(self, device: torch.device) -> "Report":
-        """The report of all ranks together, by two all-reduces of tensors on `device`."""
+    def over_ranks(self, device: torch.device) -> "Callable[[], Report]":
+        """Starts two all-reduces of tensors on `device`.
+
+        Returns:
+            A function that waits for them and returns the report of all ranks together.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self
+            return lambda: self
         sums = torch.cat([self.table[..., SUMS].flatten(), self.tokens[:, :2].flatten()])
         maxima = torch.cat([self.table[..., MAXIMA].flatten(), self.tokens[:, 2:].flatten()])
         sums, maxima = sums.to(device), maxima.to(device)
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        combined = Report(self.names, self.table.clone(), self.tokens.clone())
-        for part, table, tokens in (
-            (sums.cpu(), combined.table[..., SUMS], combined.tokens[:, :2]),
-            (maxima.cpu(), combined.table[..., MAXIMA], combined.tokens[:, 2:]),
-        ):
-            table.copy_(part[: table.numel()].view(table.shape))
-            tokens.copy_(part[table.numel() :].view(tokens.shape))
-        return combined
+        reduced = copied_to_cpu([sums, maxima])
+
+        def combine() -> Report:
+            combined = Report(self.names, self.table.clone(), self.tokens.clone())
+            of_sums, of_maxima = reduced()
+            for part, table, tokens in (
+                (of_sums, combined.table[..., SUMS], combined.tokens[:, :2]),
+                (of_maxima, combined.table[..., MAXIMA], combined.tokens[:, 2:]),
+            ):
+                table.copy_(part[: table.numel()].view(table.shape))
+                tokens.copy_(part[table.numel() :].view(tokens.shape))
+            return combined
+
+        return combine
 
     # Shares and errors
 

@@ -53,6 +53,7 @@ def _reporting(train_step: Callable) -> Callable:
             # report of all ranks would wait forever.
             if str(error).startswith(NOT_FINITE):
                 _monitors[self].after(self.step, self.model_parts, log, self.device)
+                _monitors[self].flush()
             raise
         _monitors[self].after(self.step, self.model_parts, log, self.device)
 
