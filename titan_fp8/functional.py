@@ -85,6 +85,10 @@ def quantize_weight(
     """
     ops = get_recipe(recipe)
     check_bool("emulate", emulate)
+    if weight.dim() not in (2, 3):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: allowed are (N, K) and (E, N, K)"
+        )
     check_multiples_of_16("weight", weight.shape)
     weight = weight.contiguous()
     rows = ops.weight(weight, emulate=emulate)
@@ -267,6 +271,8 @@ def fp8_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
+    if shared is not None and shared.x is not x:
+        raise ValueError("shared is the SharedInput of another tensor: it must be that of x")
     w = check_weight("weight", weight, recipe)
     check_devices(x, weight=weight, bias=bias)
     spec = Spec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
@@ -297,8 +303,8 @@ def fp8_grouped_mm(
             it.
 
     Returns:
-        y (M, N), in the dtype of F.linear. The kernels read offs on the GPU: the CPU does not wait
-        for the group sizes, whatever they are.
+        y (M, N), in the dtype of F.linear. The kernels read offs on the GPU, so the CPU never waits
+        for the group sizes.
 
     Raises:
         ValueError, RuntimeError: as `fp8_linear`; ValueError also for other dtypes of offs.
