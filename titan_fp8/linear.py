@@ -86,8 +86,8 @@ class FP8Linear(nn.Linear):
         mesh = w.device_mesh
         if not isinstance(x, DTensor):
             raise TypeError(
-                f"{self.fqn}: weight is a DTensor ({w.placements}) and the input is {type(x)}: "
-                "must be a DTensor, too"
+                f"{self.fqn}: weight is a DTensor ({w.placements}) and the input is a "
+                f"{type(x).__name__}: both must be DTensors"
             )
         per_dim = [_sharded_gemm(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)

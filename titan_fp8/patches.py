@@ -31,7 +31,7 @@ class _Replaced(NamedTuple):
 
 
 _replaced: dict[str, _Replaced] = {}
-"""A target's path -> what stands there now and what stood there before."""
+"""The path of each target that is replaced now -> the original and the replacement."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Target:
         return functools.reduce(getattr, parents, importlib.import_module(module)), attribute
 
     def original(self) -> Any:
-        """The value without our replacement. If others have replaced ours since, theirs."""
+        """The value without our replacement; if others have replaced ours since, their value."""
         owner, attribute = self.locate()
         value = getattr(owner, attribute, _ABSENT)
         if value is _ABSENT and not self.may_be_absent:

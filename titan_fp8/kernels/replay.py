@@ -205,7 +205,7 @@ def replayed(function: Function) -> Function:
     def call(*args: Any, **options: Any) -> Any:
         if launch.recording.recorder is not None:
             return function(*args, **options)  # The recorder must see each launch.
-        # Whatever the steps of the call depend on. Addresses are given anew to each replay.
+        # All that the recorded steps depend on; each replay gets the current addresses.
         key = (
             *[
                 (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if type(a) in _TENSORS else a

@@ -1,8 +1,8 @@
 """Blockwise quantisers: 1x128, 128x1, both from one read, and 128x128 in either layout.
 
 A program has a tile of 128 tokens by 128 channels, which consists of whole blocks of every kind. So
-x is read once, whatever is written. `quantize_tile.py` explains how tiles are held and transposed,
-`quantize_cast.py` how values are scaled and cast.
+x is read once, whichever layouts are written. `quantize_tile.py` explains how tiles are held and
+transposed, `quantize_cast.py` how values are scaled and cast.
 
 Programs that write only the transposed copy are numbered along the tokens, which are neighbours in
 the rows of the copy (3 to 5 % faster). Those that write both layouts are numbered along the

@@ -8,7 +8,7 @@ needs 100 more registers per thread.
 
 Maxima are taken over the bits of |x| as integers, two bf16 values at a time. Integers have the
 order of the magnitudes, with NaN above Inf, so a NaN wins without a special case. `max.NaN` would
-do, too, but Triton lowers it incorrectly beside transposed byte stores (triton#11111).
+also work, but Triton lowers it incorrectly beside transposed byte stores (triton#11111).
 
 s = amax / 448 and r = 1 / s are correctly rounded: an approximation and one fused correction each,
 as in `div.rn`, without its slow path, which amax >= 1e-12 never needs. Inf and NaN skip the

@@ -233,7 +233,7 @@ def quantize_columns_one_pass_kernel(
     if count % SKIP < tiles:
         gl.store(flags + tile, 1)
         barrier()  # The flag is written before the counter says so.
-        count = gl.atomic_add(counter, SKIP, sem="acq_rel")  # May find all published after all.
+        count = gl.atomic_add(counter, SKIP, sem="acq_rel")  # By now all may have published.
     barrier()  # No thread reads the maxima before the polling one has seen that they are complete.
 
     # All programs of the stripe have published: cast the tile, part by part.
