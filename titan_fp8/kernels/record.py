@@ -134,6 +134,7 @@ class Recorder(TorchDispatchMode):
         self._add(step or b"")
 
     def _record_call(self, op: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Records an op that computes, rather than allocates or views."""
         if op._schema.is_mutable or not isinstance(result, Tensor):
             self.replayable = False
         if not self.replayable:
@@ -150,12 +151,14 @@ class Recorder(TorchDispatchMode):
         self._add(Call(op, arguments, named, len(self.memory) - 1))
 
     def _add(self, step: bytes | Call) -> None:
+        """Adds a step. Memory that has not been freed exists at this step."""
         for memory in self.memory:
             if not memory.storage.expired():
                 memory.last = len(self.steps)
         self.steps.append(step)
 
     def _argument(self, value: Any) -> Any:
+        """An argument of an op as a step holds it: a View, if it is a tensor."""
         if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in value):
             self.replayable = False
         if not isinstance(value, Tensor):
@@ -179,7 +182,7 @@ class Recorder(TorchDispatchMode):
         return View(slot, form, offset // dtype.itemsize)
 
     def _place(self, address: int | None) -> tuple[int, int] | None:
-        """The slot of the input or memory that holds an address, and the offset there."""
+        """The slot of the input or memory that holds an address, and the offset in bytes."""
         if address is None:
             return None
         ranges = [(start, bytes_of(form)) for start, form in self.inputs]

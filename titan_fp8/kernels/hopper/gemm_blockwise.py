@@ -36,8 +36,8 @@ as many instruction slots as the WGMMA leaves free, so the design overlaps the t
 
 K-grouped promotion has a scale per column, too, 32 of them per thread. Consumers read these from
 shared memory, whose bandwidth the WGMMAs nearly use up. So the two waves are the halves of a tile's
-rows, and share the column scales. M-grouped waves are the halves of its columns, because groups end
-at multiples of 128 rows.
+rows, and share the column scales. M-grouped waves are the halves of its columns, because torchtitan
+pads groups to multiples of 128 rows.
 
 Edges. TMA fills elements outside a tensor with zeros, so short last blocks add nothing. A tile at
 the end of a group also reads rows, columns and scales of the next group. They affect only rows and

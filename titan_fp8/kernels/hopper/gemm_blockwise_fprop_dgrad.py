@@ -75,7 +75,8 @@ def produce(products, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constex
     )
     # Group E has the rows of no group, which become zero; past it there are no tiles.
     while group <= E:
-        # TMA loads of a scale vector must start at a multiple of 16 bytes, which is 4 rows.
+        # TMA loads of a scale vector must start at a multiple of 16 bytes, which is 4 rows. The
+        # epilogue does not store the rows before row_begin.
         top = row_begin // 4 * 4
         m, n = in_bands(tile - first, gl.cdiv(row_end - top, 128), n_tiles, BAND)
         row = top + m * 128

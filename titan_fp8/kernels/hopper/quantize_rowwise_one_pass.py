@@ -52,7 +52,7 @@ MAXNREG = 96
 POLLS = 128
 """Polls before a program gives up, each after a pause of about 0.6 us."""
 SKIP = gl.constexpr(1 << 16)
-"""What a program that gives up adds to the counter of its stripe: more than that has programs."""
+"""What a program that gives up adds to the counter; a stripe has fewer programs than that."""
 LINE = gl.constexpr(32)
 """int32 numbers in a line of the L2 cache."""
 
