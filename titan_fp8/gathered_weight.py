@@ -50,6 +50,7 @@ class GatheredWeight(Tensor):
 
     @property
     def for_dgrad(self) -> tuple[Tensor, Tensor]:
+        """q, which the op of dgrad transposes, and the scales of the transpose."""
         return (self.q if self.q_columns is None else self.q_columns), self.s_t
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:

@@ -82,6 +82,7 @@ class FP8Linear(nn.Linear):
         return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate, shared=shared)
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
+        """`forward` for a DTensor weight: multiplies local shards, placed as in the table above."""
         w = cast(DTensor, self.weight)
         mesh = w.device_mesh
         if not isinstance(x, DTensor):

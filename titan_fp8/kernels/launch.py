@@ -105,6 +105,7 @@ class Kernel(GluonJITFunction):
         self._launcher: Callable | None = None
 
     def __getitem__(self, grid: tuple[int, ...]):
+        """A function that launches the kernel, given its arguments and options."""
         if self._launcher is None:
             plans: dict[bytes, bytes] = {}
             first = functools.partial(self._launch_first, plans, [])

@@ -132,6 +132,10 @@ def composite(function: Function | None = None, *, checked: Sequence[str] = ()) 
 def _define(
     stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequence[str], fp8: bool = True
 ) -> None:
+    """Registers the op that `compute` computes, and the function for `direct`.
+
+    fp8: the op launches Hopper kernels, which can be replayed, and may have `emulate`.
+    """
     name = stub.__name__
     parameters = list(inspect.signature(stub).parameters)
     positions = [parameters.index(argument) for argument in checked]
@@ -143,6 +147,7 @@ def _define(
         if not x.is_cuda:
             return compute(x, *args, **options)
         on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
+        # Kernels are launched on the current device.
         if x.get_device() == torch._C._cuda_getDevice():
             return on_gpu(x, *args, **options)
         with torch.cuda.device(x.device):
@@ -188,6 +193,7 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_dispatcher(args: Sequence[Any]) -> bool:
+    """Whether an op with these arguments must be called through PyTorch's dispatcher."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() and not _sees_inside_ops():
