@@ -18,6 +18,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -316,7 +317,9 @@ def test_lora_adapts_fp8_linears():
 def two_ranks():
     """A process group of which only this rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    backend = dist_utils.get_spmd_backend()
     yield
+    dist_utils.set_spmd_backend(backend)
     dist.destroy_process_group()
 
 
@@ -336,6 +339,7 @@ def test_a_shard_that_fp8_gemms_cannot_read_is_an_error(two_ranks, backend, part
     for converter in titan_0_3.converters("deepseek_v3"):
         converter.build().convert(model)
     dims = ParallelDims.from_config(config.parallelism, 2)
+    dist_utils.set_spmd_backend(backend)
     model.update_from_config(config=config)
     message = re.escape(f"{name}: dimension {len(shape) - 2} of {shape}") + r".*\[24\]"
     built = on_meta(model)

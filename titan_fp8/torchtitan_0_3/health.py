@@ -19,7 +19,7 @@ from titan_fp8.torchtitan_0_3 import cuda_graphs, patches
 _monitors: weakref.WeakKeyDictionary[Any, Monitor] = weakref.WeakKeyDictionary()
 
 NOT_FINITE = "Loss is not finite"
-"""How the trainer's error begins, which ends training on all ranks that have the loss."""
+"""How the error begins with which the trainer ends, on all ranks that have the loss."""
 
 
 def observe(model: Module.Config, converted: ConversionReport, freq: int) -> None:
@@ -45,17 +45,17 @@ def _reporting(train_step: Callable) -> Callable:
     def train_and_report(self: Any, data_iterator: Any) -> None:
         if self not in _monitors:
             _monitors[self] = _monitor_of(self)
-        log = self.metrics_processor.logger.log
+        monitor, log = _monitors[self], self.metrics_processor.logger.log
         try:
             train_step(self, data_iterator)
         except RuntimeError as error:
-            # Where NaN came from is most needed now. Other errors may be this rank's alone, and a
-            # report of all ranks would wait forever.
-            if str(error).startswith(NOT_FINITE):
-                _monitors[self].after(self.step, self.model_parts, log, self.device)
-                _monitors[self].flush()
+            # Where NaN came from is most needed now. Other errors may be this rank's alone, as this
+            # one is in a pipeline, and a report of all ranks would wait forever.
+            if str(error).startswith(NOT_FINITE) and not self.parallel_dims.pp_enabled:
+                monitor.after(self.step, self.model_parts, log, self.device)
+                monitor.flush()
             raise
-        _monitors[self].after(self.step, self.model_parts, log, self.device)
+        monitor.after(self.step, self.model_parts, log, self.device)
 
     return train_and_report
 
