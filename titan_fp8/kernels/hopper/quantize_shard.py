@@ -1,11 +1,12 @@
-"""Rowwise quantisers of a rank's shard of a weight, which is gathered in FP8 and not transposed.
+"""Rowwise quantisers of shards of weights that FSDP2 gathers in FP8; q is not transposed.
 
-The scale of a row is the shard's own. That of a column needs the rows of all ranks. So there are
-two kernels, with a collective between them: one quantises rows and takes the maxima of columns,
-and one casts by columns. Both round x to the dtype in which it would be gathered.
+A shard has whole rows, but only a part of each column, whose scale depends on all ranks. So there
+are two kernels, with a collective between them: one quantises rows and takes the maxima of columns,
+the other casts columns. Both round x to the dtype in which it would be gathered.
 
-A thread holds 8 by 8 elements: maxima of columns need no other thread, and the programs that share
-columns combine theirs by an atomic maximum. The first kernel reads x twice, once for the maxima.
+A thread holds 8 rows by 8 columns, so it finds the maxima of its columns alone. Programs combine
+theirs by an atomic maximum, and none waits for another. The first kernel reads x twice, once for
+the maxima and once for the casts.
 """
 
 import math
@@ -22,7 +23,7 @@ from titan_fp8.layouts import E4M3, cdiv
 
 WARPS = 4
 TILE = tile_layout((8, 8), (1, 32), (1, WARPS))
-"""8 rows by 1024 columns."""
+"""Layout of a tile of 8 rows by 1024 columns."""
 
 
 @gluon.jit
@@ -32,7 +33,10 @@ def _max(a, b):
 
 @gluon.jit
 def _load(x, column, R, K, ROUNDED: gl.constexpr, TILE: gl.constexpr):
-    """A tile in FP32, after rounding to bf16 if ROUNDED; zeros past R rows and K columns."""
+    """The tile at row 0 and `column` of x (R, K) in FP32, first rounded to bf16 if ROUNDED.
+
+    Zeros past R rows and K columns.
+    """
     i = gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
     j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
     inside = (i < R)[:, None] & (j < K)[None, :]
@@ -65,7 +69,10 @@ def _magnitudes(values):
 def quantize_shard_row_kernel(
     x, q, s, amax, R, K16, ROUNDED: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Quantises 8 rows of x (E, R, K), and raises amax (E, K) to the bits of their maxima."""
+    """Quantises 8 rows of x (E, R, K), and raises amax (E, K) to the bits of their maxima.
+
+    K16: K / 16.
+    """
     K = K16 * 16
     row = gl.program_id(0) * TILE.shape[0]
     matrix = gl.program_id(1).to(gl.int64)
