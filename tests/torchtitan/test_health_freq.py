@@ -112,8 +112,8 @@ def test_only_observed_steps_cost_anything(job):
     assert more[:3] == [0, 0, 0]
     assert 0 < more[3] < 32 * len(linears("llama3")) + 1000
     # The report of step 4, which computes with small tensors on the CPU.
-    assert more[4] + more[5] < 1000
-    assert more[6] == 0
+    assert 0 < more[4] < 1000
+    assert more[5:7] == [0, 0]
 
 
 def test_validation_is_not_observed(job, text):

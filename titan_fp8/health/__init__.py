@@ -7,6 +7,7 @@
     observer.py     finds out whose an operand is, and collects the statistics of a step
     report.py       combines ranks, and says it in metrics, a table and warnings
     monitor.py      observes the steps of a run that are due
+    scalars.py      writes metrics by torchtitan's loggers
 
 The adapters for torchtitan call the monitor after each step.
 """
@@ -14,5 +15,6 @@ The adapters for torchtitan call the monitor after each step.
 from titan_fp8.health.monitor import Monitor
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report
+from titan_fp8.health.scalars import write_scalars
 
-__all__ = ["Layer", "Monitor", "Observer", "Report"]
+__all__ = ["Layer", "Monitor", "Observer", "Report", "write_scalars"]

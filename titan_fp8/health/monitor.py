@@ -4,13 +4,14 @@ An adapter calls `Monitor.after` after each step, on every rank. It starts the r
 it was observed, and observes the next one if it is due. So the first step after a start is never
 observed, and between observed steps nothing runs but that one call.
 
-A report needs results from the GPU, and writing it takes CPU time. To keep the GPU busy meanwhile,
-a report is made in three parts, after three consecutive steps: copy the results to the CPU, reduce
-them over the ranks, write them. After the last step all reports are finished at once.
+A report needs results from the GPU, and making it takes CPU time. To keep the GPU busy meanwhile,
+`after` only starts to copy the results to the CPU, and makes the report after the next step. After
+the last step it makes the report at once.
 
 Validation is not observed, nor is anything else that runs while the model is not in training mode.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,6 @@ from titan_fp8.health.report import Report, union_of_names
 from titan_fp8.ops.observe import observe
 
 _logger = logging.getLogger()  # torchtitan's own
-_FINISHED = object()
 
 
 class Monitor:
@@ -38,7 +38,8 @@ class Monitor:
     def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
         self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
         self.observer: Observer | None = None
-        self.reports: list[Iterator[None]] = []
+        self.finished: Callable[[int], None] | None = None
+        """Writes the report of the step that was observed last, given the present step."""
         self.names: list[str] = []
         self._names_of: dict[frozenset[int], list[str]] = {}
         observe(None)
@@ -47,23 +48,24 @@ class Monitor:
         self,
         step: int,
         models: Sequence[nn.Module],
-        log: Callable[[dict[str, float], int], Any],
+        log: Callable[[dict[str, float], int, int], Any],
         device: torch.device,
     ) -> None:
         """Starts the report of `step` if it was observed, and observes the next one if it is due.
 
         Args:
             models: the parts of the model on this rank.
-            log: writes the scalars of a step, by tag.
+            log: writes scalars, by tag, given the step that they are about and the present step.
             device: one that the process group can reduce on.
         """
+        self.flush(step)
         if self.observer is not None:
             observe(None)
-            self.reports.append(self._report(step, self.observer, self.names, log, device))
+            self.observer.finish()
+            self.finished = functools.partial(_report, self.observer, self.names, step, log, device)
             self.observer = None
-        self.reports = [r for r in self.reports if next(r, _FINISHED) is not _FINISHED]
         if step >= self.last_step:
-            self.flush()
+            self.flush(step)
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
             layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
@@ -73,31 +75,27 @@ class Monitor:
             self.observer = Observer(layers, lambda: models[0].training, phase=step)
             observe(self.observer.wrap)
 
-    def flush(self) -> None:
-        """Finishes all reports, on every rank; at the end of training."""
-        for report in self.reports:
-            for _ in report:
-                pass
-        self.reports = []
+    def flush(self, step: int) -> None:
+        """Writes the report that has not been written yet, on every rank."""
+        if self.finished is not None:
+            self.finished(step)
+            self.finished = None
 
-    def _report(
-        self,
-        step: int,
-        observer: Observer,
-        names: list[str],
-        log: Callable[[dict[str, float], int], Any],
-        device: torch.device,
-    ) -> Iterator[None]:
-        observer.finish()
-        yield
-        own = [layer.name for layer in observer.layers]
-        over_ranks = Report.of_rank(names, own, *observer.table()).over_ranks(device)
-        yield
-        report = over_ranks()
-        log(report.metrics(), step)
-        _logger.info(f"titan_fp8: FP8 health of step {step}, each figure at its worst\n{report}")
-        for warning in report.warnings(step):
-            _logger.warning(f"titan_fp8: {warning}")
+
+def _report(
+    observer: Observer,
+    names: list[str],
+    step: int,
+    log: Callable[[dict[str, float], int, int], Any],
+    device: torch.device,
+    now: int,
+) -> None:
+    own = [layer.name for layer in observer.layers]
+    report = Report.of_rank(names, own, *observer.table()).over_ranks(device)
+    log(report.metrics(), step, now)
+    _logger.info(f"titan_fp8: FP8 health of step {step}, each figure at its worst\n{report}")
+    for warning in report.warnings(step):
+        _logger.warning(f"titan_fp8: {warning}")
 
 
 def layers_of(

@@ -6,15 +6,16 @@ same, as data-parallel ranks do with a weight, do not change a share. The spread
 scales is over all ranks, and tokens per expert are those of all experts.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8.health.observer import OPERANDS, copied_to_cpu
+from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
 
 UNDERFLOW_BOUND = 0.05
@@ -73,33 +74,27 @@ class Report:
                 )
         return report
 
-    def over_ranks(self, device: torch.device) -> "Callable[[], Report]":
-        """Starts two all-reduces of tensors on `device`.
-
-        Returns:
-            A function that waits for them and returns the report of all ranks together.
-        """
+    def over_ranks(self, device: torch.device) -> "Report":
+        """The report of all ranks together, by two all-reduces of tensors on `device`."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return lambda: self
+            return self
         sums = torch.cat([self.table[..., SUMS].flatten(), self.tokens[:, :2].flatten()])
         maxima = torch.cat([self.table[..., MAXIMA].flatten(), self.tokens[:, 2:].flatten()])
-        sums, maxima = sums.to(device), maxima.to(device)
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        reduced = copied_to_cpu([sums, maxima])
-
-        def combine() -> Report:
-            combined = Report(self.names, self.table.clone(), self.tokens.clone())
-            of_sums, of_maxima = reduced()
-            for part, table, tokens in (
-                (of_sums, combined.table[..., SUMS], combined.tokens[:, :2]),
-                (of_maxima, combined.table[..., MAXIMA], combined.tokens[:, 2:]),
-            ):
-                table.copy_(part[: table.numel()].view(table.shape))
-                tokens.copy_(part[table.numel() :].view(tokens.shape))
-            return combined
-
-        return combine
+        # On a stream of its own, which does not wait for the step that the GPU is working on.
+        on_gpu = device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.Stream(device)) if on_gpu else contextlib.nullcontext():
+            sums, maxima = sums.to(device), maxima.to(device)
+            dist.all_reduce(sums)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+            sums, maxima = sums.cpu(), maxima.cpu()
+        combined = Report(self.names, self.table.clone(), self.tokens.clone())
+        for part, table, tokens in (
+            (sums, combined.table[..., SUMS], combined.tokens[:, :2]),
+            (maxima, combined.table[..., MAXIMA], combined.tokens[:, 2:]),
+        ):
+            table.copy_(part[: table.numel()].view(table.shape))
+            tokens.copy_(part[table.numel() :].view(tokens.shape))
+        return combined
 
     # Shares and errors
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 
-from titan_fp8.health import Monitor
+from titan_fp8.health import Monitor, write_scalars
 from titan_fp8.linear import FP8Linear
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
@@ -37,7 +37,8 @@ def install(job_config: JobConfig) -> None:
         def report_and_ask(self: Any, step: int) -> bool:
             if self.job_config is job_config:
                 device = torch.device(utils.device_type)
-                monitor.after(step, self.model_parts, self.logger.log, device)
+                write = functools.partial(write_scalars, self.logger)
+                monitor.after(step, self.model_parts, write, device)
             return should_log(self, step)
 
         return report_and_ask
