@@ -152,8 +152,8 @@ def test_what_makes_fp8_worth_it():
     assert speed(few, h200) < 1 < speed(many, h200)
     assert predict(few, h200).ms == predict(few, h200).host
     found = "\n".join(advice.advice(few, h200))
-    assert "The step waits for the host" in found and "Leave out" in found
-    # With a host that costs nothing the GPU decides, and FSDP's gathers can be halved.
+    assert "The step waits for the CPU" in found and "Leave out" in found
+    # With a CPU that takes no time the GPU decides, and FSDP's gathers can be halved.
     idle = dict.fromkeys(("bf16", "blockwise", "rowwise"), 0.0)
     free = {key: idle if isinstance(each, dict) else each for key, each in h200.host.items()}
     fast = replace(h200, host=free | {"block_us": 0.0})
@@ -204,7 +204,7 @@ TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_par
         ("llama3_8b", ("--ngpu", "0"), "--ngpu = 0"),
         ("llama3_8b", ("--ngpu", "7"), "!= WORLD_SIZE(7)"),
         ("llama3_8b", ("--link_gbps", "0"), "--link_gbps = 0.0"),
-        ("llama3_8b", ("--out", "x.toml"), "it is what --filter auto writes"),
+        ("llama3_8b", ("--out", "x.toml"), "needs --filter auto"),
         ("llama3_8b", ("--parallelism.data_parallel_shard_degree", "-1"), "--ngpu"),
         ("llama3_8b", ("--model.flavor", "9B"), "model.flavor = '9B'"),
         ("llama3_8b", ("--training.seq_len", "8190", "--parallelism.tensor_parallel_degree", "4"),

@@ -1,6 +1,6 @@
-"""Whether FP8 will pay on a model and a parallel plan, before a GPU is spent on it.
+"""Predicts, without a GPU, whether FP8 pays for a model and a parallel plan.
 
-    python -m titan_fp8.plan CONFIG [--gpu h100|h200] [--ngpu N] [--link_gbps GB/S]
+    python -m titan_fp8.plan CONFIG [--gpu GPU] [--ngpu N] [--link_gbps GB/S]
         [--filter auto [--out FILE]] [--section.key value ...]
 
 CONFIG is the TOML of a run that loads the plugin; torchtitan's own flags override it. It prints a
@@ -9,10 +9,10 @@ exit status is 1 if FP8 is predicted to be slower than bf16, and 2 after bad inp
 `--filter auto` it prints the sections that leave out what slows the step down, and writes them to
 FILE; it changes no other file.
 
-It needs no GPU. `model.py` applies torchtitan's parallel plan to a model on the meta device and
-reads from it what a rank computes (`run.py`). `times.py` interpolates between the times that were
-measured on a GPU (`tables/`, by `scripts/plan_table.py`), `costs.py` says which kernels a layer
-runs, `step.py` adds up a step, and `advice.py` tries what could be changed.
+`model.py` applies torchtitan's parallel plan to a model on the meta device and reads from it what a
+rank computes (`run.py`). `costs.py` says which kernels a layer runs, `times.py` interpolates their
+times between measurements (`tables/`, written by `scripts/plan_table.py`), `step.py` adds up a
+step, and `advice.py` predicts it again with something changed.
 
 This module imports none of them: the command line prepares torchtitan before it is imported.
 """

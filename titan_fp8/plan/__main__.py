@@ -16,31 +16,49 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m titan_fp8.plan",
         usage=USAGE,
-        description="Predict whether FP8 pays on a model and a parallel plan.",
+        description="Predict whether FP8 pays for a model and a parallel plan.",
         epilog="Other arguments are torchtitan's own and override CONFIG, such as "
         "--training.seq_len 4096.",
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="the TOML of the run")
-    parser.add_argument("--gpu", default="h200", help="h100 or h200 (default: %(default)s)")
-    parser.add_argument("--ngpu", type=int, metavar="N", help="GPUs of the job")
     parser.add_argument(
-        "--link_gbps", type=float, metavar="GB/S", help="what a rank receives in collectives"
+        "--gpu",
+        default="h200",
+        help="a GPU with a table in titan_fp8/plan/tables (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ngpu",
+        type=int,
+        metavar="N",
+        help="GPUs of the job (default: the product of its degrees)",
+    )
+    parser.add_argument(
+        "--link_gbps", type=float, metavar="GB/S", help="GB/s that a rank receives in collectives"
     )
     parser.add_argument(
         "--filter", choices=["auto"], help="print the sections that leave out what does not pay"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write these sections here")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="also write them to this new file",
+    )
     options, flags = parser.parse_known_args(argv)
     version = importlib.metadata.version("torchtitan")
     if not version.startswith("0.2."):
-        print(f"titan_fp8.plan: torchtitan {version}: it reads TOML files of 0.2", file=sys.stderr)
+        print(
+            f"titan_fp8.plan: torchtitan {version} is installed, but CONFIG is a TOML file of "
+            "torchtitan 0.2: use an environment with torchtitan 0.2.2",
+            file=sys.stderr,
+        )
         return 2
-    # Before torchtitan is imported, which takes this machine for one with GPUs otherwise.
+    # Before torchtitan is imported, since otherwise it assumes that this machine has GPUs.
     cpu_host.prepare()
     from titan_fp8.plan.command import run
 
-    logging.disable(logging.WARNING)  # what torchtitan says of this machine, not of the run
+    logging.disable(logging.WARNING)  # torchtitan's are about this machine, not about the run
     try:
         return run(options, flags)
     except (ValueError, OSError) as error:

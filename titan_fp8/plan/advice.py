@@ -1,4 +1,4 @@
-"""What could be changed in a config so that FP8 pays more: found by predicting the step again."""
+"""Changes to a config that make FP8 pay more, found by predicting the step with each of them."""
 
 import json
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16, get_recipe
 
 WORTH = 0.001
-"""The share of a step that a change must gain to be advised."""
+"""A change is advised if it saves at least this share of a step."""
 FEW_TOKENS = 0.15
-"""The share of a layer's time that quantising its weights takes where tokens are few."""
+"""Tokens are few where quantising the weights takes more than this share of a layer's time."""
 FILTERED = "advised by --filter auto"
 
 
@@ -23,14 +23,17 @@ def refused(run: Run) -> list[Layer]:
 
 
 def left_out(run: Run, times: Times) -> list[str]:
-    """Names of layers to leave in bf16: first those that cannot run, then, one by one, whichever
-    makes the step shortest, as long as it becomes shorter."""
+    """Names of layers to leave in bf16.
+
+    First those that cannot run in FP8; then, one at a time, the layer without which the step is
+    shortest, as long as that makes the step shorter.
+    """
     names = list(dict.fromkeys(layer.name for layer in refused(run)))
     current = without(run, names)
     while candidates := {layer.name for layer in current.layers if layer.recipe != BF16}:
         tried = {name: predict(without(current, [name]), times).ms for name in sorted(candidates)}
         best = min(tried, key=lambda name: tried[name])
-        # With the host ahead, several together may gain what none does alone.
+        # Where the CPU limits the step, several layers may gain together what none gains alone.
         if tried[best] > (1 - WORTH) * predict(current, times).ms:
             break
         names.append(best)
@@ -46,7 +49,7 @@ def without(run: Run, names: list[str]) -> Run:
         if layer.name in names and layer.recipe != BF16:
             layer = layer.in_bf16(FILTERED)
         elif not layer.groups and layer.name.rpartition(".")[0] in parents:
-            layer = replace(layer, fused=False)  # its feed-forward calls its linears one by one
+            layer = replace(layer, fused=False)  # the feed-forward is no longer fused
         layers.append(layer)
     return replace(run, layers=sharing_inputs(layers))
 
@@ -60,16 +63,17 @@ def advice(run: Run, times: Times) -> list[str]:
     if names:
         better = predict(without(runnable, names), times)
         found.append(
-            f"Leave out {', '.join(names)}: the step takes {better.ms:.0f} ms in place of "
+            f"Leave out {', '.join(names)}: the step takes {better.ms:.0f} ms instead of "
             f"{step.ms:.0f} ({bf16.ms / better.ms:.2f}x). --filter auto prints the setting."
         )
     found += _multiples(run)
     found += _tokens(runnable, times)
     if step.host > step.gpu:
         found.append(
-            f"The step waits for the host ({step.host:.0f} ms, GPU {step.gpu:.0f} ms): give each "
+            f"The step waits for the CPU ({step.host:.0f} ms, GPU {step.gpu:.0f} ms): give each "
             "rank more tokens, by a larger local_batch_size or seq_len or by fewer ranks of TP. "
-            f"Hosts differ by a third; this one ran {times.host['code']}."
+            "CPU times differ between machines by a third; these were measured at commit "
+            f"{times.host['code']}."
         )
     found += _gathers(runnable, times)
     return found
@@ -92,8 +96,10 @@ def fragment(run: Run, times: Times) -> str:
             skipped.append(name)
         elif pattern not in patterns:
             patterns.append(pattern)
-    lines = [f"# Advised by titan_fp8.plan: predicted {speed:.2f}x of bf16."]
-    lines += [f"# No pattern matches {name} alone." for name in skipped]
+    lines = [f"# Advised by titan_fp8.plan: predicted speed {speed:.2f}x of bf16."]
+    lines += [
+        f"# {name} is not left out: its pattern would match other layers, too." for name in skipped
+    ]
     lines += ["[quantize.linear.titan_fp8]", "filter_fqns = ["]
     lines += [*(f"    {json.dumps(pattern)}," for pattern in patterns), "]"]
     if any(name in grouped for name in names):
@@ -109,8 +115,8 @@ def _refusals(run: Run) -> Iterator[str]:
             f"{dim} = {size}" for dim, size in (("N", layer.n), ("K", layer.k)) if size % 16
         )
         yield (
-            f"Training stops at {layer.name}: {sizes} of a rank is no multiple of 16. Use another "
-            "degree of parallelism, or leave it out (--filter auto)."
+            f"Training stops at {layer.name}: {sizes} on a rank must be a multiple of 16. Use "
+            "another degree of parallelism, or leave the layer out (--filter auto)."
         )
 
 
@@ -121,7 +127,7 @@ def _multiples(run: Run) -> Iterator[str]:
                 if size % 16:
                     low = size // 16 * 16
                     near = f"{low} or {low + 16}" if low else "16"
-                    yield f"{layer.name} stays in bf16: {dim} = {size}; {near} would do."
+                    yield f"{layer.name} stays in bf16: {dim} = {size}; FP8 needs {near}."
 
 
 def _tokens(run: Run, times: Times) -> Iterator[str]:
@@ -141,8 +147,9 @@ def _tokens(run: Run, times: Times) -> Iterator[str]:
             )
     if few:
         yield (
-            f"Tokens are few for {', '.join(dict.fromkeys(few))}: quantising the weights takes "
-            f"more than {FEW_TOKENS:.0%} of their time. Give each rank more tokens."
+            f"A rank has few tokens for {', '.join(dict.fromkeys(few))}: quantising the weights "
+            f"takes more than {FEW_TOKENS:.0%} of their time. Use a larger local_batch_size or "
+            "seq_len."
         )
 
 
@@ -155,11 +162,11 @@ def _gathers(run: Run, times: Times) -> Iterator[str]:
     now, then = predict(run, times), predict(replace(run, layers=layers), times)
     if then.ms < (1 - WORTH) * now.ms:
         yield (
-            f"fsdp_all_gather = true: the step takes {then.ms:.0f} ms in place of {now.ms:.0f}, "
-            "with the same numbers."
+            f"fsdp_all_gather = true: the step takes {then.ms:.0f} ms instead of {now.ms:.0f}, "
+            "with the same results."
         )
     elif then.gpu < now.gpu - 1:
         yield (
             f"fsdp_all_gather = true saves the GPU {now.gpu - then.gpu:.0f} ms a step, but the "
-            "step waits for the host."
+            "step waits for the CPU."
         )

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         ValueError, OSError: bad input.
     """
     if options.out is not None and options.filter is None:
-        raise ValueError(f"--out = {options.out}: it is what --filter auto writes")
+        raise ValueError(f"--out = {options.out} needs --filter auto, whose output it is")
     if options.out is not None and options.out.exists():
         raise ValueError(f"--out = {options.out}: the file exists; name a new one")
     if options.ngpu is not None and options.ngpu < 1:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
             print(f"\nwritten to {options.out}")
     if refused and not options.filter:
         names = ", ".join(layer.name for layer in refused)
-        raise ValueError(f"training would stop at {names}: see the advice above")
+        raise ValueError(f"training would stop at {names}: see the advice above, or --filter auto")
     return 1 if bf16.ms < 0.995 * step.ms else 0
 
 

@@ -1,8 +1,8 @@
-"""What a layer costs, in bf16 and in FP8: GEMMs, quantisers, gathers, host, memory.
+"""What a layer costs, in bf16 and in FP8: GEMMs, quantisers, gathers, CPU time, memory.
 
 A linear or a product of experts has three GEMMs, fprop (m, n, k), dgrad (m, k, n) and wgrad
-(m, n, k). In FP8 there are quantisers in front: forward quantises x for fprop and wgrad in one
-read, and W; backward g for dgrad and wgrad in one read, and W transposed. Linears that read one
+(m, n, k). In FP8 quantisers run before them: forward quantises x for fprop and wgrad in one read,
+and W; backward quantises g for dgrad and wgrad in one read, and W transposed. Linears that read one
 input share its quantisation. In a fused feed-forward the SwiGLU kernels quantise what they write,
 so w1 and w3 have no g to quantise, and w2 no h.
 """
@@ -16,7 +16,7 @@ from titan_fp8.recipe import BF16, Recipe, get_recipe
 SWIGLU_BYTES = (6, 10)
 """Bytes per element of bf16's compiled SwiGLU: h of a and b; da and db of dh, a and b."""
 TRANSPOSE_BYTES = 2
-"""Per element of a weight that came in FP8 and whose transpose dgrad makes."""
+"""Bytes per element of a weight that was gathered in FP8 and that dgrad transposes."""
 
 
 @dataclass(frozen=True)

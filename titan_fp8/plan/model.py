@@ -1,8 +1,8 @@
 """What a rank computes: torchtitan's own parallelisation, applied to a model without storage.
 
-torchtitan's `parallelize_fn` runs on the meta device with a process group that only pretends
-(`FakeStore`), so the local shapes are those of its own rules, for every model that it has. A second
-copy of the model is converted, to learn what is converted and why the rest is not.
+torchtitan's `parallelize_fn` runs on the meta device with a fake process group (`FakeStore`), so
+the local shapes follow torchtitan's own rules, for every model that it has. A second copy of the
+model is converted, to find out which modules are converted and why the others are not.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def parallel_dims(config: Any, ngpu: int | None) -> ParallelDims:
     """The degrees of parallelism of the config.
 
     Raises:
-        ValueError: they do not go together, or with `ngpu`; or `ngpu` is needed and None.
+        ValueError: they do not fit each other or `ngpu`; or `ngpu` is needed and None.
     """
     p = config.parallelism
     degrees = {
@@ -54,7 +54,7 @@ def parallel_dims(config: Any, ngpu: int | None) -> ParallelDims:
     if world is None:
         if degrees["dp_shard"] == -1:
             raise ValueError(
-                "parallelism.data_parallel_shard_degree = -1 means all ranks that are left: say by "
+                "parallelism.data_parallel_shard_degree = -1 means all remaining ranks: say by "
                 "--ngpu how many GPUs the job has"
             )
         world = 1
@@ -176,7 +176,7 @@ def _shapes(
         stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
         if stacked:
             parts, (ranks, *_) = zip(*(_gathered_shape(p, dims) for p in stacked))
-            # Whether w1 and w3 are one parameter or two: three products of hidden by dim.
+            # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
             groups = parts[0][0]
             hidden = sum(part.numel() for part in parts) // (3 * groups * dim)
             yield name, torch.Size((groups, hidden, dim)), ranks
@@ -217,7 +217,7 @@ def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
 def _parallelised(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator[None]:
     """Parallelises `model` by torchtitan's own rules, on process groups that do not communicate."""
     plain = copy.deepcopy(config)
-    # Neither changes a shape; both wrap modules.
+    # Both wrap modules, and neither changes a shape.
     plain.activation_checkpoint.mode, plain.compile.enable = "none", False
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
     try:

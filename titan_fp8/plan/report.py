@@ -11,18 +11,18 @@ from titan_fp8.recipe import BF16
 
 WIDTH, BAR = 100, 24
 COLUMNS = (
-    *("module", "x", "E,M,N,K", "recipe", "bf16", "FP8", "quant", "gather", "host", "speed"),
+    *("module", "x", "E,M,N,K", "recipe", "bf16", "FP8", "quant", "gather", "CPU", "speed"),
     "MiB",
 )
 LEGEND = (
     "us per module and micro-batch, forward and backward: GEMMs in bf16 and in FP8, quantisers,",
-    "gathers of FSDP2, what FP8 adds on the host. MiB: inputs of GEMMs kept until backward, in",
-    "bf16 and in FP8, without checkpointing.",
+    "FSDP2's gathers, CPU time that FP8 adds. MiB: GEMM inputs kept until backward, in bf16 and in",
+    "FP8, without checkpointing.",
 )
 
 
 def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
-    """The table of layers, that of the step, and where the times come from."""
+    """The table of layers, that of the step, and the predicted speed."""
     rows = [_cells(row, run) for row in step.rows]
     left = [
         f"{row.layer.name}: {row.layer.reason}" for row in step.rows if row.layer.recipe == BF16
@@ -52,7 +52,7 @@ def bullets(title: str, items: Iterable[str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Lines of aligned columns; those in `left` to the left."""
+    """Lines of aligned columns; the columns `left` are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -101,7 +101,7 @@ def _parts(step: Step, bf16: Step) -> list[list[str]]:
         rows.append([part, *(f"{ms:,.1f}" for ms in pair), *bars])
     totals = {
         "GPU": (bf16.gpu, step.gpu),
-        "host, beside the GPU": (bf16.host, step.host),
+        "CPU, beside the GPU": (bf16.host, step.host),
         "step: the slower of the two": (bf16.ms, step.ms),
     }
     return rows + [[name, *(f"{ms:,.1f}" for ms in pair), "", ""] for name, pair in totals.items()]

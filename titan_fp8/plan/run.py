@@ -24,13 +24,14 @@ class Layer:
         n, k: output and input features of the rank's shard; of experts, hidden and model dimension.
         recipe: "bf16" if it is not converted.
         reason: why it is not converted, or "".
-        fits: whether FP8 GEMMs could run it, n and k being multiples of 16.
-        share: of the cost of its input, in proportion to n, as others of its recipe read it too.
+        fits: whether FP8 GEMMs can run it: n and k are multiples of 16.
+        share: its share, in proportion to n, of quantising an input that other layers of its recipe
+            read, too.
         fused: a feed-forward, or a part of one, whose SwiGLU and quantisers are one kernel.
         in_moe: in a block with experts. torchtitan compiles these in parts, so that checkpointing
             saves none of their GEMMs.
-        ranks: over how many ranks FSDP2 shards its weights.
-        gathers_fp8: `fsdp_all_gather` of its section.
+        ranks: the number of ranks over which FSDP2 shards its weights.
+        gathers_fp8: whether FSDP2 gathers its weights in FP8.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Run:
         checkpointing: 0 to 1, the share of the GEMMs of forward that backward repeats; and the
             share of all other operations.
         gathers: all-gathers of a weight per micro-batch.
-        permutation: "gather" or "host".
+        permutation: "gather", or "host" for torchtitan's.
         filter_fqns: those of the linear section.
     """
 

@@ -2,7 +2,7 @@
 
     GPU    layers, attention, elementwise kernels, permutation and exchange of routed tokens,
            collectives of tensor parallelism, what is exposed of FSDP2's, and the optimizer
-    host   a fixed time per block, and that of the linears and products in it
+    CPU    a fixed time per block, and the time of the linears and grouped products in it
 
 The slower of the two is the step. Not modelled: the ring of context parallelism, the all-reduces of
 DDP and HSDP, and differences between the ranks of a pipeline. These take as long in bf16.
@@ -37,7 +37,7 @@ class Step:
     Attributes:
         rows: one for each layer.
         parts: {part: ms of GPU time}; what they sum up to is `gpu`.
-        host: ms of the host.
+        host: ms of CPU time.
     """
 
     rows: tuple[Row, ...]

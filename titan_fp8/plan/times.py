@@ -24,23 +24,23 @@ NEAREST = 6
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """What one kind of GPU, with its host, was measured to take.
+    """Measured times and rates of one kind of GPU and of the CPU of its machine.
 
     Attributes:
         gpu: the card.
-        sources: what was measured when, and at which commit.
+        sources: the files of measurements, with commit and date.
         copy_gbps: bandwidth of a device copy, bytes read and written counted.
         gemm: {(family, op): rows of (groups, m, n, k, us)}; op "mm" contracts k, op "wgrad" m.
         quantise: {op: rows of (elements, us)}.
         attention_tflops: of forward and backward.
         dense_ps: ps per token, feature and block, for everything in a dense block that is neither
             GEMM nor attention, without checkpointing.
-        moe_ps: {"host", "gather"}: the same per row of an expert, feature and MoE block.
+        moe_ps: {permutation: the same per row of an expert, feature and MoE block}.
         optimizer_ps: {dtype of parameters: ps per parameter}, with clipping.
         link_gbps: bytes that a rank receives in collectives.
         exposed: what FSDP2's collectives add to the step while they overlap with computation, as a
             share of that time.
-        host: us per linear, forward and backward, and per block; see `host_us`.
+        host: us of CPU time per linear, forward and backward, and per block; see `host_us`.
     """
 
     gpu: str
@@ -77,7 +77,7 @@ class Times:
         return bytes_received / self.link_gbps / 1e3
 
     def host_us(self, kind: str, recipe: str) -> float:
-        """Host time of one linear or grouped product, forward and backward."""
+        """CPU time of one linear or grouped product, forward and backward."""
         costs = self.host[kind]
         return costs[recipe if recipe in costs else recipe.partition("_")[0]]
 
@@ -99,7 +99,7 @@ def _axes(groups: float, m: float, n: float, k: float) -> tuple[float, float, fl
 
 
 def family(scaling: Scaling) -> str:
-    """The kernels that a GEMM whose left operand is scaled so runs in."""
+    """The family of kernels that runs a GEMM whose left operand has this scaling."""
     if scaling is Scaling.NONE:
         return BF16
     return "rowwise" if scaling is Scaling.ROW else "blockwise"
@@ -115,17 +115,17 @@ def wgrad_is_fp8(recipe: Recipe) -> bool:
 
 @functools.cache
 def load(gpu: str) -> Times:
-    """The table of "h100" or "h200".
+    """The table of a GPU, such as "h200".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no table of it.
     """
     file = TABLES / f"{gpu}.json"
     if not file.is_file():
         there = ", ".join(repr(each.stem) for each in sorted(TABLES.glob("*.json")))
         raise ValueError(
-            f"--gpu = {gpu!r}: there are measurements of {there} only; scripts/measure_plan.py "
-            "measures a GPU and scripts/plan_table.py writes its table"
+            f"--gpu = {gpu!r}: allowed are {there}, of which there are measurements; to add a GPU, "
+            "measure it with scripts/measure_plan.py and write its table with scripts/plan_table.py"
         )
     table = json.loads(file.read_text(encoding="utf-8"))
     gemm: dict[tuple[str, str], list[list[float]]] = {}
