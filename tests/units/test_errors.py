@@ -7,6 +7,7 @@ import torch
 from numerics import F16, F32, F64
 
 from titan_fp8 import fp8_grouped_mm, fp8_linear
+from titan_fp8.gemms import SharedInput
 
 
 def linear(x=(4, 32), w=(16, 32), bias=None, dtypes=(torch.float32,) * 3, **options):
@@ -36,6 +37,11 @@ def offs_elsewhere():
     return fp8_grouped_mm(
         torch.ones(4, 32, device="meta"), torch.ones(2, 16, 32, device="meta"), offs
     )
+
+
+def shared_elsewhere():
+    x = torch.ones(4, 32)
+    return fp8_linear(x, torch.ones(16, 32), shared=SharedInput(x.clone()))
 
 
 ALLOWED = "allowed are 'blockwise', 'rowwise', 'rowwise_with_gw_hp'"
@@ -72,6 +78,7 @@ ERRORS = [
     (lambda: fp8_grouped_mm(torch.ones(4, 32), torch.ones(1, 16, 32), [4]), "offs is [4]: allowed"),
     (grouped(w=(0, 16, 32), offs=(0,)), "weight has 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
+    (shared_elsewhere, "shared is the SharedInput of another tensor"),
     (weight_elsewhere, "weight is on meta and x on cpu: must be the same"),
     (offs_elsewhere, "offs is on cpu and x on meta: must be the same"),
 ]  # fmt: skip

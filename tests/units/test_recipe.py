@@ -89,6 +89,9 @@ def test_a_weight_of_another_recipe_is_refused():
         titan_fp8.fp8_linear(torch.randn(4, K), quantised, recipe="rowwise")
     with pytest.raises(ValueError, match="weight has shape .* N = 17 and K = 16"):
         titan_fp8.quantize_weight(torch.randn(17, 16))
+    for shape in ((16,), (2, 2, 16, 16)):
+        with pytest.raises(ValueError, match=r"allowed are \(N, K\) and \(E, N, K\)"):
+            titan_fp8.quantize_weight(torch.randn(shape))
     with pytest.raises(ValueError, match="recipe = 'fp8': allowed are 'blockwise'"):
         titan_fp8.quantize_weight(torch.randn(16, 16), recipe="fp8")
 
