@@ -99,7 +99,7 @@ def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_pa
         assert status == -signal.SIGKILL
         looks_finished.append(out.exists() and check_whole(out))
         if out.exists() and not looks_finished[-1]:
-            with pytest.raises(FileExistsError, match="without config.json: not a whole one"):
+            with pytest.raises(FileExistsError, match="without config.json: not a complete export"):
                 export(checkpoint, out, config)
     assert check_whole(out) and not list(out.glob(f"*{files.PARTIAL}"))
     # Only while the last rename is made to last is an export finished before it ends.
@@ -178,7 +178,7 @@ def test_the_command_shows_its_progress(capsys, tmp_path, text):
     assert run_command(capsys, *again) == (
         2,
         "",
-        f"titan_fp8.export: OUT = {out} exists; name a new folder or delete it\n",
+        f"titan_fp8.export: OUT = {out} exists; name a new folder or delete this one\n",
     )
 
 
@@ -250,7 +250,8 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
         ),
         (
             ["step-2", "out", "--config", "job.toml", "--model.flavor", "short"],
-            "step-2 has 9 tensors more, layers.1.attention.wq.weight first: is llama3 short the ",
+            "step-2 has 9 tensors that the model lacks, layers.1.attention.wq.weight first: is "
+            "llama3 short the model of the run?",
         ),
         (
             ["step-2", "out", "--config", "job.toml", "--model.flavor", "long"],

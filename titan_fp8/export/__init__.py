@@ -1,4 +1,4 @@
-"""A torchtitan checkpoint as Hugging Face safetensors in DeepSeek-V3's block-FP8 format.
+"""Writes a torchtitan checkpoint as Hugging Face safetensors in DeepSeek-V3's block-FP8 format.
 
     python -m titan_fp8.export CHECKPOINT OUT --config CONFIG [--section.key value ...]
 
@@ -11,19 +11,19 @@ gets what `transformers` loads:
     config.json                         the model's dimensions and its quantization_config
     tokenizer.json, ...                 copies from model.hf_assets_path
 
-The weights are those that the FP8 GEMMs of a blockwise run read, unless tensor parallelism cuts the
+The FP8 weights are those that the GEMMs of a blockwise run read, unless tensor parallelism cuts the
 blocks: they are rounded to the run's `training.mixed_precision_param`, as FSDP2 and autocast do,
 and then quantised by `titan_fp8.reference.quantize_128x128`. The same modules as in training stay
 in high precision.
 
-`exporter.py` does it, step by step. `run.py` says which model a run has, `tensors.py` what is
-written and from what, `checkpoint.py` reads, `files.py` writes, and `hf_config.py` has the fields
-of config.json.
+`exporter.py` runs the export. `run.py` finds out which model the run has, and `tensors.py` which
+tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files.py` writes, and
+`hf_config.py` has the fields of config.json.
 
 This module imports none of them: the command line prepares torchtitan before it is imported.
 
-Memory. The checkpoint is never loaded as a whole. A tensor is read, converted and written before
-the next one is read, and of the stacked weights of experts at most one file's size is read at once.
-DCP reads what a rank has saved as a whole, so the peak is twice the largest tensor of the
-checkpoint if one rank has saved it.
+Memory: the checkpoint is never loaded as a whole. A tensor is read, converted and written before
+the next one is read; stacked weights of experts are read in parts of at most one file's size. DCP
+reads the part of a tensor that one rank saved as a whole, so the peak is twice the largest tensor
+of the checkpoint if a single rank saved it.
 """

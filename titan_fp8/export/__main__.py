@@ -11,7 +11,7 @@ USAGE = "python -m titan_fp8.export CHECKPOINT OUT --config CONFIG [--section.ke
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 after an error that the user can mend."""
+    """Returns the exit status: 0, or 2 after bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m titan_fp8.export",
         usage=USAGE,
@@ -20,14 +20,16 @@ def main(argv: list[str] | None = None) -> int:
         "--model.flavor 8B; without CONFIG, --model.name and --model.flavor are needed.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of one step, in DCP")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder of one step, as DCP saves it"
+    )
     parser.add_argument("out", metavar="OUT", help="folder to create")
     parser.add_argument("--config", metavar="CONFIG", help="the TOML of the run")
     parser.add_argument(
         "--shard_gb", type=float, default=5.0, help="largest file in GB (default: %(default)s)"
     )
     options, flags = parser.parse_known_args(argv)
-    # Before torchtitan is imported, which otherwise takes this machine for one with GPUs.
+    # Before torchtitan is imported, since otherwise it assumes that this machine has GPUs.
     if not torch.cuda.is_available():
         cpu_host.prepare()
     from titan_fp8.export.config import job_config

@@ -1,4 +1,4 @@
-"""Reads a DCP checkpoint tensor by tensor, or some experts of a tensor, and nothing else of it."""
+"""Reads a DCP checkpoint one tensor, or some experts of a tensor, at a time."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 METADATA = ".metadata"
-"""DCP writes this file last: a folder without it is no checkpoint, or not a whole one."""
+"""DCP writes this file last: a folder without it is no checkpoint, or an incomplete one."""
 
 
 class Checkpoint:
@@ -44,7 +44,8 @@ class Checkpoint:
         found = sum(item.lengths.numel() for item in items)
         if found != wanted.sizes.numel():
             raise ValueError(
-                f"CHECKPOINT = {self.folder}: {name} has {found} of {wanted.sizes.numel()} elements"
+                f"CHECKPOINT = {self.folder}: {name} has {found} of {wanted.sizes.numel()} "
+                "elements: the checkpoint is incomplete; export another step"
             )
         target = torch.empty(wanted.sizes, dtype=saved.properties.dtype)
         self._reader.read_data(LoadPlan(items), _Into(target)).wait()
@@ -52,7 +53,7 @@ class Checkpoint:
 
 
 class _Into(DefaultLoadPlanner):
-    """Lets the reader write to one tensor, which need not be the whole of what was saved."""
+    """Lets the reader write to one tensor, which may be only a part of the saved one."""
 
     def __init__(self, target: Tensor):
         super().__init__()

@@ -25,7 +25,7 @@ def export(
     """Write the checkpoint of a run to the new folder `out`, in block-FP8.
 
     Files appear under their names once they are complete, config.json and the index last, so a
-    folder without config.json is an export that was broken off.
+    folder without config.json is an incomplete export.
 
     Args:
         checkpoint: the folder of one step, such as outputs/checkpoint/step-1000.
@@ -42,9 +42,11 @@ def export(
     out = Path(out)
     if out.exists():
         whole = (
-            "" if (out / files.CONFIG).exists() else f", without {files.CONFIG}: not a whole one"
+            ""
+            if (out / files.CONFIG).exists()
+            else f", without {files.CONFIG}: not a complete export"
         )
-        raise FileExistsError(f"OUT = {out} exists{whole}; name a new folder or delete it")
+        raise FileExistsError(f"OUT = {out} exists{whole}; name a new folder or delete this one")
     saved = Checkpoint(checkpoint)
     run = Run(config)
     tensors = plan_tensors(run, saved)

@@ -1,7 +1,7 @@
 """Files of a Hugging Face model folder, each under its name only once it is complete.
 
-A file is written under another name, flushed to the disk and renamed. Whenever the process is
-killed, what has a final name is whole.
+A file is written under another name, flushed to the disk and renamed. So a file that has its final
+name is complete, even if the process is killed at any moment.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _DTYPES = {
 
 @contextlib.contextmanager
 def complete(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to; it gets the name `path` after the block, if that ends normally."""
+    """A new file to write to, renamed to `path` after the block if that raises nothing."""
     partial = path.with_name(path.name + PARTIAL)
     with open(partial, "xb") as file:
         yield file

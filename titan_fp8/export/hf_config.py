@@ -43,7 +43,7 @@ def warnings(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
     if run.name == "deepseek_v3" and run.args.moe_args.score_func != "sigmoid":
         found.append(
             f"the router's scores are {run.args.moe_args.score_func} (scoring_func in config.json);"
-            " DeepseekV3ForCausalLM of transformers computes sigmoid whatever config.json says. "
+            " DeepseekV3ForCausalLM of transformers ignores that and computes sigmoid scores. "
             "Load the export with software that reads scoring_func, as vLLM does"
         )
     ragged = [
@@ -81,8 +81,8 @@ def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
 def _require(run: Run, key: str, value: object, *allowed: object) -> None:
     if value not in allowed:
         raise ValueError(
-            f"{run.description} has {key} = {value!r}: Hugging Face's model computes what "
-            f"{' or '.join(map(repr, allowed))} means"
+            f"{run.description} has {key} = {value!r}, and Hugging Face's model supports only "
+            f"{' or '.join(map(repr, allowed))}: it cannot be exported"
         )
 
 
@@ -182,5 +182,5 @@ def _deepseek_v3(run: Run) -> dict[str, Any]:
 
 
 def _require_moe(run: Run) -> None:
-    """What holds for both MoE models: the scores weigh the experts' outputs."""
+    """ValueError unless scores weigh the experts' outputs, as in both of Hugging Face's models."""
     _require(run, "moe_args.score_before_experts", run.args.moe_args.score_before_experts, False)

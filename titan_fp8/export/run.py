@@ -1,4 +1,4 @@
-"""What an export needs to know of a run, from torchtitan's JobConfig: the model and its names."""
+"""What an export needs to know about a run, from its JobConfig: the model and its names."""
 
 import copy
 import importlib
@@ -18,7 +18,7 @@ from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
 _SCALE_FMTS = {"blockwise": "fp32", "blockwise_pow2": "ue8m0"}
-"""Those of the recipes whose weights have 128x128 blocks, as exports have."""
+"""The scale formats of the recipes that quantise weights in 128x128 blocks, as exports do."""
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -33,16 +33,16 @@ class Run:
     Attributes:
         name, flavor: of the model, in torchtitan.
         args: the model's arguments, with what the config sets in them.
-        flavor_seq_len: what its max_seq_len was before: the longest sequence of the flavour.
+        flavor_seq_len: the flavour's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
         quantised: those that are exported in FP8, as a run with this config would convert them.
         buffers: names of tensors that are no parameters and keep their dtype.
-        dtype: in which the run computes, and that of tensors that are not quantised.
-        scale_fmt: of the scales, as in `titan_fp8.reference.scale_of`.
+        dtype: in which the run computes, and of exported tensors that are not quantised.
+        scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
         tied: whether the output layer shares the weight of the embedding.
         bos_id, eos_id: of the tokenizer, None if there is none.
-        tokenizer_files: what to copy.
+        tokenizer_files: the files to copy.
         warnings: what the user should know before the export.
 
     Raises:
@@ -82,7 +82,8 @@ class Run:
             return self._adapter.to_hf({name: value})
         except KeyError:
             raise ValueError(
-                f"{name}: torchtitan's adapter for {self.name} has no Hugging Face name for it"
+                f"{name}: torchtitan's adapter for {self.name} has no Hugging Face name for it, "
+                "so the model cannot be exported"
             ) from None
 
     def _read_recipe(self, config: Any) -> str:
@@ -90,8 +91,8 @@ class Run:
         recipe = linear.recipe if linear is not None else "blockwise"
         if recipe not in _SCALE_FMTS:
             self.warnings.append(
-                f'the run has recipe "{recipe}", whose GEMMs did not read the weights in 128x128 '
-                "blocks: compare the exported model's loss with the run's"
+                f'the run has recipe "{recipe}", whose GEMMs did not read weights quantised in '
+                "128x128 blocks: compare the exported model's loss with the run's"
             )
         return _SCALE_FMTS.get(recipe, "fp32")
 

@@ -1,4 +1,4 @@
-"""Which tensors an export writes, from which of the checkpoint, and their values.
+"""Which tensors an export writes, from which tensors of the checkpoint, and their values.
 
 torchtitan's state-dict adapters say what a tensor is called in Hugging Face's models and how its
 elements are arranged there. They map one tensor to one, except for the stacked weights of experts
@@ -78,7 +78,7 @@ def plan_tensors(run: Run, saved: Checkpoint) -> list[HFTensor]:
 def _check_same_model(run: Run, saved: Checkpoint) -> None:
     """ValueError unless the checkpoint has the model's tensors, all of them and no others."""
     where = f"CHECKPOINT = {saved.folder}"
-    hint = f"is {run.description} the model of the run?"
+    hint = f"is {run.description} the model of the run? --config or --model.flavor says which"
     missing = [name for name in run.state if name not in saved.tensors]
     if missing:
         raise ValueError(
@@ -92,7 +92,9 @@ def _check_same_model(run: Run, saved: Checkpoint) -> None:
     roots = {name.split(".")[0] for name in run.state}
     others = [n for n in saved.tensors if n.split(".")[0] in roots and n not in run.state]
     if others:
-        raise ValueError(f"{where} has {len(others)} tensors more, {others[0]} first: {hint}")
+        raise ValueError(
+            f"{where} has {len(others)} tensors that the model lacks, {others[0]} first: {hint}"
+        )
 
 
 def _check_droppable(source: str, run: Run, saved: Checkpoint) -> None:
@@ -106,7 +108,7 @@ def _check_droppable(source: str, run: Run, saved: Checkpoint) -> None:
 
 
 def into_shards(tensors: Iterable[HFTensor], limit: int) -> list[list[HFTensor]]:
-    """The tensors in files of at most `limit` bytes, or of one tensor."""
+    """The tensors by file: at most `limit` bytes in each, unless a single tensor has more."""
     shards: list[list[HFTensor]] = []
     room = 0
     for tensor in tensors:
@@ -162,8 +164,10 @@ def _convert(tensor: HFTensor, value: Tensor, scale_fmt: str) -> Iterator[tuple[
 
 
 def _check_finite(tensor: HFTensor, value: Tensor) -> None:
-    # Unlike isfinite(), this needs no temporary of the tensor's size; NaN and infinity show in it.
+    # Unlike isfinite(), aminmax() needs no temporary of the tensor's size, and keeps NaN and Inf.
     least, largest = value.aminmax()
     if not (least.isfinite() and largest.isfinite()):
         of_expert = "" if tensor.expert is None else f" of expert {tensor.expert}"
-        raise ValueError(f"{tensor.source}{of_expert} has NaN or infinite elements")
+        raise ValueError(
+            f"{tensor.source}{of_expert} has NaN or infinite elements: export an earlier step"
+        )
