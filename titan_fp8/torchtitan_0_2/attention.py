@@ -1,4 +1,4 @@
-"""torchtitan's attention modules, which quantise the input that wq, wk and wv share only once.
+"""torchtitan's attention modules, changed to quantise the input of wq, wk and wv only once.
 
 The gain is memory in eager mode, where each of the three would save its own FP8 copy for backward.
 torch.compile merges the equal quantisations by itself.

@@ -32,7 +32,7 @@ PermutationName = Literal["gather", "host"]
 
 
 class Origin(str, Enum):
-    """Where a section comes from. A TOML cannot write this type, and JSON can serialise it."""
+    """Where a section comes from. A TOML value cannot have this type, and JSON can serialise it."""
 
     FILE = "file"
     DEFAULT = "default"
@@ -58,12 +58,12 @@ class TitanFP8Linear:
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     fsdp_all_gather: bool = False
-    """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
-    gathered. The values are the same."""
+    """With FSDP2 or HSDP each rank quantises its shard of a weight once a step, and FSDP2 gathers
+    FP8. The values are the same."""
 
     health_freq: int = 0
-    """Every so many steps, log what FP8 does to the operands of each layer: underflow, error and
-    scales, to TensorBoard and the log. 0: never."""
+    """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
+    scales) in TensorBoard and the log. 0: never."""
 
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
@@ -91,8 +91,8 @@ class TitanFP8GroupedMM:
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     fsdp_all_gather: bool = False
-    """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
-    gathered. The values are the same."""
+    """With FSDP2 or HSDP each rank quantises its shard of a weight once a step, and FSDP2 gathers
+    FP8. The values are the same."""
 
     permutation: PermutationName | None = None
     """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
@@ -101,8 +101,8 @@ class TitanFP8GroupedMM:
     "host" for recipe "bf16"."""
 
     health_freq: int = 0
-    """Every so many steps, log what FP8 does to the operands of each layer: underflow, error and
-    scales, to TensorBoard and the log. 0: never."""
+    """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
+    scales) in TensorBoard and the log. 0: never."""
 
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
@@ -169,8 +169,8 @@ class JobConfig:
 def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `tyro.cli`, which torchtitan calls for the merged configuration, to check the result.
 
-    Configurations without our sections pass: a job that does not load the plugin may be parsed in a
-    process that has loaded it.
+    Configurations without titan_fp8's sections pass: a process that has loaded the plugin may parse
+    a job that does not load it.
     """
 
     @functools.wraps(cli)
@@ -191,13 +191,13 @@ def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_merged(config: Any, args: Sequence[str]) -> None:
-    """Checks what takes the whole configuration, merged and parsed from a TOML and from `args`.
+    """Checks that need the whole configuration, merged and parsed from a TOML and from `args`.
 
-    Warns if the job will fail for want of a GPU, before torchtitan's own error.
+    Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: a section of ours is set, by the file or by a flag, and its converter is not
-            listed.
+        ValueError: a section of titan_fp8 is set, by the file or by a flag, and its converter is
+            not listed.
     """
     sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
@@ -207,13 +207,13 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
         section, default = parent.titan_fp8, kind(origin=Origin.DEFAULT)
         if not isinstance(section, kind):
             raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
-        # The only trace of a flag that repeats a default.
+        # A flag that repeats a default leaves no other trace.
         has_flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in args)
         is_set = section.origin is Origin.FILE or has_flag or section != default
         if is_set and name not in config.model.converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {config.model.converters} does not list "
-                f'"{name}": nothing would read it'
+                f'"{name}": list it there, or remove the section and its flags'
             )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
         logger.warning(

@@ -27,11 +27,11 @@ from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.moe import route_by_gathers
 
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
-"""Pipeline schedules, in lower case, that run the gradients of inputs and weights apart."""
+"""Pipeline schedules, in lower case, that compute input and weight gradients separately."""
 
 
 class _Converter(QuantizationConverter):
-    """What both converters do around the conversion itself."""
+    """What both converters do besides the conversion itself."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
@@ -41,7 +41,7 @@ class _Converter(QuantizationConverter):
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
-        """Checks that the job can run FP8 layers and patches what they need; not for bf16."""
+        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16."""
         if recipe == BF16:
             return
         if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
@@ -65,7 +65,7 @@ class _Converter(QuantizationConverter):
         )
 
     def check_schedule(self) -> None:
-        """ValueError for a pipeline schedule that this torch cannot run with FP8 layers."""
+        """ValueError for a pipeline schedule that this torch version cannot run with FP8 layers."""
         schedule = self.job_config.parallelism.pipeline_parallel_schedule
         splits = schedule.lower() in SPLIT_BACKWARD_SCHEDULES
         if self.parallel_dims.pp_enabled and splits and torch.__version__ < "2.13":
@@ -92,11 +92,15 @@ class _Converter(QuantizationConverter):
         self.gathers_in_fp8 = True
         logger.info(
             f"titan_fp8: [{section}] FSDP2 gathers {len(report.converted)} weights in FP8"
-            + (f", in high precision:\n{ConversionReport(left=report.left)}" if report.left else "")
+            + (
+                f"; these in high precision:\n{ConversionReport(left=report.left)}"
+                if report.left
+                else ""
+            )
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantises the shards that FSDP2 gathers in FP8; other scales are computed when used."""
+        """Quantises the shards that FSDP2 gathers in FP8. Ops quantise all other operands."""
         if self.gathers_in_fp8:
             requantise(model if isinstance(model, list) else [model])
 
@@ -121,7 +125,9 @@ class LinearConverter(_Converter):
         if section.fsdp_all_gather and section.recipe != BF16:
             self.gather_in_fp8(model, FP8Linear, LINEAR)
         if section.recipe != BF16 and not report.converted:
-            logger.warning(f"titan_fp8: [{LINEAR}] converted nothing in this model")
+            logger.warning(
+                f"titan_fp8: [{LINEAR}] converted nothing in this model; the table above says why"
+            )
 
 
 class GroupedMMConverter(_Converter):
@@ -188,8 +194,8 @@ def announce_emulation() -> None:
 @functools.cache
 def warn_async_tp() -> None:
     logger.warning(
-        "titan_fp8: async tensor parallelism matches aten.mm next to collectives, and FP8 GEMMs "
-        "are other ops: converted linears run without that overlap"
+        "titan_fp8: async tensor parallelism overlaps aten.mm with collectives, but not FP8 GEMMs, "
+        "which are other ops: converted linears run without that overlap"
     )
 
 

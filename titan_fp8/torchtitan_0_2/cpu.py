@@ -9,8 +9,8 @@ import torch
 from titan_fp8.torchtitan_0_2 import patches
 
 FLAGS = {"--optimizer.implementation": ("foreach",)}
-"""Settings that the CPU needs, where the command line says nothing else: the default optimizer,
-fused, does not take DTensors on the CPU."""
+"""Flags that the CPU needs, unless the command line sets them: the default optimizer, fused, does
+not accept DTensors on the CPU."""
 
 SEED_WARNING = (
     "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
@@ -20,7 +20,7 @@ SEED_WARNING = (
 
 
 def prepare() -> None:
-    """Applies the patches of the CPU that are torchtitan 0.2's; imports torchtitan."""
+    """Applies the patches that torchtitan 0.2 needs on the CPU; imports torchtitan."""
     patches.CPU_HISTC.apply(_counting_integers)
     patches.CPU_PERMUTE_INDICES.apply(_cpu_indices)
     patches.CPU_SEED_WARNING.apply(_warning_of_unseeded_start)

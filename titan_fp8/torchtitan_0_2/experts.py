@@ -45,7 +45,7 @@ def run_experts(
 ) -> Tensor:
     """w2(silu(w1 x) * w3 x) for each expert's tokens.
 
-    x (M, dim), sorted by expert; w1 and w3 (E, hidden, dim), w2 (E, dim, hidden); (M, dim) out.
+    x (M, dim), sorted by expert; w1 and w3 (E, hidden, dim), w2 (E, dim, hidden). Returns (M, dim).
     """
     offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
     y = fp8_swiglu(x, w1, w2, w3, offs, recipe=recipe, emulate=emulate, aligned=aligned)
@@ -75,7 +75,7 @@ class FP8GroupedExperts(GroupedExperts):
     compile_backend: str | None
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x (M, dim), sorted by expert; num_tokens_per_expert (E,) local experts; (M, dim) out."""
+        """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim)."""
         weights = (self.w1, self.w2, self.w3)
         aligned = False
         if isinstance(self.w1, DTensor):

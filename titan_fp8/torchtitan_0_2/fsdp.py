@@ -1,4 +1,4 @@
-"""What FSDP2 does with an FP8 module, and the one thing that we change in it.
+"""What FSDP2 does with an FP8 module, and the one function of FSDP2 that titan_fp8 replaces.
 
 To FSDP2 an FP8 module is an ordinary one. Its parameters are high-precision tensors under their own
 names, and `fully_shard` treats them as it treats nn.Linear's:
@@ -6,7 +6,7 @@ names, and `fully_shard` treats them as it treats nn.Linear's:
 - forward: FSDP2 all-gathers the parameters in `mixed_precision_param`, bf16 by default. The module
   quantises the gathered weight inside fprop; no FP8 copy of it outlives the product. FSDP2 then
   frees the gathered weight, if `fsdp_reshard_after_forward` says so.
-- backward: FSDP2 gathers again, and dgrad quantises the weight that it finds then.
+- backward: FSDP2 gathers again, and dgrad quantises the weight as gathered then.
 - gradients: wgrad returns the dtype of the gathered weight, and FSDP2 reduce-scatters it in
   `mixed_precision_reduce`, FP32 by default.
 
@@ -19,9 +19,9 @@ checked when they are registered (`check_shards`).
 
 `copies_for_one_rank` replaces a copy of FSDP2's that is slow for groups of one rank. With expert
 parallelism over all ranks, each rank is alone in the group over which the gradients of its experts
-are reduced. FSDP2 lays the gradients out one behind the other in the reduction's dtype, as for any
-group, by `chunk_cat`: it builds a table of all chunks on the CPU and copies it to the GPU, which
-took 100 ms of CPU time a step for DeepSeekV3-16B on two GPUs. For one rank, plain copies do.
+are reduced. As for any group, FSDP2 concatenates the gradients in the reduction's dtype by
+`chunk_cat`, which builds a table of all chunks on the CPU and copies it to the GPU. This took 100
+ms of CPU time per step for DeepSeekV3-16B on two GPUs. For one rank, plain copies do the same.
 """
 
 import functools
@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 def copies_for_one_rank(copy_in: Callable) -> Callable:
-    """Wraps FSDP2's `foreach_reduce_scatter_copy_in`: one copy a gradient in groups of one rank."""
+    """Wraps FSDP2's `foreach_reduce_scatter_copy_in`: plain copies in groups of one rank."""
 
     @functools.wraps(copy_in)
     def copy_in_or_copy(

@@ -1,8 +1,9 @@
 """Block-FP8 Hugging Face checkpoints, such as exports, as `checkpoint.initial_load_path`.
 
 torchtitan reads them with `initial_load_in_hf` and `initial_load_in_hf_quantized`, but only its
-adapter of deepseek_v3 has a reader that multiplies by the scales. That of any other model warns and
-copies the FP8 numbers as they are, and so does the adapter of deepseek_v3 without the second flag.
+adapter of deepseek_v3 has a reader that multiplies by the scales. The adapters of other models warn
+and copy the FP8 values without their scales, and so does that of deepseek_v3 without the second
+flag.
 """
 
 import functools
@@ -23,7 +24,7 @@ QUANTIZED = "checkpoint.initial_load_in_hf_quantized"
 def with_scales(load: Callable) -> Callable:
     """Wraps `CheckpointManager.dcp_load`: FP8 weights are loaded with their scales or not at all.
 
-    The wrapped function raises ValueError where torchtitan would load them without.
+    The wrapped function raises ValueError where torchtitan would load the weights without scales.
     """
 
     @functools.wraps(load)

@@ -1,8 +1,8 @@
 """torchtitan's MoE layer, with gathers between token order and expert order (`gathers.py`).
 
-Values differ from torchtitan's by the order of k summands. torchtitan rounds more often in two
-places: a token's gradient at each summand and, under autocast, the sum of outputs, which it takes
-in bf16.
+Values differ from torchtitan's in the order in which a token's k outputs are summed. torchtitan
+also rounds more often in two places: it rounds a token's gradient after each summand, and under
+autocast it sums the outputs in bf16.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Everything of torchtitan 0.2's and PyTorch's that titan_fp8 replaces while it runs.
+"""Everything in torchtitan 0.2 and PyTorch that titan_fp8 replaces at run time.
 
 `PATCHES` is the whole list; `titan_fp8/patches.py` explains what a patch is. Converting a module
-(FP8Linear, FP8GroupedExperts, FP8FeedForward, GatherMoE) is no patch: it changes one object, as
-torchtitan's converters do.
+(FP8Linear, FP8GroupedExperts, FP8FeedForward, GatherMoE) is no patch: it changes one object of the
+model, as torchtitan's own converters do.
 """
 
 from titan_fp8.patches import (
@@ -116,7 +116,7 @@ SINGLE_RANK_COPY = Patch(
     "of one rank, and its chunk_cat builds a table of chunks on the CPU each time (fsdp.py).",
     without="FSDP2 copies gradients by chunk_cat: more CPU time.",
     versions=TORCH,
-    gain="DeepSeekV3-16B, 2 H200s, EP 2: median 18.5 thousand tokens/s a GPU (four runs, 16.1 to "
+    gain="DeepSeekV3-16B, 2 H200s, EP 2: median 18.5 thousand tokens/s per GPU (four runs, 16.1 to "
     "18.9) instead of 16.9 (two runs, 16.7 and 17.1). bf16, where the GPU is the bottleneck, gains "
     "nothing: 13.4 and 13.7 with and without.",
     until="FSDP2 skips chunk_cat, or the reduction, for groups of one rank.",
@@ -165,4 +165,4 @@ ON_CPU = (
     CPU_SEED_WARNING,
 )
 PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_CPU)
-"""By when they are applied: plugin.py's import, the converters, `python -m titan_fp8.cpu_host`."""
+"""In the order of application: plugin.py's import, the converters, `titan_fp8.cpu_host`."""

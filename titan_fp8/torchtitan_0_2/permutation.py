@@ -5,10 +5,10 @@ expert and pads each expert's group to a multiple of the alignment; `_unpermute`
 scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
 row that stands for padding. Here both are gathers in both passes (`gathers.Permute`).
 
-The indices equal those of torchtitan's `generate_permute_indices`. It computes them by some twenty
-operations on short vectors, each of which would pass through the dispatch mode of activation
-checkpointing, in forward and again when recomputed, and cost more CPU time than the experts. The op
-`places_of_tokens` computes them at once, by one kernel on a GPU.
+The indices equal those of torchtitan's `generate_permute_indices`, which computes them by some
+twenty operations on short vectors. Each of these passes through the dispatch mode of activation
+checkpointing, in forward and again when recomputed; together they cost more CPU time than the
+experts. Here the op `places_of_tokens` computes the indices, by one kernel on a GPU.
 """
 
 from typing import NamedTuple
