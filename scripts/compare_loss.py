@@ -3,8 +3,8 @@
     python scripts/compare_loss.py BASELINE RUN [RUN ...] [--noise RUN] [--out loss.png]
 
 A RUN is a dump folder, an event file or a log of torchtitan (see titan_logs.py). A run passes if
-its mean loss over the last N common steps differs from the baseline's by at most the bar, relative
-to the baseline. The bar is the tolerance or, if that is larger, the gap of --noise: a second
+its mean loss over the last N common steps differs from the baseline's by at most the allowed gap,
+relative to the baseline. That is the tolerance or, if it is larger, the gap of --noise: a second
 baseline run, with another seed or in another precision. The smoothed gap at a step is the same
 quantity over the N steps up to it. A run that equals the baseline at every step fails as well:
 nothing was converted.
@@ -60,14 +60,14 @@ class Gap:
         slack = LOG_ROUNDING if self.run.from_log != self.base.from_log else 0.0
         return bool(np.all(np.abs(self.losses - self.base_losses) <= slack))
 
-    def fault(self, bar: float) -> str | None:
+    def fault(self, allowed: float) -> str | None:
         """Why the run fails, if it does."""
         if fault := self.run.non_finite():
             return fault
         if self.is_zero():
             return "equal to the baseline at every step: nothing was converted"
-        if not abs(self.decisive) <= bar + 100 * FP32_STEP:
-            return f"the gap of {self.decisive:+.5f} % exceeds the bar of {bar:.5g} %"
+        if not abs(self.decisive) <= allowed + 100 * FP32_STEP:
+            return f"the gap of {self.decisive:+.5f} % exceeds the allowed {allowed:.5g} %"
         return None
 
 
@@ -167,7 +167,7 @@ def notes(gaps: list[Gap], last: int) -> Iterator[str]:
         yield f"no log found with {', '.join(silent)}: if FP8 was emulated, ignore the speed"
 
 
-def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -> None:
+def draw(gaps: list[Gap], noise: Gap | None, allowed: float, last: int, out: Path) -> None:
     """Draws the losses, and below them the gaps per step (thin) and smoothed (thick)."""
     matplotlib.rcParams["text.parse_math"] = False  # labels are paths, which may hold dollar signs
     base = gaps[0].base
@@ -176,7 +176,8 @@ def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -
     steps, losses = zip(*sorted(base.series["loss"].items()), strict=True)
     marker = "." if len(steps) < 40 else ""  # a line through a single point would be invisible
     top.plot(steps, losses, marker=marker, color="black", alpha=0.3, lw=5, label=base.label)
-    bottom.axhspan(-bar, bar, color="tab:green", alpha=0.15, label=f"bar: {bar:.3g} %")
+    label = f"allowed: {allowed:.3g} %"
+    bottom.axhspan(-allowed, allowed, color="tab:green", alpha=0.15, label=label)
     bottom.axhline(0, color="black", alpha=0.35, linewidth=1)
     for i, gap in enumerate(gaps):
         style = {"color": f"C{i}", "ls": "-", "marker": "." if len(gap.steps) < 40 else ""}
@@ -186,7 +187,7 @@ def draw(gaps: list[Gap], noise: Gap | None, bar: float, last: int, out: Path) -
         bottom.plot(gap.steps, gap.per_step, linewidth=0.7, alpha=0.4, color=style["color"])
         bottom.plot(gap.smooth_steps, gap.smooth, linewidth=2, **style)
     peaks = [abs(gap.smooth[gap.largest_at]) for gap in gaps]
-    limit = 1.4 * max([bar, *filter(math.isfinite, peaks)]) or 1.0
+    limit = 1.4 * max([allowed, *filter(math.isfinite, peaks)]) or 1.0
     bottom.set_ylim(-limit, limit)
     top.set(ylabel="loss (nats per token)", title=f"Training loss, baseline: {base.label}")
     bottom.set(xlabel="step", ylabel="gap to the baseline (%)")
@@ -217,17 +218,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def bar_of(noise: Gap | None, tolerance: float) -> float:
+def allowed_gap(noise: Gap | None, tolerance: float) -> float:
     if noise is None:
-        print(f"bar: {tolerance:.5g} %, the tolerance")
+        print(f"allowed gap: {tolerance:.5g} %, the tolerance")
         return tolerance
     own = abs(noise.decisive)
-    bar = max(tolerance, own) if math.isfinite(own) else tolerance
+    allowed = max(tolerance, own) if math.isfinite(own) else tolerance
     sources = f"tolerance {tolerance:.5g} %, noise {own:.5g} %"
-    print(f"bar: {bar:.5g} %, the larger of {sources}")
+    print(f"allowed gap: {allowed:.5g} %, the larger of {sources}")
     if noise.is_zero():
         print(f"note: {noise.run.label} equals the baseline at every step: it measures no noise")
-    return bar
+    return allowed
 
 
 def report(args: argparse.Namespace) -> bool:
@@ -242,13 +243,13 @@ def report(args: argparse.Namespace) -> bool:
     for note in notes([own, *gaps], args.last):
         print(f"note: {note}")
     noise = gaps[-1] if args.noise else None
-    bar = bar_of(noise, args.tolerance)
+    allowed = allowed_gap(noise, args.tolerance)
     faults = {gap.run.label: gap.run.non_finite() for gap in (own, noise) if gap}
     for gap in gaps[: len(args.runs) - 1]:
-        faults[gap.run.label] = gap.fault(bar)
+        faults[gap.run.label] = gap.fault(allowed)
     for label, fault in faults.items():
         print(f"FAIL  {label}: {fault}" if fault else f"ok    {label}")
-    draw(gaps, noise, bar, args.last, args.out)
+    draw(gaps, noise, allowed, args.last, args.out)
     print(f"plot: {args.out}")
     return not any(faults.values())
 

@@ -123,7 +123,7 @@ if [[ $model == deepseek_v3 ]]; then
     compare+=(--noise "$runs/fp32")
 fi
 if [[ $steps -lt 20 ]]; then
-    echo "== $steps steps are too few to judge the loss: the bar is 100 %"
+    echo "== $steps steps are too few to judge the loss: a gap of up to 100 % passes"
     compare+=(--tolerance 100)
 fi
 echo "== comparison"

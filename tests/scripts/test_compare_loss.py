@@ -135,7 +135,7 @@ def test_noise_widens_the_bar(tmp_path, base, noise, status, bar):
     assert compare(base, fp8)[0] == 1
     result, _, text = compare(base, fp8, "--noise", second)
     assert result == status
-    printed = re.search(r"bar: (\S+) %.* tolerance (\S+) %, noise (\S+) %", text).groups()
+    printed = re.search(r"allowed gap: (\S+) %.* tolerance (\S+) %, noise (\S+) %", text).groups()
     assert [*map(float, printed)] == pytest.approx([bar, 0.25, abs(noise)], rel=1e-3)
 
 
