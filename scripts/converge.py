@@ -4,12 +4,12 @@
                           [--no-checkpoints] [-- FLAG ...]
 
 MODEL is a TOML of configs/convergence, which also says on how many GPUs an arm runs: the product of
-its degrees of parallelism. As many arms run side by side as the GPUs allow. Without a GPU one runs
-after the other, with FP8 emulated. FLAGs go to torchtitan, in every arm.
+its degrees of parallelism. As many arms run in parallel as the GPUs allow. Without a GPU they run
+one after the other, with FP8 emulated. FLAGs are passed to torchtitan, in every arm.
 
 Results are in outputs/converge/MODEL or DIR: a folder for each arm with its log, TensorBoard events
-and held_out.jsonl, and what converge_verdict.py makes of them. The same command goes on where it
-was stopped: arms that are finished are not run again, and others resume from their last checkpoint.
+and held_out.jsonl, and the verdict of converge_verdict.py. The same command continues where it was
+stopped: finished arms are not run again, and others resume from their last checkpoint.
 --minutes stops it after that time. The checkpoints of a finished arm are deleted.
 
 With --no-checkpoints every arm initialises its weights from the TOML's seed and cannot be resumed:

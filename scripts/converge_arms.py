@@ -4,11 +4,11 @@ All start from the same weights and read the same text. `converge.py` runs them,
 `converge_verdict.py` judges them by their roles:
 
     baseline  bf16, what the others are compared with
-    bf16      bf16 once more, with another order of the data or with weights one ulp off: how far
-              apart two runs are that nobody calls different
-    fp8       must not be told from bf16
-    control   must be told from bf16, or the verdict sees nothing
-    resumed   another arm once more, killed in the middle and started again
+    bf16      bf16 again, with another order of the data or with weights one ulp off: shows how far
+              apart equally good runs are
+    fp8       must not differ from bf16 by more than that
+    control   must differ from bf16 by more than that, or the experiment cannot detect a difference
+    resumed   another arm again, killed in the middle and resumed
 """
 
 import json

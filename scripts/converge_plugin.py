@@ -1,15 +1,15 @@
 """What a job of the convergence experiment loads: `[job] custom_config_module = "converge_plugin"`.
 
-It is titan_fp8.plugin, and besides
+It is titan_fp8.plugin, with additions:
 
 - two flavours: "1B" of llama3 and "2B" of deepseek_v3, each a small copy of its production model;
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
-- the model converter "converge.control", which spoils the gradients of an arm that must fail.
+- the model converter "converge.control", which degrades the gradients of an arm that must fail.
 
-torchtitan 0.2.2's own validation reads other text at each evaluation, starts over in a resumed run,
-and does not exist for deepseek_v3. Here every evaluation of every arm reads the same tokens. Each
-appends a line to held_out.jsonl in the dump folder, with the loss, the next-token accuracy and, for
-a MoE, the tokens that each expert of each layer got.
+torchtitan 0.2.2's own validation reads different text at each evaluation, starts over in a resumed
+run, and does not exist for deepseek_v3. Here every evaluation of every arm reads the same tokens.
+Each appends a line to held_out.jsonl in the dump folder, with the loss, the next-token accuracy
+and, for a MoE, the tokens that each expert of each layer got.
 
 The folder of this file must be on PYTHONPATH; converge.py sets it.
 """

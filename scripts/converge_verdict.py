@@ -1,4 +1,4 @@
-"""Judges a convergence experiment: can FP8 be told from bf16?
+"""Judges a convergence experiment: does FP8 differ from bf16 by more than bf16 runs do?
 
     python scripts/converge_verdict.py RESULTS
 
@@ -14,16 +14,16 @@ warm-up; all evaluations read the same held-out text. An FP8 arm passes if
 bf16's own spread at an evaluation is the largest difference between any two bf16 arms there or at
 one of the two evaluations before and after. A gap has a trend if it moves away from zero by the
 test of Mann and Kendall, one-sided, exact, at a level of 5 %, and if it moves by more than a tenth
-of the tolerance and more than the gap of any two bf16 arms does. The second condition is there
-because the gaps of successive evaluations depend on each other, for which the test does not allow:
+of the tolerance and more than the gap of any two bf16 arms does. The second condition is needed
+because the gaps of successive evaluations depend on each other, which the test assumes they do not:
 those of two bf16 runs drift as well. docs/convergence.md has the reasons and sources.
 
-The control must fail, or the verdict sees nothing. Perturbed bf16 arms are judged like FP8, by the
-differences of the other arms. If one fails, the verdict is too strict for this model, and more bf16
-arms are needed. A resumed arm is compared with its twin.
+The control must fail, or the experiment cannot detect a difference. Perturbed bf16 arms are judged
+like FP8, by the differences of the other arms. If one fails, the verdict is too strict for this
+model, and more bf16 arms are needed. A resumed arm is compared with its twin.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
-if all is as it must be, 1 if not, 2 if the results cannot be read.
+if every arm has its expected result, 1 if not, 2 if the results cannot be read.
 """
 
 import argparse
