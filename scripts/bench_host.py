@@ -1,10 +1,10 @@
-"""What an FP8 layer costs the host: layers called in a loop, beside bf16, on one GPU.
+"""The CPU time of FP8 layers: layers called in a loop, compared with bf16, on one GPU.
 
     python scripts/bench_host.py [--json FILE] [--only WORD]
 
 The other benchmarks replay CUDA graphs, so they see the GPU alone. Here a layer is called as a
 model calls it, forward and backward. The tensors of the first rows are so small that the GPU waits
-for the host; the other rows are layers and a block of production size. A time is the median of
+for the CPU; the other rows are layers and a block of production size. A time is the median of
 ROUNDS loops of CALLS calls each; bf16 and the recipes take turns.
 
 "x bf16" is the speed relative to bf16 in the same mode: below 1 is slower.

@@ -5,15 +5,15 @@
 #   ./scripts/bench_train.sh llama3_8b|deepseek_v3_16b [--steps N] [RUN ...]
 #
 # llama3_8b: 1 GPU, batch 1 x 8192, compile, no activation checkpointing, bf16 parameters. The
-# learning rate is 5e-5: the batch is a 32nd of the TOML's, and at its 3e-4 the gradients burst.
+# learning rate is 5e-5: the batch is a 32nd of the TOML's, and at its 3e-4 the gradients explode.
 # deepseek_v3_16b: 4 GPUs, EP 4, batch 4 x 4096, op-level checkpointing, compile. NGPU=8 takes 8
-# GPUs and EP 8; NGPU=2 takes 2 GPUs, EP 2 and bf16 parameters, because FP32 ones do not fit.
+# GPUs and EP 8; NGPU=2 takes 2 GPUs, EP 2 and bf16 parameters, because FP32 ones do not fit there.
 # BALANCED=1 forces balanced routing.
 #
-# A RUN is RECIPE[/PERMUTATION][:SEED]. PERMUTATION is the one around the experts, host
-# (torchtitan's) or gather (ours); the default is the recipe's. The default SEED is 42, and the
-# default RUNs are bf16, blockwise and rowwise. The first RUN is the baseline. The same RUN with
-# another seed measures the noise: a loss may differ from the baseline's by that or by 0.5 %,
+# A RUN is RECIPE[/PERMUTATION][:SEED]. PERMUTATION is that of the tokens around the experts, host
+# (torchtitan's) or gather (titan_fp8's); the default is the recipe's. The default SEED is 42, and
+# the default RUNs are bf16, blockwise and rowwise. The first RUN is the baseline. The same RUN with
+# another seed measures the noise: a loss may differ from the baseline's by that noise or by 0.5 %,
 # whichever is larger.
 #
 # With 100 steps or more every step is logged, otherwise every fifth, because logging waits for the

@@ -1,10 +1,10 @@
-"""Measures on one GPU what `titan_fp8.plan` predicts from, in less than 90 seconds.
+"""Measures on one GPU the times that `titan_fp8.plan` predicts from, in less than 90 seconds.
 
     python scripts/measure_plan.py --json docs/benchmarks/plan/measure_h100.json
     python scripts/plan_table.py
 
 Times of the GEMMs in bf16 and FP8 and of the quantisers over a range of shapes, copy bandwidth,
-attention, and what a layer costs the host. The second command writes the tables in
+attention, and the CPU time of layers. The second command writes the tables in
 titan_fp8/plan/tables/. Results are not checked here: bench_gemm.py and bench_quantize.py check the
 same kernels.
 """
