@@ -159,7 +159,7 @@ def test_nan_is_reported_with_the_layer(job, caplog):
             t.train_step(batches)
     (warning,) = [r.getMessage() for r in caplog.records if "NaN or Inf" in r.getMessage()]
     # Forward is broken from here on, and all of backward.
-    assert "read of layers.1.feed_forward.w2 (w fprop, g dgrad, " in warning
+    assert "operands of layers.1.feed_forward.w2 (w fprop, g dgrad, " in warning
     assert warning.endswith("more layers")
 
 

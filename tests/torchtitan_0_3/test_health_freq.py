@@ -130,4 +130,4 @@ def test_nan_is_reported_before_it_ends_training(parse, caplog):
                 with torch.no_grad():
                     trainer.model_parts[0].layers["1"].feed_forward.w2.weight[3, 5] = torch.nan
     (warning,) = [r.getMessage() for r in caplog.records if "NaN or Inf" in r.getMessage()]
-    assert "step 2" in warning and "read of layers.1.feed_forward.w2 (w fprop" in warning
+    assert "step 2" in warning and "operands of layers.1.feed_forward.w2 (w fprop" in warning

@@ -1,11 +1,11 @@
-"""The health of FP8 in a training run: what quantising does to the operands of every layer.
+"""The health of FP8 in a training run: what quantisation does to the operands of every layer.
 
     statistics.py   what is counted, of a sample of elements and of all scales
     sampling.py     takes the samples
-    watch.py        the ops, telling an observer what they read and write
-    shards.py       those of weights that FSDP2 gathers in FP8
-    observer.py     finds out whose an operand is, and collects the statistics of a step
-    report.py       combines ranks, and says it in metrics, a table and warnings
+    watch.py        wraps the ops so that they report what they read and write
+    shards.py       samples of weights that FSDP2 gathers in FP8
+    observer.py     finds the layer of each operand, and collects the statistics of a step
+    report.py       combines ranks, and makes metrics, a table and warnings
     monitor.py      observes the steps of a run that are due
     scalars.py      writes metrics by torchtitan's loggers
 

@@ -93,7 +93,9 @@ def _report(
     own = [layer.name for layer in observer.layers]
     report = Report.of_rank(names, own, *observer.table()).over_ranks(device)
     log(report.metrics(), step, now)
-    _logger.info(f"titan_fp8: FP8 health of step {step}, each figure at its worst\n{report}")
+    _logger.info(
+        f"titan_fp8: FP8 health of step {step}, each figure for the worst operand\n{report}"
+    )
     for warning in report.warnings(step):
         _logger.warning(f"titan_fp8: {warning}")
 

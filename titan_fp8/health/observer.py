@@ -35,7 +35,7 @@ from titan_fp8.health.watch import WatchedOps
 
 SAMPLED_ROWS = 16
 COMPARED = 64
-"""Elements by which a weight that was cast is recognised."""
+"""The number of elements by which a weight that was cast is recognised."""
 
 OPERANDS = ("x fprop", "w fprop", "g dgrad", "w dgrad", "g wgrad", "x wgrad")
 """What the three GEMMs of a layer read."""
@@ -56,7 +56,7 @@ class Layer(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Whose an operand is: of the first of `layers` that `matches`, of nobody if none does."""
+    """The layer of an operand: the first of `layers` for which `matches` is true; else none."""
 
     layers: list[int]
     matches: Tensor | None
@@ -69,7 +69,7 @@ class Operand:
 
     sample: Sample
     weight: Callable[[], Owner | None] | None
-    """For what may be a weight: whose it is."""
+    """For an operand that may be a weight: finds its layer."""
     gemm: str
     """For a weight: the GEMM that reads this layout."""
     twin: "Operand | None"
@@ -83,7 +83,7 @@ class Observer:
 
     Args:
         layers: the layers to observe.
-        observing: whether the ops that run now are of interest.
+        observing: whether to observe the ops that run now.
         phase: moves the sampled places, so that not all steps sample the same tokens.
     """
 

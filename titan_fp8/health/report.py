@@ -19,7 +19,7 @@ from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
 
 UNDERFLOW_BOUND = 0.05
-"""A warning names layers of which a larger share of an operand's elements became zero."""
+"""A warning names the layers in which more than this share of an operand's elements became zero."""
 NAMED = 5
 """Layers that a warning names, and lines of the worst ones in the log."""
 
@@ -160,7 +160,7 @@ class Report:
                 f"in FP8 in {_listed(worst)}"
             )
         if broken := [f"{layer} ({', '.join(operands)})" for layer, operands in self.non_finite()]:
-            messages.append(f"step {step}: NaN or Inf in what the GEMMs read of {_listed(broken)}")
+            messages.append(f"step {step}: NaN or Inf in the GEMM operands of {_listed(broken)}")
         return messages
 
     def non_finite(self) -> list[tuple[str, list[str]]]:
