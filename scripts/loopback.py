@@ -10,8 +10,9 @@ Communication is not: a copy within the GPU takes its place. Use it to find out 
 under a parallel plan, whether a plan fits into memory, and how two versions of the code compare.
 
 Losses are finite, but they are not those of the real run. With `fsdp_all_gather` a maximum over the
-ranks does not find the scales of other ranks' rows, so a part of each product is zero. Pipeline parallelism sends and receives,
-which is not supported; nor are collectives that torchtitan does not use.
+ranks does not find the scales of other ranks' rows, so a part of each product is zero. The sends
+and receives of pipeline parallelism are not supported, nor are collectives that torchtitan does not
+use.
 """
 
 import importlib
