@@ -186,21 +186,13 @@ def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_shard_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """One scale per row of x (..., R, K), after a cast to `dtype`.
-
-    Returns:
-        q (..., R, K), s (..., R), and the absolute maxima of the columns (..., K).
-    """
+    """Rows of x (..., R, K) as `dtype`: q (..., R, K), s (..., R), maxima of columns (..., K)."""
     x = x.to(dtype)
     return (*quantize_row(x), x.abs().amax(-2).float())
 
 
 def quantize_shard_col(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """q (..., R, K): x (..., R, K) after a cast to `dtype`, one scale per column, not transposed.
-
-    Args:
-        amax: the absolute maxima (..., K) of the whole columns, of which x has some rows.
-    """
+    """Columns of x (..., R, K) as `dtype`, by their maxima amax (..., K): q (..., R, K)."""
     return cast(x.to(dtype).float(), scale_of(amax).unsqueeze(-2))
 
 

@@ -1,7 +1,7 @@
 """Replays launch what Python would launch, on the right memory, for tensors that they never saw.
 
 `stub_cuda.c` replaces the driver. A kernel of the test runs on the CPU, so that what is replayed
-computes something; the Hopper kernels are compared launch by launch.
+computes something. test_replay_hopper.py compares the launches of the Hopper kernels.
 """
 
 import ctypes
@@ -10,15 +10,12 @@ from array import array
 
 import pytest
 import torch
-from compile_utils import triton_compile
+from launch_utils import only
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from titan_fp8 import functional, gemms
-from titan_fp8.kernels import hopper, launch, replay
-from titan_fp8.kernels.hopper import gemm_blockwise, quantize_rowwise_one_pass
+from titan_fp8.kernels import launch, replay
 from titan_fp8.kernels.replay import replayed
-from titan_fp8.ops import gemm, registry, swiglu
 
 KERNEL = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p))
 
@@ -31,28 +28,6 @@ def add(out, a, b, n, OFFSET: gl.constexpr = 0):
 @launch.kernel(do_not_specialize=["n"])
 def add_by_tma(desc, out, b, n):
     """out = a + 10 b, where a is a matrix that is read by TMA; n is 0."""
-
-
-class Launch(ctypes.Structure):
-    _fields_ = [
-        ("function", ctypes.c_uint64),
-        ("grid", ctypes.c_uint32 * 3),
-        ("bytes", ctypes.c_int32),
-        ("parameters", ctypes.c_uint8 * 2048),
-    ]
-
-
-class History(ctypes.Structure):
-    """The struct `history` of `stub_cuda.c`."""
-
-    _fields_ = [("count", ctypes.c_int32), ("launch", Launch * 32)]
-
-
-@pytest.fixture
-def history(cuda):
-    found = History.in_dll(cuda.library, "history")
-    found.count = 0
-    return found
 
 
 @pytest.fixture
@@ -115,11 +90,6 @@ def check(function, make, calls=5):
 
 def random(*shape):
     return torch.randint(0, 1000, shape)
-
-
-def only(replays):
-    (value,) = replays.values()
-    return value
 
 
 def test_a_chain_of_launches(adds):
@@ -318,123 +288,3 @@ def test_the_cache_forgets_the_oldest(adds, monkeypatch):
             assert torch.equal(fast(x, x), 11 * x)
     replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
     assert len(replays) == 4
-
-
-# The Hopper kernels
-
-
-FUNCTIONS: list[array] = []
-"""What the stub knows of the compiled kernels, which live as long as the process."""
-
-
-@pytest.fixture
-def kernels(cuda, monkeypatch):
-    """The Hopper kernels compile, and launch on CPU tensors."""
-
-    def run(self, *, grid, warmup, **values):
-        compiled = triton_compile(self, **values)
-        sizes = launch._parameters(compiled.asm["ptx"])
-        FUNCTIONS.append(array("q", [len(sizes), *sizes]))
-        compiled.function = FUNCTIONS[-1].buffer_info()[0]
-        return compiled
-
-    # The CPU has no torch.mm with an out_dtype.
-    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a @ b).to(out_dtype))
-    monkeypatch.setattr(GluonJITFunction, "run", run)
-    for module in (gemm_blockwise, quantize_rowwise_one_pass):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    for module in (registry, gemm, swiglu):
-        monkeypatch.setattr(module, "implementation", lambda x, emulate: hopper)
-
-
-def fields(each: Launch) -> list[bytes]:
-    """The parameters of a launch."""
-    count, *sizes = (ctypes.c_int64 * 64).from_address(each.function)
-    ends = [sum(sizes[: i + 1]) for i in range(count)]
-    return [bytes(each.parameters[end - size : end]) for end, size in zip(ends, sizes)]
-
-
-def launched(history, function, args) -> tuple[list, tuple]:
-    """What a call launches: function, grid and parameters; and its outputs."""
-    history.count = 0
-    result = function(*args)
-    launches = [
-        (each.function, tuple(each.grid), fields(each)) for each in history.launch[: history.count]
-    ]
-    return launches, result if isinstance(result, tuple) else (result,)
-
-
-def product(recipe: str, ends: tuple | None, aligned: bool = False):
-    """Forward and backward of a product, and what makes their arguments."""
-    spec = functional.Spec(recipe, False, aligned, torch.bfloat16)
-    lead = () if ends is None else (len(ends),)
-
-    def both(x, g, w, offs):
-        y, *columns = functional._forward.__wrapped__(x, w, offs, True, spec)
-        in_bf16 = recipe == "rowwise_with_gw_hp"
-        dtypes = torch.bfloat16, torch.bfloat16 if in_bf16 else torch.float32
-        columns = (x, None) if in_bf16 else columns
-        layout = offs, aligned, *dtypes, recipe
-        return y, *gemms.product_backward(g, w, None, *columns, *layout)
-
-    def make():
-        shapes = (320, 384), (320, 272), (*lead, 272, 384)
-        offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-        return *(torch.randn(shape).bfloat16() for shape in shapes), offs
-
-    return both, make
-
-
-def experts():
-    """The fused forward and backward of experts, and what makes their arguments."""
-
-    def both(x, w1, w2, w3, g, offs):
-        y, a, b, *columns = swiglu.blockwise_swiglu(x, w1, w2, w3, offs, True)
-        tensors = g, a, b, *columns, w1, w2, w3
-        return y, *swiglu.blockwise_swiglu_backward(*tensors, offs, True)
-
-    def make():
-        shapes = (256, 128), (2, 256, 128), (2, 128, 256), (2, 256, 128), (256, 128)
-        offs = torch.tensor([128, 256], dtype=torch.int32)
-        return *(torch.randn(shape).bfloat16() for shape in shapes), offs
-
-    return both, make
-
-
-HOPPER = {
-    "blockwise": product("blockwise", None),
-    "blockwise, groups": product("blockwise", (5, 5, 200)),
-    "blockwise_pow2, aligned groups": product("blockwise_pow2", (128, 256), True),
-    "rowwise": product("rowwise", None),
-    "rowwise_with_gw_hp, which calls torch.mm": product("rowwise_with_gw_hp", None),
-    "rowwise, groups": product("rowwise", (128, 320)),
-    "experts": experts(),
-}
-
-
-@pytest.mark.parametrize("what", HOPPER)
-def test_the_launches_of_a_replay_are_those_of_python(history, kernels, what):
-    function, make = HOPPER[what]
-    fast = replayed(function)
-    for _ in range(3):
-        fast(*make())
-    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
-    assert isinstance(only(replays), replay.Replay)
-    args = make()
-    want, outputs = launched(history, function, args)
-    got, new_outputs = launched(history, fast, args)
-    assert [(w[:2]) for w in want] == [(g[:2]) for g in got] and len(got) >= 6
-    inputs = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in args if t is not None]
-    moved = {}
-    for (_, _, old), (_, _, new) in zip(want, got, strict=True):
-        for before, after in zip(old, new, strict=True):
-            if len(before) == 4 or before == after:
-                assert before == after
-                continue
-            # An address, or a tensor map, which begins with one.
-            assert before[8:] == after[8:]
-            (start,), (now,) = (array("Q", each[:8]) for each in (before, after))
-            assert not any(first <= start < end for first, end in inputs)
-            moved[start] = now
-    for before, after in zip(outputs, new_outputs, strict=True):
-        assert moved.get(before.data_ptr(), after.data_ptr()) == after.data_ptr()
