@@ -25,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--gpu",
         default="h200",
-        help="a GPU with a table in titan_fp8/plan/tables (default: %(default)s)",
+        help="h100, h200 or another that has a table in titan_fp8/plan/tables "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--ngpu",
