@@ -274,6 +274,19 @@ def test_rowwise_scales_of_empty_groups_are_ignored():
     assert dw[1].any() and dw[1].isfinite().all()
 
 
+@pytest.mark.parametrize("n, k", [(16, 16), (272, 400), (2048, 1408)])
+def test_bf16_wgrad_is_zero_for_empty_groups(n, k):
+    ends = (0, 100, 100, 100, 257, 300, 300)
+    x, g = uneven(333, k).bfloat16(), uneven(333, n).bfloat16()
+    with poisoned_outputs():
+        dw = hopper.bf16_wgrad(g, x, ends_of(ends))
+    assert dw.shape == (len(ends), n, k)
+    for matrix, (rows, _) in zip(dw, groups_of(ends, 333), strict=True):
+        want = g[rows].double().T @ x[rows].double()
+        assert matrix.any() if rows.stop > rows.start else not matrix.any()
+        assert_close(matrix, want, TOLERANCE[torch.bfloat16])
+
+
 @each_recipe
 @pytest.mark.parametrize("ends", [None, (0, 0)], ids=str)
 def test_no_tokens(recipe, ends):
@@ -302,6 +315,7 @@ def test_no_gemm_waits_for_the_device(aligned):
         hopper.rowwise_mm(*rowwise, offs, aligned)
         hopper.blockwise_wgrad(*columns[0], offs, aligned)
         hopper.rowwise_wgrad(*columns[1], offs, aligned)
+        hopper.bf16_wgrad(g.bfloat16(), x.bfloat16(), offs)
 
 
 def test_outputs_of_more_than_2_31_elements():

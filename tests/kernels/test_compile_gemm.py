@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from compile_utils import compile_launch, needs_cuobjdump
+from compile_utils import Compiler, compile_launch, needs_cuobjdump
 from shapes import DENSE, GROUPED, uneven_ends
 
+from titan_fp8.kernels.hopper import gemm_bf16
 from titan_fp8.kernels.hopper import gemm_blockwise as gemm
 from titan_fp8.kernels.hopper import gemm_rowwise as rowwise_gemm
 
@@ -78,3 +79,19 @@ def test_the_sum_of_two_products_does_too(grouped, dtype):
     *operand, c, offs = operands("blockwise", "mm", grouped, dtype)
     kernel, args, options = gemm.mm_launch(*operand, c, offs, tuple(operand))
     assert_fit(compile_launch(kernel, args, **options))
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_zeros_of_empty_groups_are_wide_stores(monkeypatch, dtype):
+    """Of bf16_wgrad, whose products are PyTorch's."""
+    compiled = []
+    kernel = Compiler(gemm_bf16.zero_empty_groups_kernel, compiled)
+    monkeypatch.setattr(gemm_bf16, "zero_empty_groups_kernel", kernel)
+    g, x = torch.zeros(64, 32).bfloat16(), torch.zeros(64, 48).bfloat16()
+    dw = gemm_bf16.bf16_wgrad(g, x, torch.tensor([32, 32, 64], dtype=torch.int32), out_dtype=dtype)
+    assert dw.shape == (3, 32, 48) and dw.dtype == dtype
+    (result,) = compiled
+    print(result)
+    assert (result.spills, result.shared) == (0, 0)
+    assert result.sass.count("STG.E.128") == gemm_bf16.CHUNK // (4 * 32 * gemm_bf16.WARPS)

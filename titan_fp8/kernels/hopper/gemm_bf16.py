@@ -1,9 +1,37 @@
-"""wgrad in bf16, for `rowwise_with_gw_hp`: PyTorch's own GEMMs."""
+"""wgrad in bf16, for `rowwise_with_gw_hp`: PyTorch's own GEMMs.
+
+torch._grouped_mm does not define the product of an empty group, so a kernel writes its zeros.
+"""
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
-from titan_fp8.layouts import group_bounds
+from titan_fp8.kernels.launch import kernel
+from titan_fp8.layouts import cdiv, group_bounds
+
+WARPS = 4
+CHUNK = 16 * 32 * WARPS
+"""int32 words that a program writes at a time: four 16-byte stores per thread."""
+LAYOUT = gl.BlockedLayout([4], [32], [WARPS], [0])
+PROGRAMS = 64
+"""Programs per matrix. Those of groups with rows return without an access to the matrix."""
+
+
+@kernel()
+def zero_empty_groups_kernel(
+    dw, starts, ends, words4, programs, CHUNK: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Zeroes the matrices of dw (E, 4 words4), in int32, whose groups have no rows."""
+    group = gl.program_id(1)
+    words = words4 * 4  # The compiler sees that stores of 16 bytes are aligned.
+    empty = gl.load(starts + group) == gl.load(ends + group)
+    end = gl.where(empty, words, 0)
+    matrix = dw + group.to(gl.int64) * words
+    zeros = gl.full([CHUNK], 0, gl.int32, LAYOUT)
+    for first in range(gl.program_id(0) * CHUNK, end, programs * CHUNK):
+        i = first + gl.arange(0, CHUNK, LAYOUT)
+        gl.store(matrix + i, zeros, mask=i < end)
 
 
 def bf16_wgrad(
@@ -24,8 +52,12 @@ def bf16_wgrad(
         return x.new_zeros(len(offs), g.shape[1], x.shape[1], dtype=out_dtype)
     starts, ends = group_bounds(offs, x.shape[0])
     dw = torch._grouped_mm(_on_16_bytes(g).t(), _on_16_bytes(x), offs=ends.int())
-    # torch._grouped_mm does not define the product of an empty group.
-    return torch.where((ends > starts)[:, None, None], dw, 0).to(out_dtype)
+    words = g.shape[1] * x.shape[1] // 2
+    programs = min(cdiv(words, CHUNK), PROGRAMS)
+    zero_empty_groups_kernel[programs, len(offs)](
+        (dw, torch.int32), starts, ends, words // 4, programs, CHUNK, LAYOUT, num_warps=WARPS
+    )
+    return dw.to(out_dtype)
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:
