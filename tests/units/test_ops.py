@@ -1,6 +1,8 @@
 """The ops as PyTorch sees them: schemas, fakes, functional behaviour and input checks."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -132,3 +134,19 @@ def test_direct_calls_use_the_dispatcher_where_something_needs_it():
     assert dispatched(of_subclass) == {"titan_fp8::quantize_row"}
     compiled = torch.compile(direct.quantize_row, backend="aot_eager", fullgraph=True)
     assert dispatched(lambda: compiled(x)) == {"titan_fp8::quantize_row"}
+
+
+def test_compiled_code_is_cached_for_these_schemas_only():
+    """Code that another version of titan_fp8 has left in Inductor's cache would not fit the ops."""
+    code = """
+import sys, torch
+infer = torch.library.infer_schema
+if sys.argv[1:]:
+    torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
+import titan_fp8.ops
+print(torch.compiler.config.cache_key_tag)
+"""
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.Popen([*command, *change], stdout=subprocess.PIPE) for change in ([], ["x"])]
+    tags = [run.communicate()[0] for run in runs]
+    assert all(tags) and tags[0] != tags[1]

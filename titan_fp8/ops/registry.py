@@ -24,6 +24,7 @@ torch.compile merge equal calls, such as the quantisation of an input that wq, w
 """
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -153,7 +154,11 @@ def _define(
         with torch.cuda.device(x.device):
             return on_gpu(x, *args, **options)
 
-    _library.define(name + torch.library.infer_schema(stub, mutates_args=()))
+    schema = name + torch.library.infer_schema(stub, mutates_args=())
+    _library.define(schema)
+    # torch.compile's caches on disk do not notice that the arguments of an op have changed.
+    caches = torch.compiler.config
+    caches.cache_key_tag = hashlib.sha256((caches.cache_key_tag + schema).encode()).hexdigest()
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", stub, lib=_library)
     NAMES.append(name)
