@@ -3,19 +3,20 @@
     python scripts/plan_table.py [--check]
 
 One table for each GPU of which there are measurements: the results of bench_gemm.py in
-docs/benchmarks/, and in docs/benchmarks/plan/ those of bench_quantize.py and measure_plan.py and
-the runs (runs_*.json) from which the parts of a step are derived that no benchmark of kernels
-measures. With --check it writes nothing and fails if a table is out of date.
+docs/benchmarks/, and in docs/benchmarks/plan/ those of measure_plan.py and the runs (runs_*.json)
+from which the parts of a step are derived that no benchmark of kernels measures. With --check it
+writes nothing and fails if a table is out of date.
 
-Runs have been profiled on one GPU only. Of the others, the times of elementwise kernels and of the
-optimizer follow the bandwidth of their copies; collectives, over the same NVLink, are as fast.
+Runs have been profiled on one GPU only. For the others, times of kernels that the bandwidth limits
+(SCALED) are scaled by the bandwidth of copies. Collectives, over the same NVLink, are taken to be
+as fast, and the CPU as well (TAKEN). "sources" in a table says for each of its entries where it
+comes from, and the plan prints what was not measured on its card.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,14 @@ KINDS = {
     **{"fprop": "mm", "dgrad": "mm", "wgrad": "wgrad"},
     **{"M-grouped": "mm", "K-grouped": "wgrad"},
 }
+RECIPES = ("blockwise", "rowwise")
+SCALED = ("dense_ps", "moe_ps", "optimizer_ps.float32", "reduce_ps", "shard_ps")
+TAKEN = (
+    # With bf16 parameters it moves 20 bytes in 14.45 ps, a third of the bandwidth of copies.
+    "optimizer_ps.bfloat16",
+    *("link_gbps", "exposed"),
+    *("host.block_us", "host.fsdp_block_us", "host.moe_block_us", "host.fsdp_all_gather"),
+)
 
 
 def gpu_of(result: dict) -> str:
@@ -54,33 +63,13 @@ def gemm_rows(result: dict) -> list[list]:
     return rows
 
 
-def quantise_rows(result: dict) -> dict[str, list[list[float]]]:
-    """{op: [elements, us]} of a result of bench_quantize.py; the mean of shapes of one size."""
-    times = defaultdict(lambda: defaultdict(list))
-    for row in result["rows"]:
-        elements = 1
-        for size in row["shape"].split("x"):
-            elements *= int(size)
-        times[row["op"]][elements].append(row["us"])
-    return {
-        op: [[n, sum(us) / len(us)] for n, us in sorted(sizes.items())]
-        for op, sizes in sorted(times.items())
-    }
-
-
 def source(name: str, result: dict) -> str:
     return f"docs/benchmarks/{name}: {result['commit']}, {result['date']}"
 
 
-def copy_gbps(result: dict) -> float:
-    return float(result["facts"]["copy bandwidth"].split()[0])
-
-
 def rates(runs: dict) -> dict:
     """Rates of the parts of a step, from the profiles of runs."""
-    dense, moe, wide = runs["dense"], runs["moe"], runs["optimizer_fp32"]
-    flop = 3.5 * 1e-9  # backward takes 2.5 times the FLOP of forward; ms to TFLOPS
-    attention = [flop * run["attention_flop"] / run["attention"] for run in (dense, moe)]
+    dense, moe, fsdp, fp8 = (runs[k] for k in ("dense", "moe", "fsdp", "fsdp_all_gather"))
     dense_ps = dense["elementwise"] * 1e9 / (dense["tokens"] * dense["dim"] * dense["blocks"])
     # The MoE run repeats forward, a third of the elementwise work, in backward.
     repeated = 4 / 3
@@ -94,16 +83,20 @@ def rates(runs: dict) -> dict:
     # Half of the rows leave the rank: twice in forward and twice in backward.
     received = 4 * moe["rows"] * moe["dim"] * moe["moe_blocks"] * 2 / 2
     return {
-        "attention_tflops": sum(attention) / len(attention),
         "dense_ps": dense_ps,
         "moe_ps": moe_ps,
         "optimizer_ps": {
             "bfloat16": dense["optimizer"] * 1e9 / dense["parameters"],
-            "float32": wide["optimizer"] * 1e9 / wide["parameters"],
+            "float32": fsdp["optimizer"] * 1e9 * fsdp["ranks"] / fsdp["parameters"],
         },
+        "reduce_ps": fsdp["reduce_copies"] * 1e9 / fsdp["parameters"],
+        "shard_ps": {each: fp8[each]["shards"] * 1e9 / fp8["shard_elements"] for each in RECIPES},
         "link_gbps": received / moe["nccl"] / 1e6,
-        "exposed": runs["fsdp"]["exposed"],
-        "host": {key: value for key, value in runs["host"].items() if key != "source"},
+        "exposed": runs["exposed"]["value"],
+        "host": {
+            **{each: us for each, us in runs["host"].items() if each != "source"},
+            "fsdp_all_gather": {each: fp8[each]["cpu"] * 1e3 / fp8["weights"] for each in RECIPES},
+        },
     }
 
 
@@ -118,43 +111,43 @@ def rounded(value: object) -> object:
 
 def tables(folder: Path) -> dict[str, dict]:
     """The table of each GPU, from the measurements in `folder`."""
-    files = sorted(folder.glob("gemm*.json")) + sorted((folder / "plan").glob("*.json"))
-    results = {str(f.relative_to(folder)): json.loads(f.read_text("utf-8")) for f in files}
-    runs = results.pop(RUNS)
+    runs = json.loads((folder / RUNS).read_text(encoding="utf-8"))
     made: dict[str, dict] = {}
-    for name, result in results.items():
-        table = made.setdefault(
-            gpu_of(result), {"gpu": result["card"], "sources": [], "gemm": [], "quantise": {}}
-        )
-        table["sources"].append(source(name, result))
-        if "measured" in result:  # by measure_plan.py
-            measured = dict(result["measured"])
-            table["gemm"] += measured.pop("gemm")
-            # Its sizes are more than those of bench_quantize.py, which may be older.
-            table["quantise"] = measured.pop("quantise")
-            table.setdefault("own", {}).update(measured)
-        elif "quantize" in name:
-            table["quantise"] = table["quantise"] or quantise_rows(result)
-            table.setdefault("copy_gbps", copy_gbps(result))
-        else:
-            table["gemm"] += gemm_rows(result)
-    of_runs = made[gpu_of(runs)]
+    for file in sorted(folder.glob("gemm*.json")) + sorted(folder.glob("plan/measure_*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        table = made.setdefault(gpu_of(result), {"gpu": result["card"], "sources": {}, "gemm": []})
+        # Of measure_plan.py, or of bench_gemm.py.
+        entries = dict(result.get("measured") or {"gemm": gemm_rows(result)})
+        table["gemm"] += entries.pop("gemm")
+        for entry in ("gemm", *entries):
+            own = table["sources"].setdefault(entry, {"how": "measured", "from": []})
+            own["from"].append(source(str(file.relative_to(folder)), result))
+        table |= entries
     for table in made.values():
-        own = table.pop("own", {})
-        table["sources"].append(f"docs/benchmarks/{RUNS}")
-        derived = rates(runs)
-        table["copy_gbps"] = own.pop("copy_gbps", table.get("copy_gbps"))
-        if table is not of_runs:
-            slower = of_runs["copy_gbps"] / table["copy_gbps"]
-            derived["dense_ps"] *= slower
-            derived["moe_ps"] = {way: ps * slower for way, ps in derived["moe_ps"].items()}
-            derived["attention_tflops"] = own["attention_tflops"]
-            derived["optimizer_ps"] = {
-                dtype: ps * slower for dtype, ps in derived["optimizer_ps"].items()
-            }
-        derived["host"] |= own.get("host", {})
-        table |= derived
+        if "host" not in table:
+            raise ValueError(f"{table['gpu']}: measure it with scripts/measure_plan.py, too")
+        add_rates(table, runs, made[gpu_of(runs)]["copy_gbps"])
     return {gpu: rounded(table) for gpu, table in made.items()}
+
+
+def add_rates(table: dict, runs: dict, copy_gbps: float) -> None:
+    """Adds what was measured in the runs, on a card with this bandwidth of copies."""
+    here = table["gpu"] == runs["card"]
+    slower = copy_gbps / table["copy_gbps"]
+    derived = rates(runs)
+    for entry in SCALED:
+        name, _, key = entry.partition(".")
+        value = derived[name]
+        if isinstance(value, dict):
+            factors = {each: slower if key in ("", each) else 1 for each in value}
+            derived[name] = {each: ps * factors[each] for each, ps in value.items()}
+        else:
+            derived[name] = value * slower
+    for entry in (*SCALED, *TAKEN):
+        how = "measured" if here else "scaled" if entry in SCALED else "taken"
+        files = [f"docs/benchmarks/{RUNS}"]
+        table["sources"][entry] = {"how": how, "card": runs["card"], "from": files}
+    table |= derived | {"host": table["host"] | derived["host"]}
 
 
 def text_of(table: dict) -> str:
@@ -164,7 +157,7 @@ def text_of(table: dict) -> str:
         if key == "gemm":
             rows = ",\n  ".join(json.dumps(row) for row in value)
             lines.append(f' "gemm": [\n  {rows}\n ]')
-        elif key in ("quantise", "host"):
+        elif key in ("sources", "quantise", "host"):
             rows = ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
             lines.append(f' "{key}": {{\n  {rows}\n }}')
         else:

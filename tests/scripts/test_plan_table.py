@@ -69,8 +69,18 @@ def test_a_measured_gpu_gets_a_table(measure_plan, monkeypatch, tmp_path):
     assert h100.quantise.keys() <= h200.quantise.keys()
     for family, op in h100.gemm:
         assert h100.gemm_us(family, op, 0, 32, 16, 32) == pytest.approx(10, rel=1e-3)
-    # What was not measured there follows the bandwidth of the copy.
-    assert h100.dense_ps == pytest.approx(h200.dense_ps * h200.copy_gbps / 2000, rel=1e-3)
+    # What was not measured there follows the bandwidth of the copy, or is that of the H200.
+    slower = h200.copy_gbps / 2000
+    assert h100.dense_ps == pytest.approx(h200.dense_ps * slower, rel=1e-3)
+    assert h100.optimizer_ps["float32"] == pytest.approx(
+        h200.optimizer_ps["float32"] * slower, rel=1e-3
+    )
+    assert h100.optimizer_ps["bfloat16"] == h200.optimizer_ps["bfloat16"]
+    assert h100.link_gbps == h200.link_gbps
+    entries = {entry: origin["how"] for entry, origin in h100.sources.items()}
+    assert entries["gemm"] == entries["host"] == "measured"
+    assert entries["dense_ps"] == "scaled" and entries["link_gbps"] == "taken"
+    assert h100.sources["dense_ps"]["card"] == h200.gpu
     assert h100.host_us("linear, eager", "rowwise_with_gw_hp") == 100
     assert h100.host["code"] == "abc1234" and h100.host["block_us"] == h200.host["block_us"]
 
@@ -88,6 +98,24 @@ def test_interpolation():
         assert 0 < h200.quantise_us(op, low) < h200.quantise_us(op, high)
     with pytest.raises(ValueError, match="--gpu = 'a100': allowed are .*'h200', of which"):
         times.load("a100")
+
+
+def test_every_number_of_a_table_says_where_it_comes_from():
+    for file in sorted(plan_table.TABLES.glob("*.json")):
+        table = json.loads(file.read_text(encoding="utf-8"))
+        entries = {entry.partition(".")[0] for entry in table["sources"]}
+        assert entries == table.keys() - {"gpu", "sources"}
+        # Parts of an entry that another card's runs gave.
+        for entry in ("host", "optimizer_ps"):
+            parts = {e.partition(".")[2] for e in table["sources"]} - {""}
+            own = {"linear, eager", "linear, compiled", "grouped", "code"}
+            assert table[entry].keys() - own <= parts
+        for origin in table["sources"].values():
+            assert origin["how"] in ("measured", "scaled", "taken")
+            for each in origin["from"]:
+                assert (plan_table.ROOT / each.partition(":")[0]).is_file()
+            if origin["how"] != "measured":
+                assert origin["card"] != table["gpu"]
 
 
 def test_groups_that_end_anywhere_count_for_rowwise_alone():

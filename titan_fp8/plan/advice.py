@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from titan_fp8.plan.costs import cost_of, layer_us
 from titan_fp8.plan.run import Layer, Run, sharing_inputs
-from titan_fp8.plan.step import baseline, predict
+from titan_fp8.plan.step import Step, baseline, predict
 from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16, get_recipe
 
@@ -54,35 +54,73 @@ def without(run: Run, names: list[str]) -> Run:
     return replace(run, layers=sharing_inputs(layers))
 
 
+def gathering(run: Run, fp8: bool) -> Run:
+    """The run with `fsdp_all_gather` in both sections."""
+    layers = tuple(
+        replace(layer, gathers_fp8=fp8 and layer.recipe != BF16 and layer.ranks > 1)
+        for layer in run.layers
+    )
+    return replace(run, layers=layers)
+
+
+def best_gather(run: Run, times: Times) -> tuple[Run, str]:
+    """The run with the better `fsdp_all_gather`, and what to change, "" if nothing."""
+    for fp8 in (True, False):
+        changed = gathering(run, fp8)
+        if predict(changed, times).ms < (1 - WORTH) * predict(run, times).ms:
+            return changed, f"fsdp_all_gather = {str(fp8).lower()}"
+    return run, ""
+
+
 def advice(run: Run, times: Times) -> list[str]:
-    """Sentences for the user."""
+    """Sentences for the user. Each change is added to the changes before it."""
     found = list(_refusals(run))
     runnable = without(run, [layer.name for layer in refused(run)])
-    step, bf16 = predict(runnable, times), predict(baseline(run), times)
-    names = left_out(runnable, times)
+    now, bf16 = predict(runnable, times), predict(baseline(run), times)
+    better, setting = best_gather(runnable, times)
+    if setting:
+        found.append(f"Set {setting}: {_change(now, predict(better, times), bf16)}.")
+    else:
+        found += _gathers(runnable, times)
+    names = left_out(better, times)
     if names:
-        better = predict(without(runnable, names), times)
-        found.append(
-            f"Leave out {', '.join(names)}: the step takes {better.ms:.0f} ms instead of "
-            f"{step.ms:.0f} ({bf16.ms / better.ms:.2f}x). --filter auto prints the setting."
-        )
+        then = predict(without(better, names), times)
+        change = _change(predict(better, times), then, bf16)
+        if all(layer.recipe == BF16 for layer in without(better, names).layers):
+            found.append(f"FP8 pays for no layer here. With all of them in bf16 {change}.")
+        else:
+            found.append(
+                f"Leave out {', '.join(names)}{', too' if setting else ''}: {change}. "
+                "--filter auto prints the setting."
+            )
     found += _multiples(run)
-    found += _tokens(runnable, times)
-    if step.host > step.gpu:
-        found.append(
-            f"The step waits for the CPU ({step.host:.0f} ms, GPU {step.gpu:.0f} ms): give each "
-            "rank more tokens, by a larger local_batch_size or seq_len or by fewer ranks of TP. "
-            "CPU times differ between machines by a third; these were measured at commit "
-            f"{times.host['code']}."
+    found += _tokens(without(better, names), times)
+    if now.waits_for_cpu:
+        done = not predict(without(better, names), times).waits_for_cpu
+        remedy = (
+            "After these changes it does not."
+            if done
+            else "Give each rank more tokens, by a larger local_batch_size or seq_len or by fewer "
+            "ranks of TP."
         )
-    found += _gathers(runnable, times)
+        found.append(
+            f"The GPU waits for the CPU: up to the end of backward the CPU needs {now.host:.0f} "
+            f"ms, the GPU {now.gpu - now.end:.0f} ms. {remedy} CPU times differ between machines "
+            f"by a third; these were measured at commit {times.host['code']}."
+        )
     return found
 
 
+def _change(now: Step, then: Step, bf16: Step) -> str:
+    speed = f"{bf16.ms / then.ms:.2f}x of bf16"
+    return f"the step takes {then.ms:.0f} ms instead of {now.ms:.0f} ({speed})"
+
+
 def fragment(run: Run, times: Times) -> str:
-    """TOML sections that leave out what `left_out` advises."""
-    names = left_out(run, times)
-    kept, bf16 = without(run, names), predict(baseline(run), times)
+    """TOML sections that leave out what `advice` advises to leave out."""
+    better, setting = best_gather(without(run, [layer.name for layer in refused(run)]), times)
+    names = [layer.name for layer in refused(run)] + left_out(better, times)
+    kept, bf16 = without(better, names), predict(baseline(run), times)
     speed = bf16.ms / predict(kept, times).ms
     patterns = list(run.filter_fqns)
     grouped = {layer.name for layer in run.layers if layer.groups}
@@ -100,12 +138,14 @@ def fragment(run: Run, times: Times) -> str:
     lines += [
         f"# {name} is not left out: its pattern would match other layers, too." for name in skipped
     ]
-    lines += ["[quantize.linear.titan_fp8]", "filter_fqns = ["]
+    lines += ["[quantize.linear.titan_fp8]", *([setting] if setting else []), "filter_fqns = ["]
     lines += [*(f"    {json.dumps(pattern)}," for pattern in patterns), "]"]
     if any(name in grouped for name in names):
         # Without the second line the permutation would follow the recipe.
         lines += ["", "[quantize.grouped_mm.titan_fp8]", f'recipe = "{BF16}"']
         lines += [f'permutation = "{run.permutation}"']
+    elif setting and grouped:
+        lines += ["", "[quantize.grouped_mm.titan_fp8]", setting]
     return "\n".join(lines) + "\n"
 
 
@@ -154,19 +194,10 @@ def _tokens(run: Run, times: Times) -> Iterator[str]:
 
 
 def _gathers(run: Run, times: Times) -> Iterator[str]:
-    layers = tuple(
-        replace(layer, gathers_fp8=layer.recipe != BF16 and layer.ranks > 1) for layer in run.layers
-    )
-    if layers == run.layers:
-        return
-    now, then = predict(run, times), predict(replace(run, layers=layers), times)
-    if then.ms < (1 - WORTH) * now.ms:
+    """Why FP8 gathers would not help, though the GPU would be faster."""
+    now, then = predict(run, times), predict(gathering(run, True), times)
+    if then.gpu < now.gpu - 1:
         yield (
-            f"fsdp_all_gather = true: the step takes {then.ms:.0f} ms instead of {now.ms:.0f}, "
-            "with the same results."
-        )
-    elif then.gpu < now.gpu - 1:
-        yield (
-            f"fsdp_all_gather = true saves the GPU {now.gpu - then.gpu:.0f} ms a step, but the "
-            "step waits for the CPU."
+            f"fsdp_all_gather = true would save the GPU {now.gpu - then.gpu:.0f} ms a step, but "
+            f"the GPU would wait for the CPU: {then.ms:.0f} ms instead of {now.ms:.0f}."
         )

@@ -5,18 +5,23 @@ A linear or a product of experts has three GEMMs, fprop (m, n, k), dgrad (m, k, 
 and W; backward quantises g for dgrad and wgrad in one read, and W transposed. Linears that read one
 input share its quantisation. In a fused feed-forward the SwiGLU kernels quantise what they write,
 so w1 and w3 have no g to quantise, and w2 no h.
+
+With `fsdp_all_gather` a rank quantises its shard of W once a step instead, and backward transposes
+the gathered W.
 """
 
 from dataclasses import dataclass, replace
 
 from titan_fp8.plan.run import Layer, Run
 from titan_fp8.plan.times import Times, family, op_name, wgrad_is_fp8
-from titan_fp8.recipe import BF16, Recipe, get_recipe
+from titan_fp8.recipe import BF16, Recipe, Scaling, get_recipe
 
 SWIGLU_BYTES = (6, 10)
 """Bytes per element of bf16's compiled SwiGLU: h of a and b; da and db of dh, a and b."""
 TRANSPOSE_BYTES = 2
 """Bytes per element of a weight that was gathered in FP8 and that dgrad transposes."""
+HIGH_PRECISION_BYTES = 2
+"""Bytes per element of a weight that FSDP2 gathers in bf16."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class Cost:
     gemm_forward: float = 0.0
     gemm_backward: float = 0.0
     quantise_forward: float = 0.0
+    with_gemm: float = 0.0
+    """Quantisers of forward that backward repeats only together with the GEMM."""
     quantise_backward: float = 0.0
     gather: float = 0.0
     host: float = 0.0
@@ -37,24 +44,21 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(**{key: value + getattr(other, key) for key, value in vars(self).items()})
 
-    def gemm(self, repeated: float) -> float:
-        return self.gemm_forward * (1 + repeated) + self.gemm_backward
 
-    def quantise(self, repeated: float) -> float:
-        return self.quantise_forward * (1 + repeated) + self.quantise_backward
+def gemm_us(layer: Layer, cost: Cost) -> float:
+    """Time of a layer's GEMMs in one micro-batch, with what checkpointing repeats."""
+    return cost.gemm_forward * (1 + layer.repeats) + cost.gemm_backward
 
 
-def repeated(layer: Layer, run: Run) -> tuple[float, float]:
-    """The shares of forward's GEMMs and quantisers that backward repeats for this layer."""
-    gemms, others = run.checkpointing
-    nothing_saved = layer.in_moe and run.compiled or layer.groups
-    return (others if nothing_saved else gemms), others
+def quantise_us(layer: Layer, cost: Cost, run: Run) -> float:
+    """Time of its quantisers, likewise."""
+    inputs = cost.quantise_forward * (1 + run.repeated_rest)
+    return inputs + cost.with_gemm * (1 + layer.repeats) + cost.quantise_backward
 
 
 def layer_us(layer: Layer, cost: Cost, run: Run) -> float:
     """GPU time of a layer in one micro-batch, with what checkpointing repeats."""
-    gemms, others = repeated(layer, run)
-    return cost.gemm(gemms) + cost.quantise(others)
+    return gemm_us(layer, cost) + quantise_us(layer, cost, run)
 
 
 def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
@@ -66,12 +70,15 @@ def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
         cost = Cost()
         for name, n, k in (("w1", hidden, dim), ("w3", hidden, dim), ("w2", dim, hidden)):
             cost += _product(layer, n, k, name, 1.0 if name == "w2" else 0.5, times)
-    gathered = _gathered_bytes(layer) * (1 - 1 / layer.ranks) * run.gathers
+    received = layer.elements * gathered_bytes(layer) * (1 - 1 / layer.ranks) * run.gathers
     if layer.groups:
-        host = 3 * times.host_us("grouped", layer.recipe)
+        host, weights = 3 * times.host_us("grouped", layer.recipe), 3
     else:
-        host = times.host_us("linear, compiled" if run.compiled else "linear, eager", layer.recipe)
-    return replace(cost, gather=times.link_us(gathered), host=host)
+        kind = "linear, compiled" if run.compiled else "linear, eager"
+        host, weights = times.host_us(kind, layer.recipe), 1
+    if layer.gathers_fp8:
+        host += weights * times.host_us("fsdp_all_gather", layer.recipe)
+    return replace(cost, gather=times.link_us(received), host=host)
 
 
 def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times) -> Cost:
@@ -88,15 +95,16 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
     )
     if recipe is None:
         return cost
-    forward, backward, once = _weights(layer, recipe, weight, times)
+    with_gemm, backward, once = _weights(layer, recipe, weight, times)
+    forward = 0.0
     both = recipe.rows_and_columns if wgrad_is_fp8(recipe) else recipe.rows
     is_h, is_hidden = layer.fused and name == "w2", layer.fused and name in ("w1", "w3")
     if is_h:
         assert recipe.swiglu is not None
         swiglu, gradient = recipe.swiglu.rows, recipe.swiglu.backward
-        forward += times.quantise_us(op_name(swiglu), m * k) - times.copy_us(
-            SWIGLU_BYTES[0] * m * k
-        )
+        # Backward computes h again in its own kernel, so forward's runs once.
+        with_gemm += times.quantise_us(op_name(swiglu), m * k)
+        forward -= times.copy_us(SWIGLU_BYTES[0] * m * k)
         backward += times.quantise_us(op_name(gradient), m * k)
         backward -= times.copy_us(SWIGLU_BYTES[1] * m * k)
         cost = replace(cost, kept=0.0)
@@ -104,26 +112,30 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
         forward += share * times.quantise_us(op_name(both), m * k)
     if not is_hidden:
         backward += times.quantise_us(op_name(both), m * n)
-    return cost + Cost(quantise_forward=forward, quantise_backward=backward, once=once)
+    return cost + Cost(
+        quantise_forward=forward, with_gemm=with_gemm, quantise_backward=backward, once=once
+    )
 
 
 def _weights(
     layer: Layer, recipe: Recipe, elements: int, times: Times
 ) -> tuple[float, float, float]:
     """us to quantise a weight in forward, in backward, and once a step."""
+    if layer.gathers_fp8:
+        once = times.shard_us(layer.recipe, elements / layer.ranks)
+        return 0.0, times.copy_us(TRANSPOSE_BYTES * elements), once
     forward = times.quantise_us(op_name(recipe.weight), elements)
-    backward = times.quantise_us(op_name(recipe.weight_t), elements)
+    return forward, times.quantise_us(op_name(recipe.weight_t), elements), 0.0
+
+
+def gathered_bytes(layer: Layer) -> int:
+    """Bytes per element of the weights of a layer as FSDP2 gathers them.
+
+    Blocks of 128x128 serve fprop and dgrad. Of a rowwise weight, rows and columns are gathered.
+    """
     if not layer.gathers_fp8:
-        return forward, backward, 0.0
-    if recipe.swiglu is None:  # rows and columns are gathered
-        return 0.0, 0.0, (forward + backward) / layer.ranks
-    return 0.0, times.copy_us(TRANSPOSE_BYTES * elements), forward / layer.ranks
-
-
-def _gathered_bytes(layer: Layer) -> float:
-    """Bytes of the weights of a layer as FSDP2 gathers them."""
-    halves = layer.gathers_fp8 and get_recipe(layer.recipe).swiglu is not None
-    return layer.elements * (1 if halves else 2)
+        return HIGH_PRECISION_BYTES
+    return 1 if get_recipe(layer.recipe).fprop.right is Scaling.BLOCK_128X128 else 2
 
 
 def _padded(layer: Layer) -> int:

@@ -124,13 +124,16 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
                     share=1.0,
                     fused=_is_fused(converted, name, recipe, is_experts, dims),
                     in_moe=_in_moe_block(converted, name),
+                    repeats=0.0,
                     ranks=ranks,
                     gathers_fp8=section.fsdp_all_gather and recipe != BF16 and ranks > 1,
                 )
             )
+    compiled = config.compile.enable and "model" in config.compile.components
+    attention, rest = _repeated(config.activation_checkpoint)
     return Run(
         description=_describe(config, dims),
-        layers=_folded(layers),
+        layers=_folded(_with_repeats(layers, config.activation_checkpoint, compiled)),
         dims=dims,
         blocks=len(blocks),
         moe_blocks=moe_blocks,
@@ -142,8 +145,9 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         parameters=dict(parameters),
         dtype=training.dtype,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
-        compiled=config.compile.enable and "model" in config.compile.components,
-        checkpointing=_recomputed(config.activation_checkpoint),
+        compiled=compiled,
+        repeated_attention=attention,
+        repeated_rest=rest,
         gathers=_gathers(config, dims),
         permutation=_permutation(config),
         filter_fqns=tuple(linear.filter_fqns),
@@ -259,22 +263,56 @@ def _is_fused(
 
 
 def _in_moe_block(model: nn.Module, name: str) -> bool:
-    parts = name.split(".")
-    if parts[0] != "layers":
-        return False
-    return bool(getattr(model.get_submodule(".".join(parts[:2])), "moe_enabled", False))
+    block = _block_of(name)
+    return bool(block) and bool(getattr(model.get_submodule(block), "moe_enabled", False))
 
 
-def _recomputed(checkpoint: Any) -> tuple[float, float]:
-    """The shares of forward's GEMMs and of its other operations that backward repeats."""
+def _repeated(checkpoint: Any) -> tuple[float, float]:
+    """The shares of forward's attention and of its other operations that backward repeats."""
     if checkpoint.mode == "full":
         return 1.0, 1.0
     if checkpoint.mode == "selective":
         if checkpoint.selective_ac_option == "op":
-            return 0.5, 1.0
+            return 0.0, 1.0
         share = 1 / max(1, int(checkpoint.selective_ac_option))
         return share, share
     return 0.0, 0.0
+
+
+def _with_repeats(layers: list[Layer], checkpoint: Any, compiled: bool) -> list[Layer]:
+    """The layers, each with the share of its forward GEMMs that backward repeats.
+
+    Blocks are checkpointed, and the output layer is not. At the level of ops every second linear of
+    a block is saved, in the order of their calls; experts, and the linears of blocks with experts
+    if they are compiled, are not (`titan_fp8/activation_checkpointing.py`).
+    """
+    share, by_op = _repeated(checkpoint)[1], checkpoint.selective_ac_option == "op"
+    by_op = by_op and checkpoint.mode == "selective"
+    blocks: dict[str, list[str]] = defaultdict(list)
+    for layer in layers:
+        if not layer.groups:
+            blocks[_block_of(layer.fqns[0])].append(layer.fqns[0])
+    calls: dict[str, int] = {}
+    for names in blocks.values():
+        # w2 is defined before w3, and called after it.
+        order = sorted(enumerate(names), key=lambda at: at[0] + 1.5 * at[1].endswith(".w2"))
+        calls |= {name: position for position, (_, name) in enumerate(order, start=1)}
+
+    def repeats(layer: Layer) -> float:
+        name = layer.fqns[0]
+        if not _block_of(name):
+            return 0.0
+        if not by_op or layer.groups or (layer.in_moe and compiled):
+            return share
+        return float(calls[name] % 2 == 0)
+
+    return [replace(layer, repeats=repeats(layer)) for layer in layers]
+
+
+def _block_of(name: str) -> str:
+    """The block that a module is in, such as "layers.3"; "" for the output layer."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else ""
 
 
 def _gathers(config: Any, dims: ParallelDims) -> int:
@@ -307,6 +345,5 @@ def _describe(config: Any, dims: ParallelDims) -> str:
         **{"PP": dims.pp, "EP": dims.ep},
     }
     plan = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
-    return f"{config.model.name} {config.model.flavor}, {dims.world_size} GPUs" + (
-        f" ({plan})" if plan else ""
-    )
+    gpus = f"{dims.world_size} GPU{'s' * (dims.world_size > 1)}"
+    return f"{config.model.name} {config.model.flavor}, {gpus}" + (f" ({plan})" if plan else "")

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from titan_fp8.plan.costs import repeated
+from titan_fp8.plan.costs import gemm_us, quantise_us
 from titan_fp8.plan.run import Run
 from titan_fp8.plan.step import Row, Step
 from titan_fp8.plan.times import Times
@@ -15,10 +15,28 @@ COLUMNS = (
     "MiB",
 )
 LEGEND = (
-    "us per module and micro-batch, forward and backward: GEMMs in bf16 and in FP8, quantisers,",
-    "FSDP2's gathers, CPU time that FP8 adds. MiB: GEMM inputs kept until backward, in bf16 and in",
-    "FP8, without checkpointing.",
+    "us per module and micro-batch, forward and backward, with what activation checkpointing",
+    "repeats: GEMMs in bf16 and in FP8, quantisers (less the SwiGLU kernels that they replace),",
+    "FSDP2's gathers, CPU time that FP8 adds. speed: of the GPU, without gathers. MiB: GEMM inputs",
+    "kept until backward, in bf16 and in FP8, without checkpointing.",
 )
+
+NOT_KERNELS = {
+    "dense_ps": "elementwise kernels",
+    "moe_ps": "permutation",
+    "optimizer_ps.float32": "optimizer",
+    "optimizer_ps.bfloat16": "optimizer",
+    "reduce_ps": "FSDP2's copies of gradients",
+    "shard_ps": "quantising shards",
+    "link_gbps": "collectives",
+    "exposed": "how far they overlap",
+    "host.block_us": "CPU time of dense blocks",
+    "host.fsdp_block_us": "what FSDP2 adds to it",
+    "host.moe_block_us": "CPU time of MoE blocks",
+    "host.fsdp_all_gather": "CPU time of fsdp_all_gather",
+}
+"""Entries of a table that come from runs, in words."""
+PASSED_ON = {"scaled": "scaled by the bandwidth of copies", "taken": "taken as they are"}
 
 
 def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
@@ -36,6 +54,7 @@ def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
         "",
         *LEGEND,
         bullets("Left in high precision", left),
+        *not_measured(run, times),
         "",
         *table(_parts(step, bf16), left=(0, 3, 4)),
         "",
@@ -43,6 +62,35 @@ def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
         f"{1e3 * tokens / bf16.ms:,.0f} -> {1e3 * tokens / step.ms:,.0f} tokens/s per rank.",
     ]
     return "\n".join(lines)
+
+
+def not_measured(run: Run, times: Times) -> list[str]:
+    """Lines that say which of the times behind this plan were not measured on its card."""
+    gathers = any(layer.gathers_fp8 for layer in run.layers)
+    unused = {
+        "moe_ps": not run.moe_blocks,
+        "optimizer_ps.float32": run.dtype != "float32",
+        "optimizer_ps.bfloat16": run.dtype != "bfloat16",
+        "reduce_ps": not run.is_sharded,
+        "shard_ps": not gathers,
+        "link_gbps": not (run.is_sharded or run.dims.ep_enabled or run.dims.tp_enabled),
+        "exposed": not run.is_sharded,
+        "host.fsdp_block_us": not run.is_sharded or run.moe_blocks == run.blocks,
+        "host.block_us": run.moe_blocks == run.blocks,
+        "host.moe_block_us": not run.moe_blocks,
+        "host.fsdp_all_gather": not gathers,
+    }
+    lines = []
+    for how, words in PASSED_ON.items():
+        entries = [
+            (name, times.sources[entry]["card"])
+            for entry, name in NOT_KERNELS.items()
+            if times.sources[entry]["how"] == how and not unused.get(entry)
+        ]
+        if entries:
+            names, cards = zip(*entries)
+            lines.append(f"{words} from {cards[0]}: {', '.join(names)}")
+    return [bullets(f"Not measured on {times.gpu}", lines)] if lines else []
 
 
 def bullets(title: str, items: Iterable[str]) -> str:
@@ -65,25 +113,16 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 
 def _cells(row: Row, run: Run) -> list[str]:
     layer, cost = row.layer, row.cost
-    gemms, others = repeated(layer, run)
-    shape = (
-        (layer.groups, layer.m, layer.n, layer.k)
-        if layer.groups
-        else (
-            layer.m,
-            layer.n,
-            layer.k,
-        )
-    )
+    shape = (layer.groups,) * bool(layer.groups) + (layer.m, layer.n, layer.k)
     converted = layer.recipe != BF16
     return [
-        layer.name.removeprefix("layers.*."),
+        (layer.name if layer.count > 1 else layer.fqns[0]).removeprefix("layers.*."),
         str(layer.count),
         ",".join(map(str, shape)),
         layer.recipe,
-        f"{row.bf16.gemm(gemms):,.0f}",
-        f"{cost.gemm(gemms):,.0f}" if converted else "",
-        f"{cost.quantise(others):,.0f}" if converted else "",
+        f"{gemm_us(layer, row.bf16):,.0f}",
+        f"{gemm_us(layer, cost):,.0f}" if converted else "",
+        f"{quantise_us(layer, cost, run):,.0f}" if converted else "",
         f"{cost.gather:,.0f}" if layer.ranks > 1 else "",
         f"{cost.host - row.bf16.host:+,.0f}" if converted else "",
         f"{row.speed:.2f}" if converted else "",
@@ -100,8 +139,9 @@ def _parts(step: Step, bf16: Step) -> list[list[str]]:
         bars = ("█" * round(BAR * ms / longest) for ms in pair)
         rows.append([part, *(f"{ms:,.1f}" for ms in pair), *bars])
     totals = {
-        "GPU": (bf16.gpu, step.gpu),
-        "CPU, beside the GPU": (bf16.host, step.host),
-        "step: the slower of the two": (bf16.ms, step.ms),
+        "GPU, all of the above": (bf16.gpu, step.gpu),
+        "GPU, up to the end of backward": (bf16.gpu - bf16.end, step.gpu - step.end),
+        "CPU, up to there": (bf16.host, step.host),
+        "step: the longer of these two, then the rest": (bf16.ms, step.ms),
     }
     return rows + [[name, *(f"{ms:,.1f}" for ms in pair), "", ""] for name, pair in totals.items()]

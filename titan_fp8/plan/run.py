@@ -28,8 +28,8 @@ class Layer:
         share: its share, in proportion to n, of quantising an input that other layers of its recipe
             read, too.
         fused: a feed-forward, or a part of one, whose SwiGLU and quantisers are one kernel.
-        in_moe: in a block with experts. torchtitan compiles these in parts, so that checkpointing
-            saves none of their GEMMs.
+        in_moe: in a block with experts.
+        repeats: the share of its forward GEMMs that backward repeats, by activation checkpointing.
         ranks: the number of ranks over which FSDP2 shards its weights.
         gathers_fp8: whether FSDP2 gathers its weights in FP8.
     """
@@ -46,6 +46,7 @@ class Layer:
     share: float
     fused: bool
     in_moe: bool
+    repeats: float
     ranks: int
     gathers_fp8: bool
 
@@ -87,8 +88,8 @@ class Run:
             number of ranks that it shards them over.
         dtype, reduce_bytes: of parameters, and bytes per element of reduced gradients.
         compiled: whether the blocks are compiled.
-        checkpointing: 0 to 1, the share of the GEMMs of forward that backward repeats; and the
-            share of all other operations.
+        repeated_attention, repeated_rest: the share of forward's attention, and of its other
+            operations except GEMMs, that backward repeats.
         gathers: all-gathers of a weight per micro-batch.
         permutation: "gather", or "host" for torchtitan's.
         filter_fqns: those of the linear section.
@@ -108,10 +109,16 @@ class Run:
     dtype: str
     reduce_bytes: int
     compiled: bool
-    checkpointing: tuple[float, float]
+    repeated_attention: float
+    repeated_rest: float
     gathers: int
     permutation: str
     filter_fqns: tuple[str, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards parameters over several ranks."""
+        return any(ranks > 1 for ranks in self.parameters)
 
 
 def sharing_inputs(layers: Iterable[Layer]) -> tuple[Layer, ...]:

@@ -1,22 +1,37 @@
 """The time of a training step, put together from its parts.
 
     GPU    layers, attention, elementwise kernels, permutation and exchange of routed tokens,
-           collectives of tensor parallelism, what is exposed of FSDP2's, and the optimizer
+           collectives of tensor parallelism, and FSDP2's copies and what is exposed of its gathers
     CPU    a fixed time per block, and the time of the linears and grouped products in it
+    END    the optimizer, and quantising the shards that FSDP2 gathers in FP8
 
-The slower of the two is the step. Not modelled: the ring of context parallelism, the all-reduces of
-DDP and HSDP, and differences between the ranks of a pipeline. These take as long in bf16.
+A step takes the longer of GPU and CPU, and then END. torchtitan copies each batch to the GPU by a
+call that waits until the GPU has finished all work before it, so the CPU cannot prepare the next
+forward pass while the GPU runs the optimizer.
+
+Not modelled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
+between the ranks of a pipeline. These take as long in bf16.
 """
 
 from dataclasses import dataclass, replace
 
-from titan_fp8.plan.costs import Cost, cost_of, layer_us
+from titan_fp8.plan.costs import (
+    HIGH_PRECISION_BYTES,
+    Cost,
+    cost_of,
+    gathered_bytes,
+    gemm_us,
+    layer_us,
+    quantise_us,
+)
 from titan_fp8.plan.run import Layer, Run
 from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16
 
-FSDP_COPIES = (4, 6)
-"""Bytes per element that FSDP2 moves around a gather, in bf16, and around a reduction to FP32."""
+CAST_BYTES = 6
+"""Bytes per element of a shard that FSDP2 casts from FP32 to bf16 before it gathers it."""
+END = ("quantising shards", "optimizer")
+"""Parts of a step that begin when backward has ended."""
 BASELINE = 'recipe = "bf16"'
 
 
@@ -49,50 +64,54 @@ class Step:
         return sum(self.parts.values())
 
     @property
+    def end(self) -> float:
+        """ms of GPU time after backward, in which the CPU has nothing to do."""
+        return sum(self.parts.get(part, 0.0) for part in END)
+
+    @property
     def ms(self) -> float:
-        return max(self.gpu, self.host)
+        return max(self.gpu - self.end, self.host) + self.end
+
+    @property
+    def waits_for_cpu(self) -> bool:
+        return self.host > self.gpu - self.end
 
 
 def predict(run: Run, times: Times) -> Step:
     """The step of a run on a GPU with these times."""
     rows = tuple(_row(layer, run, times) for layer in run.layers)
-    repeated_gemms, repeated_rest = run.checkpointing
-    again = 1 + repeated_rest / 3  # forward is a third of the elementwise work
+    again = 1 + run.repeated_rest / 3  # forward is a third of the elementwise work
     bubble = 1 + (run.dims.pp - 1) / run.micro_batches
     scale = run.micro_batches * bubble / run.dims.pp / 1e3  # us of a micro-batch to ms of a step
 
-    def layers(of_experts: bool, kind: str) -> float:
-        us = 0.0
-        for row in rows:
-            if bool(row.layer.groups) == of_experts:
-                all_of_it = layer_us(row.layer, row.cost, run)
-                plain = replace(row.cost, quantise_forward=0.0, quantise_backward=0.0)
-                gemm = layer_us(row.layer, plain, run)
-                us += row.layer.count * (gemm if kind == "gemm" else all_of_it - gemm)
-        return us * scale
+    def gemms(of_experts: bool) -> float:
+        own = (row for row in rows if bool(row.layer.groups) == of_experts)
+        return sum(row.layer.count * gemm_us(row.layer, row.cost) for row in own) * scale
 
-    full = 3.5 + (1.0 if run.checkpointing == (1.0, 1.0) else 0.0)
+    quantisers = sum(row.layer.count * quantise_us(row.layer, row.cost, run) for row in rows)
+    passes = 3.5 + run.repeated_attention  # backward takes 2.5 times as long as forward
     elementwise = times.dense_ps * run.tokens / run.dims.tp * run.dim * run.blocks / 1e6
     routed = run.rows * run.dim * run.moe_blocks
     parts = {
-        "GEMMs of linears": layers(False, "gemm"),
-        "GEMMs of experts": layers(True, "gemm"),
-        "quantisers": layers(False, "quantise") + layers(True, "quantise"),
-        "attention": full * run.attention_flop / times.attention_tflops / 1e6 * scale,
+        "GEMMs of linears": gemms(of_experts=False),
+        "GEMMs of experts": gemms(of_experts=True),
+        "quantisers": quantisers * scale,
+        "attention": passes * run.attention_flop / times.attention_tflops / 1e6 * scale,
         "elementwise": elementwise * again * scale,
         "permutation": times.moe_ps[run.permutation] * routed / 1e6 * again * scale,
         "TP and EP": times.link_us(_exchanged_bytes(run)) * scale,
     }
     computation = sum(parts.values())
     parts["FSDP"] = _fsdp_ms(run, rows, times, computation)
+    parts["quantising shards"] = sum(r.layer.count * r.cost.once for r in rows) / run.dims.pp / 1e3
     parts["optimizer"] = sum(
         elements / ranks * times.optimizer_ps[run.dtype] / run.dims.pp / 1e9
         for ranks, elements in run.parameters.items()
     )
-    parts["quantisers"] += sum(r.layer.count * r.cost.once for r in rows) / run.dims.pp / 1e3
     host = sum(row.layer.count * row.cost.host for row in rows)
-    dense_blocks = run.blocks - run.moe_blocks
-    host += dense_blocks * times.host["block_us"] + run.moe_blocks * times.host["moe_block_us"]
+    block_us = times.host["block_us"] + times.host["fsdp_block_us"] * run.is_sharded
+    host += (run.blocks - run.moe_blocks) * block_us
+    host += run.moe_blocks * times.host["moe_block_us"]
     host *= run.micro_batches / run.dims.pp / 1e3
     return Step(rows, {part: ms for part, ms in parts.items() if ms}, host)
 
@@ -122,17 +141,28 @@ def _exchanged_bytes(run: Run) -> float:
 
 
 def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) -> float:
-    """What FSDP2 adds to a step: its copies, and what its collectives cost beside computation."""
-    received = copied = 0.0
-    for ranks, elements in run.parameters.items():
+    """What FSDP2 adds to a step: its copies, and what its gathers cost beside computation.
+
+    Shards are cast, copied into the buffers of the collectives and sent on streams of their own.
+    Gathered weights are copied out, and gradients copied in, between the kernels of the model.
+    """
+    # (elements before FSDP2 shards them, ranks, bytes per element of the gather, of the cast)
+    cast = CAST_BYTES if run.dtype == "float32" else 0
+    high_precision, weights = dict(run.parameters), []
+    for layer in (row.layer for row in rows if row.layer.gathers_fp8):
+        elements = layer.count * layer.elements
+        high_precision[layer.ranks] -= elements
+        weights.append((elements, layer.ranks, gathered_bytes(layer), 0))
+    weights += [(each, ranks, HIGH_PRECISION_BYTES, cast) for ranks, each in high_precision.items()]
+    aside = between = 0.0
+    for elements, ranks, size, cast in weights:
         if ranks > 1:
-            received += elements * (2 * run.gathers + run.reduce_bytes) * (1 - 1 / ranks)
-            copied += elements * (FSDP_COPIES[0] * run.gathers + FSDP_COPIES[1])
-    collectives = times.link_us(received)
-    for row in rows:
-        collectives -= row.layer.count * (row.bf16.gather - row.cost.gather)
+            aside += run.gathers * times.copy_us(elements / ranks * (cast + 2 * size))
+            received = elements * (size * run.gathers + run.reduce_bytes)
+            aside += times.link_us(received * (1 - 1 / ranks))
+            between += run.gathers * times.copy_us(elements * 2 * size)
+            between += elements * times.reduce_ps * (2 + run.reduce_bytes) / 6 / 1e6
     steps = run.micro_batches / run.dims.pp / 1e3
-    collectives *= steps
-    slowed = times.exposed * min(collectives, computation)
-    exposed = max(slowed, collectives - computation)
-    return exposed + times.copy_us(copied) * steps
+    aside, between = aside * steps, between * steps
+    exposed = max(times.exposed * min(aside, computation), aside - computation)
+    return exposed + between

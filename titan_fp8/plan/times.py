@@ -3,7 +3,7 @@
 A table (`tables/*.json`, written by `scripts/plan_table.py`) has the measured times of GEMMs and
 quantisers, and rates of the rest of a step. A GEMM runs at a mean of the measured rates (FLOP per
 us), weighted by how near the shapes are, on logarithmic axes; a quantiser's time is linear between
-measured sizes.
+measured sizes, and goes on so below them.
 """
 
 import functools
@@ -28,7 +28,9 @@ class Times:
 
     Attributes:
         gpu: the card.
-        sources: the files of measurements, with commit and date.
+        sources: where each entry of the table comes from: the files of measurements, and how:
+            "measured" on this card, "scaled" from another card by the bandwidth of copies, or
+            "taken" from it as it is.
         copy_gbps: bandwidth of a device copy, bytes read and written counted.
         gemm: {(family, op): rows of (groups, m, n, k, us)}; op "mm" contracts k, op "wgrad" m.
         quantise: {op: rows of (elements, us)}.
@@ -37,14 +39,18 @@ class Times:
             GEMM nor attention, without checkpointing.
         moe_ps: {permutation: the same per row of an expert, feature and MoE block}.
         optimizer_ps: {dtype of parameters: ps per parameter}, with clipping.
+        reduce_ps: ps per gradient that FSDP2 copies to the FP32 buffer of a reduction.
+        shard_ps: {recipe: ps per element of a shard that is quantised before it is gathered}.
         link_gbps: bytes that a rank receives in collectives.
-        exposed: what FSDP2's collectives add to the step while they overlap with computation, as a
-            share of that time.
-        host: us of CPU time per linear, forward and backward, and per block; see `host_us`.
+        exposed: what FSDP2's gathers and reductions add to the step while they overlap with
+            computation, as a share of that time.
+        host: us of CPU time per linear, forward and backward, per weight that is gathered in FP8
+            ("fsdp_all_gather"), and per block; see `host_us`. A block costs "block_us", and with
+            FSDP2 "fsdp_block_us" more; one with experts costs "moe_block_us".
     """
 
     gpu: str
-    sources: list[str]
+    sources: dict[str, dict[str, Any]]
     copy_gbps: float
     gemm: dict[tuple[str, str], list[list[float]]]
     quantise: dict[str, list[list[float]]]
@@ -52,6 +58,8 @@ class Times:
     dense_ps: float
     moe_ps: dict[str, float]
     optimizer_ps: dict[str, float]
+    reduce_ps: float
+    shard_ps: dict[str, float]
     link_gbps: float
     exposed: float
     host: dict[str, Any] = field(repr=False)
@@ -64,7 +72,10 @@ class Times:
         """Time of a quantiser, whose name is that of its op, for so many elements of its input."""
         rows = self.quantise[op]
         if elements <= rows[0][0]:
-            return rows[0][1] * elements / rows[0][0]
+            (low, low_us), (high, high_us) = rows[:2]
+            line = low_us - (high_us - low_us) * (low - elements) / (high - low)
+            # The line includes what a launch takes, unless the larger size is slower per element.
+            return max(line, low_us * elements / low)
         for (low, low_us), (high, high_us) in zip(rows, rows[1:]):
             if elements <= high:
                 return low_us + (high_us - low_us) * (elements - low) / (high - low)
@@ -76,10 +87,18 @@ class Times:
     def link_us(self, bytes_received: float) -> float:
         return bytes_received / self.link_gbps / 1e3
 
+    def shard_us(self, recipe: str, elements: float) -> float:
+        """Time to quantise a shard of a weight that is gathered in FP8."""
+        return elements * _of_recipe(self.shard_ps, recipe) / 1e6
+
     def host_us(self, kind: str, recipe: str) -> float:
         """CPU time of one linear or grouped product, forward and backward."""
-        costs = self.host[kind]
-        return costs[recipe if recipe in costs else recipe.partition("_")[0]]
+        return _of_recipe(self.host[kind], recipe)
+
+
+def _of_recipe(values: dict[str, float], recipe: str) -> float:
+    """The value of a recipe; a variant, such as blockwise_pow2, has that of its base."""
+    return values[recipe if recipe in values else recipe.partition("_")[0]]
 
 
 @functools.cache
