@@ -86,19 +86,23 @@ class Layer:
 
     def kept_bytes(self, x: Tensor) -> int:
         """Bytes that forward saves for backward, without weights; shared storage counts once."""
-        weights = {w.untyped_storage().data_ptr() for w in self.weights}
+        weights = {storage.data_ptr() for w in self.weights for storage in storages(w)}
         kept: dict[int, int] = {}
 
         def keep(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
+            kept.update({s.data_ptr(): s.nbytes() for s in storages(t)})
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             y = self.forward(x)
         del y
-        return sum(kept.values())
+        return sum(size for address, size in kept.items() if address not in weights)
+
+
+def storages(t: Tensor) -> list[torch.UntypedStorage]:
+    """The memory of a tensor, or of the tensors that a subclass consists of."""
+    names = t.__tensor_flatten__()[0] if hasattr(t, "__tensor_flatten__") else []
+    return [part.untyped_storage() for part in ([getattr(t, name) for name in names] or [t])]
 
 
 def randn(*shape: int, scale: float = 1.0, requires_grad: bool = False) -> Tensor:

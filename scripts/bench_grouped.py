@@ -10,9 +10,10 @@ There are two kinds of layer:
               bf16, compiled as well, for DeepSeek-V3 671B and 16B
 
 "ends" tells where groups end: at uneven multiples of the recipe's alignment, to which torchtitan
-pads ("x128" or "x16"), or anywhere ("any"). At multiples of 128 the layer is told so. If torchao is
-installed, its rowwise product is timed as well, compiled, because the compiler fuses its
-quantisers. "MiB kept" is what forward saves for backward, without weights.
+pads ("x128" or "x16"), or anywhere ("any"). At multiples of 128 the layer is told so. "FP8 weight"
+is one that FSDP2 has gathered in FP8, so it is not quantised. If torchao is installed, its rowwise
+product is timed as well, compiled, because the compiler fuses its quantisers. "MiB kept" is what
+forward saves for backward, without weights.
 
 A layer with a wrong result gets no time.
 """
@@ -37,6 +38,7 @@ from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 import titan_fp8
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.experts import compiled_run_experts
 
@@ -69,6 +71,14 @@ def torchao_product(weight: Tensor, offs: Tensor) -> Layer:
     )
 
 
+def gathered_product(weight: Tensor, offs: Tensor) -> Layer:
+    """The blockwise product with the weight that FSDP2 gathers with `fsdp_all_gather`."""
+    q, s = torch.ops.titan_fp8.quantize_128x128(weight)
+    _, s_t = torch.ops.titan_fp8.quantize_128x128_t(weight)
+    gathered = GatheredWeight(q, s, None, s_t, weight.dtype).requires_grad_()
+    return Layer(lambda x: titan_fp8.fp8_grouped_mm(x, gathered, offs, aligned=True), (gathered,))
+
+
 def products(shape: Shape, weight: Tensor, alignment: int, recipes: Sequence[str]) -> list[Row]:
     e, m, n, k = shape
     offs = uneven_ends(e, m, alignment).cuda()
@@ -84,6 +94,8 @@ def products(shape: Shape, weight: Tensor, alignment: int, recipes: Sequence[str
             aligned=alignment == 128,
         )
         layers[recipe] = functools.partial(Layer, product, (weight,))
+        if recipe == "blockwise" and alignment == 128:
+            layers["blockwise, FP8 weight"] = functools.partial(gathered_product, weight, offs)
     yardsticks = {}
     if HAS_TORCHAO and alignment == 16:
         yardsticks["torchao rowwise"] = functools.partial(torchao_product, weight, offs)

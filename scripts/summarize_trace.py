@@ -25,7 +25,7 @@ KINDS = {
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
     "permutation": r"^permute_|fill_indices|index|scatter|gather|sort|radix",
     "optimizer": r"multi_tensor|adam|lpnorm",
-    "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem",
+    "grouped GEMM": r"group.*gemm|gemm.*group|GroupProblem|zero_empty_groups",
     "GEMM": r"nvjet|cutlass|gemm|cublas|splitk",
     "other": r"",
 }
@@ -33,7 +33,7 @@ KINDS = {
 
 The kernels of this project start with blockwise_ or rowwise_ (GEMMs), quantize_, transpose_fp8_
 (weights gathered in FP8, which take the place of quantising them), swiglu_ or permute_, after the
-modules that they are in.
+modules that they are in. zero_empty_groups belongs to PyTorch's grouped GEMM.
 """
 
 
