@@ -5,9 +5,32 @@ import torch
 from compile_utils import Compiler, needs_cuobjdump
 from shapes import GROUPED, QUANTIZE, uneven_ends
 
+from titan_fp8 import reference
 from titan_fp8.kernels.hopper import quantize_blockwise, swiglu_quantize
 
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
+
+
+@pytest.mark.parametrize(
+    "quantiser, inputs",
+    [
+        (quantize_blockwise.quantize_1x128, 1),
+        (quantize_blockwise.quantize_128x1_t, 1),
+        (quantize_blockwise.quantize_1x128_128x1_t, 1),
+        (quantize_blockwise.quantize_128x128, 1),
+        (quantize_blockwise.quantize_128x128_t, 1),
+        (swiglu_quantize.swiglu_1x128, 2),
+        (swiglu_quantize.swiglu_backward_1x128_128x1_t, 3),
+    ],
+)
+def test_an_unknown_format_is_named(quantiser, inputs):
+    """In the words of the reference, and before a launch."""
+    x = torch.empty(QUANTIZE[0], dtype=torch.bfloat16)
+    message = "scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"
+    with pytest.raises(ValueError, match=message):
+        quantiser(*inputs * (x,), scale_fmt="e8m0")
+    with pytest.raises(ValueError, match=message):
+        reference.scale_of(x, "e8m0")
 
 
 @needs_cuobjdump
