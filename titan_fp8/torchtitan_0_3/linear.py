@@ -136,7 +136,7 @@ def _why_left(
     if isinstance(config, FP8Linear.Config):
         return f"already converted, {config.recipe}"
     if type(config) is not Linear.Config:
-        return f"{config._owner.__name__} is a linear of its own kind"
+        return f"its class is {config._owner.__name__}, not Linear"
     if isinstance(parent, _READ_WEIGHTS):
         return f"{parent._owner.__name__} multiplies by the weight itself"
     for pattern in filter_fqns:
