@@ -13,12 +13,10 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.recipe import RECIPES, Scaling
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
-
-_SCALE_FMTS = {"blockwise": "fp32", "blockwise_pow2": "ue8m0"}
-"""The scale formats of the recipes that quantise weights in 128x128 blocks, as exports do."""
 
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -88,13 +86,15 @@ class Run:
 
     def _read_recipe(self, config: Any) -> str:
         linear = _section(config, "linear")
-        recipe = linear.recipe if linear is not None else "blockwise"
-        if recipe not in _SCALE_FMTS:
-            self.warnings.append(
-                f'the run has recipe "{recipe}", whose GEMMs did not read weights quantised in '
-                "128x128 blocks: compare the exported model's loss with the run's"
-            )
-        return _SCALE_FMTS.get(recipe, "fp32")
+        name = linear.recipe if linear is not None else "blockwise"
+        recipe = RECIPES.get(name)  # None is "bf16"
+        if recipe is not None and recipe.fprop.right is Scaling.BLOCK_128X128:
+            return recipe.scale_fmt
+        self.warnings.append(
+            f'the run has recipe "{name}", whose GEMMs did not read weights quantised in 128x128 '
+            "blocks: compare the exported model's loss with the run's"
+        )
+        return "fp32"
 
     def _read_modules(self, config: Any, model: nn.Module) -> None:
         """Converts the model, to see which modules are converted."""
