@@ -11,6 +11,14 @@ from titan_fp8.kernels.hopper import quantize_blockwise, swiglu_quantize
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
 
 
+def record_kernels(patch, results: list) -> None:
+    """Compiles kernels instead of launching them."""
+    for module in (quantize_blockwise, swiglu_quantize):
+        for name, kernel in vars(module).copy().items():
+            if name.endswith("_kernel"):
+                patch.setattr(module, name, Compiler(kernel, results))
+
+
 @pytest.mark.parametrize(
     "quantiser, inputs",
     [
@@ -23,14 +31,17 @@ OFFS = uneven_ends(*GROUPED[0][:2], 128)
         (swiglu_quantize.swiglu_backward_1x128_128x1_t, 3),
     ],
 )
-def test_an_unknown_format_is_named(quantiser, inputs):
+def test_an_unknown_format_is_named(monkeypatch, quantiser, inputs):
     """In the words of the reference, and before a launch."""
+    compiled = []
+    record_kernels(monkeypatch, compiled)
     x = torch.empty(QUANTIZE[0], dtype=torch.bfloat16)
     message = "scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"
     with pytest.raises(ValueError, match=message):
         quantiser(*inputs * (x,), scale_fmt="e8m0")
     with pytest.raises(ValueError, match=message):
         reference.scale_of(x, "e8m0")
+    assert not compiled
 
 
 @needs_cuobjdump
@@ -39,10 +50,7 @@ def test_power_of_two_scales(monkeypatch, dtype):
     compiled = {"fp32": [], "ue8m0": []}
     for scale_fmt, results in compiled.items():
         with monkeypatch.context() as patch:
-            for module in (quantize_blockwise, swiglu_quantize):
-                for name, kernel in vars(module).copy().items():
-                    if name.endswith("_kernel"):
-                        patch.setattr(module, name, Compiler(kernel, results))
+            record_kernels(patch, results)
             x = torch.empty(QUANTIZE[0], dtype=dtype)
             quantize_blockwise.quantize_1x128(x, scale_fmt=scale_fmt)
             quantize_blockwise.quantize_128x128(x, scale_fmt=scale_fmt)
