@@ -33,6 +33,10 @@ LAYER = re.compile(r"health_layer_(\w+)/(.+)")
 TOKENS = re.compile(r"health_tokens_per_expert/(.+)/(mean|max)")
 NAMED_ROWS = 48
 """Up to so many layers each has its name at the axis; more have those of their kinds."""
+KINDS_APART = NAMED_ROWS * 6 / 7
+"""So many names of kinds, which are larger, fit above each other."""
+STEP_DIGITS = 30
+"""So many digits of steps fit below a picture."""
 
 
 FORMATS: dict[str, Any] = {
@@ -146,7 +150,8 @@ def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: se
     if crosses:
         axes.plot(*zip(*crosses), "x", color="red", ms=5)
     axes.set_title(picture.title, loc="left", fontsize=9)
-    shown = range(0, len(steps), max(1, len(steps) // 10))
+    most = max(2, STEP_DIGITS // len(str(steps[-1])))
+    shown = range(0, len(steps), -(-len(steps) // most))
     axes.set_xticks(list(shown), [str(steps[i]) for i in shown], fontsize=7)
     label_rows(axes, layers)
 
@@ -159,9 +164,17 @@ def label_rows(axes: Any, layers: list[str]) -> None:
     if len(layers) <= NAMED_ROWS:
         axes.set_yticks(range(len(layers)), layers, fontsize=6)
         return
-    blocks = list(zip([0, *edges], [*edges, len(layers)]))
-    middles = [(first + end - 1) / 2 for first, end in blocks]
-    axes.set_yticks(middles, [kinds[first] for first, _ in blocks], fontsize=7)
+    labels: list[tuple[float, str]] = []
+    for first, end in zip([0, *edges], [*edges, len(layers)]):
+        middle, name = (first + end - 1) / 2, kinds[first]
+        if labels and middle - labels[-1][0] < len(layers) / KINDS_APART:
+            # Kinds of few layers share a label.
+            near, names = labels.pop()
+            parent = names.rpartition(", ")[2].rpartition(".")[0] or names.rpartition(".")[0]
+            name = f"{names}, {name.removeprefix(f'{parent}.')}"
+            middle = (near + middle) / 2
+        labels.append((middle, name))
+    axes.set_yticks(*zip(*labels), fontsize=7)
 
 
 def draw(health: dict[str, dict[int, float]], out: Path) -> None:

@@ -1,5 +1,7 @@
 """plot_health.py: what it reads, says and draws, and what it refuses."""
 
+import itertools
+
 import numpy as np
 import plot_health
 import pytest
@@ -85,6 +87,29 @@ def test_many_layers_are_named_by_kind(run):
         "attention.wk",
     ]
     assert axes.get_yticks().tolist() == [14.5, 44.5]
+
+
+def test_labels_do_not_touch(monkeypatch, tmp_path):
+    """Steps of five digits, and feed-forwards of one block among many layers."""
+    layers = [f"layers.{i}.{w}" for i in range(60) for w in ("attention.wq", "attention.wo")]
+    layers += [f"layers.0.feed_forward.{w}" for w in ("w1", "w2", "w3")] + ["output"]
+    steps = dict.fromkeys(range(1000, 20000, 1000), 0.1)
+    health = {
+        f"health_layer_{name}/{layer}": steps
+        for name in ("underflow", "error", "scale_spread")
+        for layer in layers
+    }
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))
+    plot_health.draw(health, tmp_path / "plot.png")
+    (figure,) = figures
+    figure.canvas.draw()
+    for axes in figure.axes:
+        for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
+            boxes = [label.get_window_extent() for label in labels if label.get_text()]
+            assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["attention.wq", "attention.wo", "feed_forward.w1, w2, w3, output"]
 
 
 def test_a_resumed_run_continues_and_its_last_value_wins(run):
