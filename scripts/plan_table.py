@@ -67,21 +67,27 @@ def source(name: str, result: dict) -> str:
     return f"docs/benchmarks/{name}: {result['commit']}, {result['date']}"
 
 
-def rates(runs: dict) -> dict:
-    """Rates of the parts of a step, from the profiles of runs."""
+def rates(runs: dict, copy_gbps: float) -> dict:
+    """Rates of the parts of a step, from the profiles of runs on a card with this bandwidth."""
     dense, moe, fsdp, fp8 = (runs[k] for k in ("dense", "moe", "fsdp", "fsdp_all_gather"))
     dense_ps = dense["elementwise"] * 1e9 / (dense["tokens"] * dense["dim"] * dense["blocks"])
     # The MoE run repeats forward, a third of the elementwise work, in backward.
     repeated = 4 / 3
     dense_part = dense_ps * repeated * moe["tokens"] * moe["dim"] * moe["blocks"] / 1e9
+    reduce_ps = fsdp["reduce_copies"] * 1e9 / fsdp["parameters"]
+    # FSDP2 gathers the other weights twice, in bf16, from two ranks, and reduces to FP32.
+    sharded = moe["sharded_parameters"]
+    copies = sharded * (2 * (2 + 4) / copy_gbps / 1e6 + reduce_ps / 1e9)
     moe_ps = {}
     for way in ("host", "gather"):
         run = moe[way]
         known = run["linears"] + run["grouped"] + run["optimizer"] + moe["attention"] + dense_part
+        known += copies
         elements = moe["rows"] * moe["dim"] * moe["moe_blocks"]
         moe_ps[way] = (run["all but NCCL"] - known) / repeated * 1e9 / elements
     # Half of the rows leave the rank: twice in forward and twice in backward.
     received = 4 * moe["rows"] * moe["dim"] * moe["moe_blocks"] * 2 / 2
+    received += sharded * (2 * 2 + 4) / 2
     return {
         "dense_ps": dense_ps,
         "moe_ps": moe_ps,
@@ -89,7 +95,7 @@ def rates(runs: dict) -> dict:
             "bfloat16": dense["optimizer"] * 1e9 / dense["parameters"],
             "float32": fsdp["optimizer"] * 1e9 * fsdp["ranks"] / fsdp["parameters"],
         },
-        "reduce_ps": fsdp["reduce_copies"] * 1e9 / fsdp["parameters"],
+        "reduce_ps": reduce_ps,
         "shard_ps": {each: fp8[each]["shards"] * 1e9 / fp8["shard_elements"] for each in RECIPES},
         "link_gbps": received / moe["nccl"] / 1e6,
         "exposed": runs["exposed"]["value"],
@@ -134,7 +140,7 @@ def add_rates(table: dict, runs: dict, copy_gbps: float) -> None:
     """Adds what was measured in the runs, on a card with this bandwidth of copies."""
     here = table["gpu"] == runs["card"]
     slower = copy_gbps / table["copy_gbps"]
-    derived = rates(runs)
+    derived = rates(runs, copy_gbps)
     for entry in SCALED:
         name, _, key = entry.partition(".")
         value = derived[name]

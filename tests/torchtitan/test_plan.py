@@ -308,6 +308,17 @@ def test_bad_input(config, flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_sizes_that_keep_layers_in_bf16_are_named_once():
+    run = run_of("llama3_8b", FSDP_2)
+    reason = "K = 4104 is not a multiple of 16"
+    layers = [replace(layer.in_bf16(reason), k=4104) for layer in run.layers[:2]]
+    found = advice.advice(replace(run, layers=tuple(layers)), times.load("h200"))
+    assert found == [
+        "4104 is not a multiple of 16, so layers.*.attention.wq, layers.*.attention.wk must stay "
+        "in bf16. With 4096 or 4112 they can run in FP8."
+    ]
+
+
 def test_refused_shards_are_named_with_their_sizes():
     run = run_of("deepseek_v3_16b", TP_ODD)
     found = "\n".join(advice.advice(run, times_of_runs()))

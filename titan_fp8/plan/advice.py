@@ -1,6 +1,7 @@
 """Changes to a config that make FP8 pay more, found by predicting the step with each of them."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -161,13 +162,19 @@ def _refusals(run: Run) -> Iterator[str]:
 
 
 def _multiples(run: Run) -> Iterator[str]:
+    odd: dict[int, list[str]] = defaultdict(list)
     for layer in run.layers:
         if layer.recipe == BF16 and "multiple" in layer.reason:
-            for dim, size in (("N", layer.n), ("K", layer.k)):
+            for size in {layer.n, layer.k}:
                 if size % 16:
-                    low = size // 16 * 16
-                    near = f"{low} or {low + 16}" if low else "16"
-                    yield f"{layer.name} stays in bf16: {dim} = {size}; FP8 needs {near}."
+                    odd[size].append(layer.name)
+    for size, names in odd.items():
+        low = size // 16 * 16
+        near = f"{low} or {low + 16}" if low else "16"
+        yield (
+            f"{size} is not a multiple of 16, so {', '.join(dict.fromkeys(names))} must stay in "
+            f"bf16. With {near} they can run in FP8."
+        )
 
 
 def _tokens(run: Run, times: Times) -> Iterator[str]:
