@@ -10,7 +10,7 @@
 #    packages come from; a CPU build of torch is a far smaller download.
 #
 # `prepare_torchtitan_0_3` sets `python` to an interpreter with torchtitan 0.3: TITAN_FP8_PYTHON if
-# that has it, otherwise an environment in build/.
+# that has it, otherwise an environment in build/, which shares packages with the other one.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -84,18 +84,30 @@ prepare_env() {
 }
 
 prepare_torchtitan_0_3() {
-    local venv=$root/build/venv-torchtitan-0.3 stamp host_python
-    local packages=(torch==2.13.0 torchtitan==0.3.0 triton matplotlib pytest pytest-xdist)
+    local venv=$root/build/venv-torchtitan-0.3 torch=2.13.0 stamp shared
+    local packages=("torch==$torch" torchtitan==0.3.0 triton matplotlib pytest pytest-xdist)
     local is_0_3='from importlib.metadata import version; assert version("torchtitan") >= "0.3"'
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]] && "$TITAN_FP8_PYTHON" -c "$is_0_3" 2>/dev/null; then
         python=$TITAN_FP8_PYTHON
         return
     fi
-    stamp="${packages[*]}"
+    prepare_env
+    # If that has the same torch, the new environment reads the packages there and adds its own.
+    shared=$("$python" - "$torch" <<'PY'
+import importlib.metadata
+import sys
+import sysconfig
+
+same = importlib.metadata.version("torch").split("+")[0] == sys.argv[1]
+print(sysconfig.get_path("purelib") if same and sys.version_info >= (3, 11) else "")
+PY
+    )
+    [[ -n "$shared" ]] || python=$(find_python 3.11) || exit 2
+    stamp="${packages[*]} $shared"
     if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
         echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
-        host_python=$(find_python 3.11) || exit 2
-        "$host_python" -m venv "$venv" || die "could not create $venv"
+        "$python" -m venv --clear "$venv" || die "could not create $venv"
+        echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
         "$venv/bin/python" -m pip install "${packages[@]}" >"$venv/install.log" 2>&1 ||
             { tail -n 20 "$venv/install.log" >&2 && die "could not install torchtitan 0.3"; }
         echo "$stamp" >"$venv/stamp"

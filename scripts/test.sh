@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Lint, types and all tests. tests/kernels, which compiles the kernels for Hopper, runs twice: with
-# the installed Triton and with the oldest supported one. tests/torchtitan_0_3 runs in an
-# environment of its own. With a GPU, tests/gpu runs too.
-# Arguments go to pytest, and then only the first of these test runs happens:
+# Lint, types and all tests. Three test runs happen side by side, because tests of parallel plans
+# leave the cores idle at times:
+#
+#   all tests but those of the other two
+#   tests/kernels, which compiles the kernels for Hopper, with the oldest supported Triton
+#   tests/torchtitan_0_3, in an environment of its own
+#
+# The first prints as it goes, the others when it is done. With a GPU, tests/gpu runs last.
+# Arguments go to pytest, and then only the first test run happens:
 #
 #   ./scripts/test.sh [-k compare ...]
 set -euo pipefail
@@ -10,12 +15,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
 prepare_env
 ./scripts/lint.sh
-pytest=("$python" -m pytest -q -n 2 --dist worksteal)
-"${pytest[@]}" tests "$@"
+pytest=("$python" -m pytest -q --dist worksteal)
+if [[ $# -gt 0 ]]; then
+    exec "${pytest[@]}" -n 2 tests "$@"
+fi
 
 # torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not.
-oldest=3.6.0
-if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]]; then
+with_oldest_triton() {
+    local oldest=3.6.0 folder
+    [[ "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]] || return 0
     folder=$root/build/triton-$oldest
     if [[ ! -d $folder ]]; then
         rm -rf "$folder.part"
@@ -23,19 +31,31 @@ if [[ $# -eq 0 && "$("$python" -c 'import triton; print(triton.__version__)')" !
             die "could not install triton $oldest"
         mv "$folder.part" "$folder"
     fi
-    echo "== tests/kernels with Triton $oldest"
-    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/kernels
-fi
+    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" -n 1 tests/kernels
+}
 
-if [[ $# -eq 0 ]]; then
-    (
-        prepare_torchtitan_0_3
-        echo "== tests/torchtitan_0_3 with torchtitan 0.3"
-        "$python" -m pytest -q -n 2 --dist worksteal tests
-    )
-fi
+with_torchtitan_0_3() {
+    prepare_torchtitan_0_3
+    "$python" -m pytest -q -n 1 --dist worksteal tests
+}
+
+logs=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -r "$logs"' EXIT
+(with_oldest_triton) >"$logs/triton" 2>&1 &
+triton=$!
+(with_torchtitan_0_3) >"$logs/torchtitan" 2>&1 &
+torchtitan=$!
+failed=0
+"${pytest[@]}" -n 2 tests || failed=1
+wait "$triton" || failed=1
+echo "== tests/kernels with the oldest supported Triton"
+cat "$logs/triton"
+wait "$torchtitan" || failed=1
+echo "== tests/torchtitan_0_3 with torchtitan 0.3"
+cat "$logs/torchtitan"
 
 has_gpu='import torch; raise SystemExit(not torch.cuda.is_available())'
-if [[ $# -eq 0 ]] && "$python" -c "$has_gpu"; then
-    exec ./scripts/test_gpu.sh
+if [[ $failed == 0 ]] && "$python" -c "$has_gpu"; then
+    ./scripts/test_gpu.sh || failed=1
 fi
+exit $failed
