@@ -5,6 +5,7 @@ In a subprocess `--experimental.custom_import titan` defines the tiny models.
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -76,8 +77,12 @@ converters = {list(converters)}
 
 
 def parse(folder: Path, text: str, *flags: object) -> JobConfig:
-    """torchtitan's config from the text of a TOML, which is written to `folder`, and from flags."""
-    file = folder / "job.toml"
+    """torchtitan's config from the text of a TOML, which is written to `folder`, and from flags.
+
+    A forked rank writes a file of its own, because another one may read its file at that moment.
+    """
+    forked = multiprocessing.parent_process() is not None
+    file = folder / (f"job-{os.getpid()}.toml" if forked else "job.toml")
     file.write_text(text)
     return ConfigManager().parse_args(["--job.config_file", str(file), *map(str, flags)])
 
