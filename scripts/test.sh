@@ -40,7 +40,7 @@ with_torchtitan_0_3() {
 }
 
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -r "$logs"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -r "$logs"' EXIT
 (with_oldest_triton) >"$logs/triton" 2>&1 &
 triton=$!
 (with_torchtitan_0_3) >"$logs/torchtitan" 2>&1 &

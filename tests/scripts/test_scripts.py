@@ -204,3 +204,22 @@ def test_readme_names_what_exists(command: list[str]) -> None:
 def test_readme_links_exist() -> None:
     for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
         assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("failing", [None, "-n 2 tests", "-n 1 --dist worksteal tests"])
+def test_a_test_run_that_fails_fails_the_whole(tmp_path, failing):
+    """Of test.sh, whose test runs happen side by side; the Python that it calls is a stub."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        f'  *"-m pytest"*"{failing}") exit 1 ;;\n'
+        "  *triton.__version__*) echo 3.6.0 ;;\n"
+        "  *cuda.is_available*) exit 1 ;;\nesac\n"
+    )
+    python.chmod(0o755)
+    status = subprocess.run(
+        [ROOT / "scripts/test.sh"],
+        env=os.environ | {"TITAN_FP8_PYTHON": str(python)},
+        stdout=subprocess.DEVNULL,
+    ).returncode
+    assert status == (failing is not None)
