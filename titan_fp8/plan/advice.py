@@ -13,6 +13,8 @@ from titan_fp8.recipe import BF16, get_recipe
 
 WORTH = 0.001
 """A change is advised if it saves at least this share of a step."""
+IDLE = 0.01
+"""Waiting for the CPU is worth a word where it takes more than this share of a step."""
 FEW_TOKENS = 0.15
 """Tokens are few where quantising the weights takes more than this share of a layer's time."""
 FILTERED = "advised by --filter auto"
@@ -96,8 +98,9 @@ def advice(run: Run, times: Times) -> list[str]:
             )
     found += _multiples(run)
     found += _tokens(without(better, names), times)
-    if now.waits_for_cpu:
-        done = not predict(without(better, names), times).waits_for_cpu
+    if now.waiting > IDLE * now.ms:
+        then = predict(without(better, names), times)
+        done = then.waiting <= IDLE * then.ms
         remedy = (
             "After these changes it does not."
             if done
@@ -105,8 +108,9 @@ def advice(run: Run, times: Times) -> list[str]:
             "ranks of TP."
         )
         found.append(
-            f"The GPU waits for the CPU: up to the end of backward the CPU needs {now.host:.0f} "
-            f"ms, the GPU {now.gpu - now.end:.0f} ms. {remedy} CPU times differ between machines "
+            f"The GPU waits {now.waiting:.0f} ms for the CPU: forward takes the CPU "
+            f"{now.host_forward:.0f} ms and the GPU {now.gpu_forward:.0f} ms, forward and backward "
+            f"{now.host:.0f} and {now.passes:.0f} ms. {remedy} CPU times differ between machines "
             f"by a third; these were measured at commit {times.host['code']}."
         )
     return found

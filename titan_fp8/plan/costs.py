@@ -56,6 +56,11 @@ def quantise_us(layer: Layer, cost: Cost, run: Run) -> float:
     return inputs + cost.with_gemm * (1 + layer.repeats) + cost.quantise_backward
 
 
+def forward_us(cost: Cost) -> float:
+    """GPU time of forward of a layer in one micro-batch."""
+    return cost.gemm_forward + cost.quantise_forward + cost.with_gemm
+
+
 def layer_us(layer: Layer, cost: Cost, run: Run) -> float:
     """GPU time of a layer in one micro-batch, with what checkpointing repeats."""
     return gemm_us(layer, cost) + quantise_us(layer, cost, run)

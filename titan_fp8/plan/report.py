@@ -140,8 +140,11 @@ def _parts(step: Step, bf16: Step) -> list[list[str]]:
         rows.append([part, *(f"{ms:,.1f}" for ms in pair), *bars])
     totals = {
         "GPU, all of the above": (bf16.gpu, step.gpu),
-        "GPU, up to the end of backward": (bf16.gpu - bf16.end, step.gpu - step.end),
-        "CPU, up to there": (bf16.host, step.host),
-        "step: the longer of these two, then the rest": (bf16.ms, step.ms),
+        "GPU, forward": (bf16.gpu_forward, step.gpu_forward),
+        "CPU, forward": (bf16.host_forward, step.host_forward),
+        "GPU, forward and backward": (bf16.passes, step.passes),
+        "CPU, forward and backward": (bf16.host, step.host),
+        "GPU waits for the CPU": (bf16.waiting, step.waiting),
+        "step: GPU and waiting": (bf16.ms, step.ms),
     }
     return rows + [[name, *(f"{ms:,.1f}" for ms in pair), "", ""] for name, pair in totals.items()]

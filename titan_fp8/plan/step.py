@@ -5,9 +5,10 @@
     CPU    a fixed time per block, and the time of the linears and grouped products in it
     END    the optimizer, and quantising the shards that FSDP2 gathers in FP8
 
-A step takes the longer of GPU and CPU, and then END. torchtitan copies each batch to the GPU by a
-call that waits until the GPU has finished all work before it, so the CPU cannot prepare the next
-forward pass while the GPU runs the optimizer.
+GPU (without END) and CPU are each divided into forward and backward. torchtitan copies each batch
+to the GPU by a call that waits until the GPU has finished all work before it, so forward begins on
+both at once, and takes the longer of both. Backward on the GPU begins after that, and ends after
+the CPU has launched it. END follows.
 
 Not modelled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
 between the ranks of a pipeline. These take as long in bf16.
@@ -19,6 +20,7 @@ from titan_fp8.plan.costs import (
     HIGH_PRECISION_BYTES,
     Cost,
     cost_of,
+    forward_us,
     gathered_bytes,
     gemm_us,
     layer_us,
@@ -32,6 +34,9 @@ CAST_BYTES = 6
 """Bytes per element of a shard that FSDP2 casts from FP32 to bf16 before it gathers it."""
 END = ("quantising shards", "optimizer")
 """Parts of a step that begin when backward has ended."""
+FORWARD_HOST = 0.43
+"""Forward's share of the CPU time of forward and backward: 0.37 (bf16) to 0.44 in Llama3-8B with
+FSDP2 and next to empty kernels (docs/log.md, FSDP2 with small batches on one GPU)."""
 BASELINE = 'recipe = "bf16"'
 
 
@@ -52,11 +57,13 @@ class Step:
     Attributes:
         rows: one for each layer.
         parts: {part: ms of GPU time}; what they sum up to is `gpu`.
-        host: ms of CPU time.
+        gpu_forward: ms of GPU time of forward.
+        host: ms of CPU time of forward and backward.
     """
 
     rows: tuple[Row, ...]
     parts: dict[str, float]
+    gpu_forward: float
     host: float
 
     @property
@@ -69,12 +76,23 @@ class Step:
         return sum(self.parts.get(part, 0.0) for part in END)
 
     @property
-    def ms(self) -> float:
-        return max(self.gpu - self.end, self.host) + self.end
+    def passes(self) -> float:
+        """ms of GPU time of forward and backward."""
+        return self.gpu - self.end
 
     @property
-    def waits_for_cpu(self) -> bool:
-        return self.host > self.gpu - self.end
+    def host_forward(self) -> float:
+        """ms of CPU time of forward."""
+        return FORWARD_HOST * self.host
+
+    @property
+    def waiting(self) -> float:
+        """ms in which the GPU waits for the CPU."""
+        return max(self.host_forward - self.gpu_forward, self.host - self.passes, 0.0)
+
+    @property
+    def ms(self) -> float:
+        return self.gpu + self.waiting
 
 
 def predict(run: Run, times: Times) -> Step:
@@ -113,7 +131,11 @@ def predict(run: Run, times: Times) -> Step:
     host += (run.blocks - run.moe_blocks) * block_us
     host += run.moe_blocks * times.host["moe_block_us"]
     host *= run.micro_batches / run.dims.pp / 1e3
-    return Step(rows, {part: ms for part, ms in parts.items() if ms}, host)
+    layers = sum(row.layer.count * forward_us(row.cost) for row in rows) * scale
+    others = (parts["elementwise"] + parts["permutation"]) / 3 / again
+    collectives = parts["TP and EP"] / 2 + parts["FSDP"] / (run.gathers + 1)
+    forward = layers + parts["attention"] / passes + others + collectives
+    return Step(rows, {part: ms for part, ms in parts.items() if ms}, forward, host)
 
 
 def baseline(run: Run) -> Run:
