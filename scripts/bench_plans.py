@@ -3,12 +3,15 @@
     NGPU=4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
 
 Without a PLAN it runs all that use NGPU GPUs (2 or 4). Every run is compiled and has op-level
-activation checkpointing. Results are in outputs/bench_plans: a folder for each run, and the table
+activation checkpointing. A recipe with "+fsdp_all_gather" gathers weights in FP8, for example
+blockwise+fsdp_all_gather. Results are in outputs/bench_plans: a folder for each run, and the table
 as result.json, which render_benchmarks.py reads. A run that fails is reported in the table, the
 others go on, and the exit status is 1.
 
-Idle is the share of the last step in which no kernel runs, from the trace of rank 0. The profiler
-slows the CPU down, so it is an upper bound. The loss is the mean of the last five that were logged.
+The trace of rank 0 in the last step gives two columns. Idle is the share of the time in which no
+kernel runs; the profiler slows the CPU down, so it is an upper bound. "gathered GB" is what
+all-gathers receive; under FSDP alone, they are those of parameters. The loss is the mean of the
+last five that were logged.
 """
 
 import argparse
@@ -20,12 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_common
-from summarize_trace import idle_share
+from summarize_trace import complete_events, gathered_bytes, idle_share
 from tables import Row
 from titan_logs import COLOUR, SPEED_FROM_STEP, InputError, read_run
 
+from titan_fp8.recipe import BF16, RECIPE_NAMES
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "outputs" / "bench_plans"
+GATHER = "+fsdp_all_gather"
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -44,12 +50,17 @@ class Plan:
     etp: int = 1
     batch: int = 1
     tokens: int = 8192
+    micro_batches: int = 1
     dtype: str = "float32"
     balanced: bool = False
 
     @property
     def gpus(self) -> int:
         return self.replicate * self.shard * self.tp * self.cp * self.pp
+
+    @property
+    def data_parallel(self) -> int:
+        return self.replicate * self.shard
 
     def flags(self) -> list[str]:
         """torchtitan's flags for the model and the plan."""
@@ -63,7 +74,7 @@ class Plan:
             "parallelism.expert_parallel_degree": self.ep,
             "parallelism.expert_tensor_parallel_degree": self.etp,
             "training.local_batch_size": self.batch,
-            "training.global_batch_size": -1,
+            "training.global_batch_size": self.batch * self.micro_batches * self.data_parallel,
             "training.seq_len": self.tokens,
             "training.dtype": self.dtype,
             "activation_checkpoint.mode": "selective",
@@ -78,6 +89,7 @@ MOE = {"batch": 4, "tokens": 4096, "balanced": True}
 PLANS = {
     "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
     "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
+    "llama3-8b-fsdp2-2048x4": Plan(LLAMA, "8B", shard=2, tokens=2048, micro_batches=4),
     "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2),
     "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096),
     "llama3-8b-cp2": Plan(LLAMA, "8B", cp=2),
@@ -85,6 +97,7 @@ PLANS = {
     "llama3-70b-tp2": Plan(LLAMA_70B, "70B-6-layers", tp=2),
     # 16 billion parameters in FP32 with the optimizer's states do not fit on two GPUs.
     "deepseek-16b-ep2": Plan(DEEPSEEK, "16B", shard=2, ep=2, dtype="bfloat16", **MOE),
+    "deepseek-16b-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tokens=4096, dtype="bfloat16"),
     "deepseek-16b-ep2-tp2": Plan(DEEPSEEK, "16B-8-layers", tp=2, ep=2, etp=1, **MOE),
     "llama3-8b-fsdp4": Plan(LLAMA, "8B", shard=4),
     "llama3-8b-fsdp4-2048": Plan(LLAMA, "8B", shard=4, tokens=2048),
@@ -105,7 +118,8 @@ PLANS = {
 
 
 def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
-    """The call of train.sh for one run."""
+    """The call of train.sh for one run of a recipe, with or without GATHER at its end."""
+    recipe, gather, _ = recipe.partition(GATHER)
     values = {
         "job.custom_config_module": "bench_plans_plugin",
         "job.dump_folder": str(folder),
@@ -122,6 +136,8 @@ def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     switches = ["metrics.enable_tensorboard", "profiling.enable_profiling"]
     switches += ["checkpoint.no_enable", "validation.no_enable"]
+    sections = ("linear", "grouped_mm") if plan.config == DEEPSEEK else ("linear",)
+    switches += [f"quantize.{s}.titan_fp8.fsdp_all_gather" for s in sections if gather]
     config = f"configs/{plan.config}.toml"
     return ["./scripts/train.sh", config, *plan.flags(), *flags, *[f"--{s}" for s in switches]]
 
@@ -155,7 +171,8 @@ def last_error(log: Path) -> str:
 def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | None) -> Row:
     """The row of a run. `base` is that of the plan's first run."""
     row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
-    row |= dict.fromkeys(("tokens/s", "x bf16", "GiB", "idle %", "loss", "gap %", "error"))
+    row |= dict.fromkeys(("tokens/s", "x bf16", "GiB", "idle %", "gathered GB"))
+    row |= dict.fromkeys(("loss", "gap %", "error"))
     if error is None:
         try:
             metrics = read_run(folder, recipe)
@@ -163,7 +180,10 @@ def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | 
             row |= {"tokens/s": metrics.tps() or None, "GiB": metrics.peak_memory or None}
             row["loss"] = statistics.fmean(losses)
             traces = sorted(folder.glob("traces/iteration_*/rank0_trace.json*"))
-            row["idle %"] = 100 * idle_share(traces[-1]) if traces else None
+            if traces:
+                events = complete_events(traces[-1])
+                row["idle %"] = 100 * idle_share(events)
+                row["gathered GB"] = gathered_bytes(events) / 1e9
         except (InputError, KeyError, ValueError) as reason:
             error = f"unreadable results: {reason}"[:120]
     row["error"] = error
@@ -183,6 +203,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if unknown := [name for name in args.plans if name not in PLANS]:
         parser.error(f"no such plan: {', '.join(unknown)}; --list shows those there are")
+    for recipe in args.recipes.split(","):
+        if recipe.removesuffix(GATHER) not in RECIPE_NAMES or recipe == BF16 + GATHER:
+            parser.error(
+                f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(RECIPE_NAMES)}, those in "
+                f"FP8 also with {GATHER} at the end"
+            )
     if args.steps < SPEED_FROM_STEP + 4:
         parser.error(f"--steps {args.steps}: at least {SPEED_FROM_STEP + 4}")
     args.gpus = os.environ.get("NGPU", "4")

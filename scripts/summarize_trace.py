@@ -3,9 +3,9 @@
     ./scripts/train.sh CONFIG --job.dump_folder FOLDER --profiling.enable_profiling
     python scripts/summarize_trace.py FOLDER/profile_traces/iteration_10/rank0_trace.json
 
-Prints the GPU time by kind of kernel and by kernel, the idle time of the GPU, and the CPU time in
-the CUDA runtime and in this project's ops. The profiler slows the CPU down, so the idle time is an
-upper bound; the GPU time is accurate.
+Prints the GPU time by kind of kernel and by kernel, the idle time of the GPU, the bytes that
+all-gathers receive, and the CPU time in the CUDA runtime and in this project's ops. The profiler
+slows the CPU down, so the idle time is an upper bound; the GPU time is accurate.
 """
 
 import argparse
@@ -68,18 +68,33 @@ def gpu_events(events: list[dict]) -> list[dict]:
     return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
-def idle_share(trace: Path) -> float:
+def idle_share(events: list[dict]) -> float:
     """The share of the time from the first to the last kernel in which none runs.
 
     Raises:
-        ValueError: the trace has no kernels.
+        ValueError: there are no kernels.
     """
-    gpu = gpu_events(complete_events(trace))
+    gpu = gpu_events(events)
     if not gpu:
-        raise ValueError(f"{trace}: the trace has no GPU kernels")
+        raise ValueError("the trace has no GPU kernels")
     total, gaps = busy(gpu)
     idle = sum(gap for gap, _ in gaps)
     return idle / (idle + total)
+
+
+ELEMENT_BYTES = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
+"""By PyTorch's names of dtypes."""
+
+
+def gathered_bytes(events: list[dict]) -> int:
+    """Bytes that all-gathers write to the memory of this rank, its own part included."""
+    total = 0
+    for event in gpu_events(events):
+        args = event.get("args", {})
+        # Each kernel of NCCL says how many elements it moves.
+        if "AllGather" in event["name"] and "Out msg nelems" in args:
+            total += args["Out msg nelems"] * ELEMENT_BYTES[args["dtype"]]
+    return total
 
 
 def main() -> None:
@@ -103,6 +118,7 @@ def main() -> None:
     print(f"  GPU busy {total / 1e3:8.1f}, without NCCL kernels {compute / 1e3:.1f}")
     idle = sum(gap for gap, _ in gaps)
     print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")
+    print(f"  received by all-gathers {gathered_bytes(events) / 1e9:8.2f} GB")
     for floor in (20, 100, 500, 2000):
         long = [gap for gap, _ in gaps if gap > floor]
         print(f"    longer than {floor:4} us: {sum(long) / 1e3:8.1f} in {len(long)}")

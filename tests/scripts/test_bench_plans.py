@@ -54,6 +54,8 @@ def test_every_plan_has_the_gpus_that_its_name_says():
     [
         (["llama3-8b-fsdp3"], "no such plan: llama3-8b-fsdp3"),
         (["--steps", "3"], "--steps 3: at least"),
+        (["--recipes", "bf16,fp8"], "--recipes: 'fp8' is no recipe; allowed: blockwise, "),
+        (["--recipes", "bf16+fsdp_all_gather"], "'bf16+fsdp_all_gather' is no recipe"),
     ],
 )
 def test_bad_arguments(argv, message, capsys):
@@ -72,11 +74,30 @@ def test_the_number_of_gpus_chooses_the_plans(monkeypatch, capsys):
     assert "NGPU=3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["llama3-8b-fsdp2", "deepseek-16b-ep2"])
+def test_weights_are_gathered_in_fp8_if_the_recipe_says_so(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(bench_plans.ROOT)
+    for gather in ("", bench_plans.GATHER):
+        _, config, *flags = bench_plans.command(PLANS[name], f"rowwise{gather}", 30, tmp_path)
+        quantize = ConfigManager().parse_args(["--job.config_file", config, *flags]).quantize
+        assert quantize.linear.titan_fp8.recipe == "rowwise"
+        gathers = quantize.linear.titan_fp8.fsdp_all_gather
+        experts = quantize.grouped_mm.titan_fp8.fsdp_all_gather
+        assert gathers == bool(gather) and experts == (gathers and name.startswith("deepseek"))
+
+
+def test_micro_batches_are_those_of_the_plan(tmp_path):
+    flags = bench_plans.command(PLANS["llama3-8b-fsdp2-2048x4"], "bf16", 30, tmp_path)
+    assert flags[flags.index("--training.global_batch_size") + 1] == "8"
+
+
 def trace(folder, *kernels):
-    """A trace of rank 0 with kernels (start, duration) in us."""
+    """A trace of rank 0 with kernels (start, duration) in us, and two all-gathers beside them."""
     path = folder / "traces" / "iteration_30" / "rank0_trace.json"
     path.parent.mkdir(parents=True)
     events = [{"ph": "X", "cat": "kernel", "name": "k", "ts": t, "dur": d} for t, d in kernels]
+    gathers = [{"Out msg nelems": 10**9, "dtype": d} for d in ("Byte", "BFloat16")]
+    events += [dict(events[0], name="ncclDevKernel_AllGather_RING_LL", args=a) for a in gathers]
     path.write_text(json.dumps({"traceEvents": events}))
 
 
@@ -87,6 +108,7 @@ def test_rows_of_finished_runs(tmp_path):
     base = bench_plans.row_of(name, "bf16", folders[0], None, None)
     row = bench_plans.row_of(name, "blockwise", folders[1], None, base)
     assert base["idle %"] == pytest.approx(20) and row["idle %"] is None
+    assert base["gathered GB"] == pytest.approx(3) and row["gathered GB"] is None
     assert base["gap %"] is None and row["gap %"] == pytest.approx(1, rel=0.01)
     assert base["error"] is row["error"] is None
     assert list(base) == list(row)
