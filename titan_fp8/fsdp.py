@@ -1,6 +1,16 @@
-"""FSDP2 all-gathers of weights in FP8, through FSDP2's own extension.
+"""What FSDP2 does with an FP8 module, and how it gathers the module's weights in FP8.
 
-If the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and
+To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under their own names:
+
+- forward: FSDP2 all-gathers the parameters in `mixed_precision_param`, bf16 by default. fprop
+  quantises the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
+- backward: FSDP2 gathers again, and dgrad quantises the weight as gathered then.
+- gradients: wgrad returns the dtype of the gathered weight, and FSDP2 reduce-scatters it in
+  `mixed_precision_reduce`, FP32 by default (`gradient_copies.py`).
+
+With `fsdp_all_gather = true` each rank quantises its shard instead, and the gathers move FP8. The
+other two, and what the optimizer and checkpoints see, do not change. This uses FSDP2's own
+extension: if the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`, FSDP2 gathers what the first returns, and the second makes the unsharded
 parameter from it. `gather_in_fp8` replaces the weights of FP8 layers by `ShardedWeight`s, which
 have both:
@@ -34,7 +44,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,12 +85,15 @@ class _Memory:
 
     Attributes:
         shard: the FP8 copy; None before the first gather.
+        gathered: what FSDP2 gathers of it, as bytes, because not every op that FSDP2 calls supports
+            FP8.
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
     """
 
     def __init__(self) -> None:
         self.shard: QuantisedShard | None = None
+        self.gathered: tuple[Tensor, ...] = ()
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
 
@@ -158,10 +171,7 @@ class ShardedWeight(Tensor):
         if memory.stale:
             with _on_default_stream(self.device):
                 _quantise([self])
-        shard = memory.shard
-        gathered = [q for q in (shard.q, shard.q_columns) if q is not None]
-        # As bytes, because not every op that FSDP2 calls supports FP8.
-        return tuple(q.view(torch.uint8) for q in gathered), (outer_size, shard)
+        return memory.gathered, (outer_size, memory.shard)
 
     def fsdp_post_all_gather(
         self,
@@ -183,7 +193,7 @@ class ShardedWeight(Tensor):
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, GatheredWeight)
             for old, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
-                if old.data_ptr() != new.data_ptr():
+                if old is not new and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
             return None
         # The gathered rows may end in padding.
@@ -248,14 +258,18 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(default)
 
 
-def _quantise(weights: Iterable[ShardedWeight]) -> None:
+def _quantise(weights: Sequence[ShardedWeight]) -> None:
     """Brings the FP8 copies of the weights up to date."""
     shards = []
     for weight in weights:
-        assert weight.memory.shard is not None
-        shards.append((weight.memory.shard, weight.plain()))
-        weight.memory.stale = False
+        memory = weight.memory
+        assert memory.shard is not None
+        shards.append((memory.shard, weight.plain()))
+        memory.gathered, memory.stale = (), False  # The new copies may take the old ones' memory.
     quantise(shards)
+    for weight, (shard, _) in zip(weights, shards, strict=True):
+        copies = (q for q in (shard.q, shard.q_columns) if q is not None)
+        weight.memory.gathered = tuple(q.view(torch.uint8) for q in copies)
 
 
 def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:

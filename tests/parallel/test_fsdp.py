@@ -1,18 +1,19 @@
-"""FP8 modules under FSDP2: its reduction over one rank, and loading into its modules."""
+"""FP8 modules under FSDP2: how gradients are copied, and loading into its modules."""
 
 import functools
 
+import gloo
 import pytest
 import torch
-from titan import LINEAR, converted, job, one_process
+from titan import CONVERTERS, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan_fp8 import convert_linears
-from titan_fp8.torchtitan_0_2.fsdp import copies_for_one_rank
-from titan_fp8.torchtitan_0_2.patches import SINGLE_RANK_COPY
+from titan_fp8.gradient_copies import MOST_COPIES, copy_by_foreach
+from titan_fp8.patches import GRADIENT_COPIES
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -20,22 +21,22 @@ pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.randn(3, 5, 8)) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(3, 8, 5))
-        self.bias = nn.Parameter(torch.randn(7))
+        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 5, 8)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(4, 8, 5))
+        self.bias = nn.Parameter(torch.randn(6))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.bmm(x, self.w1.mT) * torch.bmm(x, self.w3.mT)
         return torch.bmm(self.w2, h.mT).sum() * self.bias.sum()
 
 
-def gradients() -> list[Tensor]:
+def gradients(ranks: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = Experts()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), mp_policy=policy)
     for _ in range(2):  # the second is added to the first
-        model(torch.randn(3, 4, 8, dtype=torch.bfloat16)).backward()
+        model(torch.randn(4, 4, 8, dtype=torch.bfloat16)).backward()
     return [p.grad.to_local() for p in model.parameters()]
 
 
@@ -58,34 +59,51 @@ def fsdp2_calls(monkeypatch):
     return calls
 
 
-def test_gradients_of_one_rank_are_copied_as_fsdp2_does(fsdp2_calls):
-    with one_process():
-        expected = gradients()
-        assert len(fsdp2_calls) == 2
-        for _ in range(2):
-            assert SINGLE_RANK_COPY.apply(copies_for_one_rank)
-        copied = gradients()
-    assert len(fsdp2_calls) == 2
+def compare_gradients(rank: int, ranks: int) -> None:
+    expected = gradients(ranks)
+    for _ in range(2):
+        assert GRADIENT_COPIES.apply(copy_by_foreach)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # Copies do not reach it.
+        monkeypatch.delattr(torch.ops.fsdp, "chunk_cat")
+        copied = gradients(ranks)
     assert all(map(torch.equal, copied, expected))
     assert {g.dtype for g in copied} == {torch.float32}
 
 
-def test_gradients_may_have_any_strides():
-    copies = []
-    for prepare in (lambda: None, lambda: SINGLE_RANK_COPY.apply(copies_for_one_rank)):
-        prepare()
-        torch.manual_seed(0)
-        grads = [torch.randn(4, 3).t(), torch.randn(1, 5).expand(2, 5)]
-        out = torch.empty(sum(g.numel() for g in grads))
-        copy_in(grads, out, 1)
-        copies.append(out)
-    assert torch.equal(*copies)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_those_of_fsdp2s_own_copies(ranks):
+    if ranks > 1:
+        gloo.spawn(compare_gradients, ranks, ranks)
+    else:
+        with one_process():
+            compare_gradients(0, 1)
 
 
-def test_gradients_of_several_ranks_are_left_to_fsdp2(fsdp2_calls):
-    SINGLE_RANK_COPY.apply(copies_for_one_rank)
-    args = [torch.ones(4)], torch.empty(4), 2
-    copy_in(*args)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_may_have_any_strides(fsdp2_calls, ranks):
+    torch.manual_seed(0)
+    grads = [torch.randn(4, 8).t(), torch.randn(1, 5).expand(4, 5), torch.randn(4)]
+    grads = [grad.bfloat16() for grad in grads]
+    expected, copied = (torch.full((56,), float("nan")) for _ in range(2))
+    copy_in(grads, expected, ranks)
+    assert GRADIENT_COPIES.apply(copy_by_foreach)
+    copy_in(grads, copied, ranks)
+    assert torch.equal(copied, expected) and len(fsdp2_calls) == 1
+
+
+@pytest.mark.parametrize(
+    "rows, gradients, ranks", [(5, 1, 2), (0, 1, 2), (8, MOST_COPIES // 8 + 1, 8)]
+)
+def test_padded_gradients_and_many_copies_are_left_to_fsdp2(fsdp2_calls, rows, gradients, ranks):
+    GRADIENT_COPIES.apply(copy_by_foreach)
+    padded = -(-max(rows, 1) // ranks) * ranks
+    args = [torch.ones(rows, 3)] * gradients, torch.empty(gradients * padded * 3), ranks
+    if rows:
+        copy_in(*args)
+    else:
+        with pytest.raises(RuntimeError, match="non-empty"):
+            copy_in(*args)
     assert fsdp2_calls == [args]
 
 
@@ -102,12 +120,13 @@ def test_a_checkpoint_loads_into_fsdp2_shards_of_any_size():
 @pytest.mark.parametrize(
     "flags, replaced",
     [
-        (("--parallelism.expert_parallel_degree", 2), True),
-        (("--parallelism.expert_parallel_degree", 2, f"--{LINEAR}.recipe", "bf16"), False),
-        ((), False),
+        (("--parallelism.data_parallel_shard_degree", 2), True),
+        (("--parallelism.data_parallel_shard_degree", 2, f"--{LINEAR}.recipe", "bf16"), False),
+        (("--parallelism.data_parallel_replicate_degree", 2), False),
     ],
 )
-def test_fsdp2_is_patched_for_fp8_experts_under_expert_parallelism_only(tmp_path, flags, replaced):
+def test_gradient_copies_are_replaced_where_fp8_runs_under_fsdp(tmp_path, flags, replaced):
     original = _fsdp_collectives.foreach_reduce_scatter_copy_in
-    converted(job(tmp_path, "deepseek_v3", *flags))
+    config = job(tmp_path, "llama3", *flags, converters=CONVERTERS["llama3"])
+    convert(config, build(config), ranks=2)
     assert (_fsdp_collectives.foreach_reduce_scatter_copy_in is not original) == replaced

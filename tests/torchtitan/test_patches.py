@@ -190,7 +190,7 @@ def without(monkeypatch, left_out: Patch) -> None:
     monkeypatch.setattr(Patch, "apply", apply_others)
 
 
-EXPERTS = (patches.TOKEN_GROUP_ALIGNMENT, patches.PERMUTATION, patches.SINGLE_RANK_COPY)
+EXPERTS = (patches.TOKEN_GROUP_ALIGNMENT, patches.PERMUTATION, patches.GRADIENT_COPIES)
 
 
 def gradients(folder: Path, text: Path, model: str, *flags: object) -> dict[str, torch.Tensor]:

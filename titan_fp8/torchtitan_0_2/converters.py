@@ -16,10 +16,11 @@ from torchtitan.tools.logging import logger
 from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport
 from titan_fp8.fsdp import gather_in_fp8, requantise
+from titan_fp8.gradient_copies import copy_by_foreach
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import fsdp, health, patches, permutation
+from titan_fp8.torchtitan_0_2 import health, patches, permutation
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
@@ -50,6 +51,8 @@ class _Converter(QuantizationConverter):
             kernels_for(torch.device("cuda", torch.cuda.current_device()))
         self.check_schedule()
         health.install(self.job_config)
+        if self.parallel_dims.fsdp_enabled:
+            patches.GRADIENT_COPIES.apply(copy_by_foreach)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
@@ -148,8 +151,6 @@ class GroupedMMConverter(_Converter):
         if recipe != BF16:
             alignment = get_recipe(recipe).alignment
             patches.TOKEN_GROUP_ALIGNMENT.apply(lambda _: alignment)
-            if self.parallel_dims.ep_enabled:
-                patches.SINGLE_RANK_COPY.apply(fsdp.copies_for_one_rank)
         self.log("grouped experts", recipe, report)
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model, FP8GroupedExperts, GROUPED_MM)

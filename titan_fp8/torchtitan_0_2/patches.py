@@ -9,6 +9,7 @@ from titan_fp8.patches import (
     CPU_DEVICE_MODULE,
     CPU_DEVICE_TYPE,
     CPU_GRADIENT_SUM,
+    GRADIENT_COPIES,
     RECOMPUTABLE_QUANTISERS,
     SAC_POLICY,
     TORCH,
@@ -104,24 +105,6 @@ STEP_METRICS = Patch(
     until="post_optimizer_hook gets the step and the metrics processor.",
 )
 
-SINGLE_RANK_COPY = Patch(
-    name="single-rank gradient copy",
-    targets=(
-        Target(
-            "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce_scatter_copy_in",
-            ("unsharded_grads", "reduce_scatter_input", "world_size"),
-        ),
-    ),
-    why="With expert parallelism over all ranks FSDP2 reduces the experts' gradients over groups "
-    "of one rank, and its chunk_cat builds a table of chunks on the CPU each time (fsdp.py).",
-    without="FSDP2 copies gradients by chunk_cat: more CPU time.",
-    versions=TORCH,
-    gain="DeepSeekV3-16B, 2 H200s, EP 2: median 18.5 thousand tokens/s per GPU (four runs, 16.1 to "
-    "18.9) instead of 16.9 (two runs, 16.7 and 17.1). bf16, where the GPU is the bottleneck, gains "
-    "nothing: 13.4 and 13.7 with and without.",
-    until="FSDP2 skips chunk_cat, or the reduction, for groups of one rank.",
-)
-
 CPU_HISTC = Patch(
     name="CPU histc of integers",
     targets=(Target("torch:histc"),),
@@ -158,7 +141,7 @@ CPU_SEED_WARNING = Patch(
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 ON_CONVERSION = (
     *(TOKEN_GROUP_ALIGNMENT, PERMUTATION, SAC_POLICY, RECOMPUTABLE_QUANTISERS),
-    *(CHECKPOINT_MARKS, SINGLE_RANK_COPY, STEP_METRICS),
+    *(CHECKPOINT_MARKS, GRADIENT_COPIES, STEP_METRICS),
 )
 ON_CPU = (
     *(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_HISTC, CPU_PERMUTE_INDICES),
