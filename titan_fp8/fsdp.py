@@ -35,6 +35,9 @@ bytes as in bf16: FSDP2 gathers the same buffers each time, and a forward that i
 backward needs the rows, so forward and backward cannot each gather only what they read. The gain is
 that no rank quantises a whole weight.
 
+Embeddings are gathered in high precision, but only in forward: their gradient depends on the tokens
+alone, so `requantise` tells FSDP2 not to gather them in backward.
+
 The ranks that share a 128x128 block or a column agree on its scale by a collective. By default each
 weight runs one at its gather. `requantise` quantises all weights of a model together, with one
 collective per process group; the adapters call it after each step of the optimizer.
@@ -44,6 +47,7 @@ import contextlib
 import functools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -51,6 +55,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
 
@@ -305,12 +310,38 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
     return report
 
 
+_told_about_embeddings: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _gather_embeddings_only_in_forward(model: nn.Module) -> None:
+    """Turns off FSDP2's gathers in backward for embeddings that are FSDP2 units of their own.
+
+    One that is tied to the output layer is in a unit with it, because FSDP2 demands that.
+    """
+    if model in _told_about_embeddings:
+        return
+    _told_about_embeddings.add(model)
+    states = {
+        module: id(fully_shard.state(module))  # type: ignore[attr-defined]
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    }
+    modules = Counter(states.values())  # The modules of a unit have one state.
+    for module, state in states.items():
+        if isinstance(module, nn.Embedding) and modules[state] == 1:
+            module.set_unshard_in_backward(False)
+
+
 def requantise(models: Iterable[nn.Module]) -> None:
     """Quantises all shards of the models that have been written to since they were quantised.
 
     Call it on every rank after each step of the optimizer. It runs one collective per process group
-    that shares weights. Without this call, each gather runs one for its own weight.
+    that shares weights. Without this call, each gather runs one for its own weight. From the first
+    call on, FSDP2 gathers embeddings in forward only.
     """
+    models = list(models)
+    for model in models:
+        _gather_embeddings_only_in_forward(model)
     weights = []
     for param in (param for model in models for param in model.parameters()):
         local = param._local_tensor if isinstance(param, DTensor) else param
