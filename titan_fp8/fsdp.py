@@ -45,6 +45,7 @@ collective per process group; the adapters call it after each step of the optimi
 
 import contextlib
 import functools
+import inspect
 import logging
 import weakref
 from collections import Counter
@@ -208,6 +209,13 @@ class ShardedWeight(Tensor):
         )
         q_columns = columns[0] if columns else None
         return GatheredWeight(q, shard.s, q_columns, shard.s_t, param_dtype), ()
+
+
+# FSDP2 asks for the signature at each gather of each weight. Python would derive it each time, which
+# takes longer than the method itself.
+ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    ShardedWeight.fsdp_pre_all_gather
+)
 
 
 def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtype) -> Place:
