@@ -211,8 +211,8 @@ class ShardedWeight(Tensor):
         return GatheredWeight(q, shard.s, q_columns, shard.s_t, param_dtype), ()
 
 
-# FSDP2 asks for the signature at each gather of each weight. Python would derive it each time, which
-# takes longer than the method itself.
+# FSDP2 asks for the signature at each gather of each weight. Python would derive it each time,
+# which takes longer than the method itself.
 ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     ShardedWeight.fsdp_pre_all_gather
 )

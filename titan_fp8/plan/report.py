@@ -32,6 +32,7 @@ NOT_KERNELS = {
     "exposed": "how far they overlap",
     "host.block_us": "CPU time of dense blocks",
     "host.fsdp_block_us": "what FSDP2 adds to it",
+    "host.several_ranks": "what several ranks add",
     "host.moe_block_us": "CPU time of MoE blocks",
     "host.fsdp_all_gather": "CPU time of fsdp_all_gather",
 }
@@ -76,6 +77,7 @@ def not_measured(run: Run, times: Times) -> list[str]:
         "link_gbps": not (run.is_sharded or run.dims.ep_enabled or run.dims.tp_enabled),
         "exposed": not run.is_sharded,
         "host.fsdp_block_us": not run.is_sharded or run.moe_blocks == run.blocks,
+        "host.several_ranks": not run.is_sharded or bool(run.moe_blocks),
         "host.block_us": run.moe_blocks == run.blocks,
         "host.moe_block_us": not run.moe_blocks,
         "host.fsdp_all_gather": not gathers,

@@ -129,6 +129,8 @@ def predict(run: Run, times: Times) -> Step:
     host = sum(row.layer.count * row.cost.host for row in rows)
     block_us = times.host["block_us"] + times.host["fsdp_block_us"] * run.is_sharded
     host += (run.blocks - run.moe_blocks) * block_us
+    if run.is_sharded and not run.moe_blocks:
+        host *= times.host["several_ranks"]
     host += run.moe_blocks * times.host["moe_block_us"]
     host *= run.micro_batches / run.dims.pp / 1e3
     layers = sum(row.layer.count * forward_us(row.cost) for row in rows) * scale
