@@ -91,8 +91,7 @@ class _Memory:
 
     Attributes:
         shard: the FP8 copy; None before the first gather.
-        gathered: what FSDP2 gathers of it, as bytes, because not every op that FSDP2 calls supports
-            FP8.
+        gathered: what FSDP2 gathers of it, as a dtype that `_carrier` chooses.
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
     """
@@ -204,7 +203,7 @@ class ShardedWeight(Tensor):
             return None
         # The gathered rows may end in padding.
         q, *columns = (
-            output.flatten()[: shape.numel()].view(shape).view(E4M3)
+            output.flatten().view(E4M3)[: shape.numel()].view(shape)
             for output in all_gather_outputs
         )
         q_columns = columns[0] if columns else None
@@ -282,7 +281,17 @@ def _quantise(weights: Sequence[ShardedWeight]) -> None:
     quantise(shards)
     for weight, (shard, _) in zip(weights, shards, strict=True):
         copies = (q for q in (shard.q, shard.q_columns) if q is not None)
-        weight.memory.gathered = tuple(q.view(torch.uint8) for q in copies)
+        weight.memory.gathered = tuple(q.view(_carrier(shard.place)) for q in copies)
+
+
+def _carrier(place: Place) -> torch.dtype:
+    """The dtype as which FSDP2 gathers the bytes of FP8 shards; not every op it calls supports FP8.
+
+    That of the unit's other parameters, if possible: if dtypes differ, FSDP2 views all of them as
+    bytes and copies these one by one. Where it looks at the shape of what it gathers, because
+    shards have different sizes or are not of the first dimension, that must be the shard's.
+    """
+    return place.dtype if place.is_even and place.dim == 0 else torch.uint8
 
 
 def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:

@@ -50,6 +50,12 @@ class Place:
     group: dist.ProcessGroup | None
 
     @property
+    def is_even(self) -> bool:
+        """Whether all ranks have shards of one size."""
+        ranks = 1 if self.group is None else self.group.size()
+        return self.padded[self.dim] * ranks == self.whole[self.dim]
+
+    @property
     def first_row(self) -> int:
         """Where the shard begins along N."""
         return self.first if self.dim == len(self.whole) - 2 else 0
