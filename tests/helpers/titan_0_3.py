@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.config import ConfigManager
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
+from torchtitan.models.gpt_oss import config_registry as gpt_oss
 from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.trainer import Trainer
 
@@ -25,6 +26,13 @@ from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConver
 MODELS = {
     "llama3": (llama3.llama3_debugmodel, llama3.model_registry),
     "deepseek_v3": (deepseek_v3.deepseek_v3_debugmodel, deepseek_v3.model_registry),
+}
+
+ALL = MODELS | {
+    "gpt_oss": (
+        gpt_oss.gpt_oss_debugmodel_flex,
+        partial(gpt_oss.model_registry, attn_backend="flex"),
+    )
 }
 
 VOCABULARY = 512
@@ -39,7 +47,7 @@ def converters(model: str, **fields: Any) -> list[Any]:
 
 def small(name: str, converters: list[Any] | None = None, layers: int = 2) -> Trainer.Config:
     """The config of a debug model, cut to its first layers; the second of DeepSeek's is an MoE."""
-    make_config, model_registry = MODELS[name]
+    make_config, model_registry = ALL[name]
     config = make_config()
     config.model_spec = model_registry("debugmodel")
     model = config.model_spec.model
@@ -57,7 +65,7 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
 
     MODEL_RECIPE_observed has `health_freq = 10`.
     """
-    for model in MODELS:
+    for model in ALL:
         if name.startswith(f"{model}_"):
             recipe = name.removeprefix(f"{model}_")
             fields = {"health_freq": 10} if recipe.endswith("_observed") else {}

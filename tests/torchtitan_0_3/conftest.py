@@ -12,9 +12,10 @@ def fresh():
     import torch
 
     from titan_fp8.patches import restore
-    from titan_fp8.torchtitan_0_3 import converters, patches
+    from titan_fp8.torchtitan_0_3 import converters, linear, patches
 
     converters.announce_emulation.cache_clear()
+    linear.warn_without_fsdp.cache_clear()
     yield
     restore(patches.ON_CONVERSION)
     torch._dynamo.reset()

@@ -136,12 +136,35 @@ def test_an_override_takes_the_fields_of_the_converters():
         ({"fqns": ["experts"]}, ValueError, "'experts' converts nothing"),
         ({"emulate": "yes"}, ValueError, "emulate = 'yes': allowed are true and false"),
         ({"health_freq": 1.5}, ValueError, "health_freq = 1.5: allowed are whole numbers"),
-        ({"recipes": "rowwise"}, TypeError, "blockwise() got an unexpected keyword"),
+        ({"filter_fqns": None}, ValueError, "filter_fqns = None: allowed is a list of strings"),
+        *(
+            ({key: 1}, ValueError, f"{ADAPTER}.blockwise: {key!r} is no key: allowed are filter_")
+            for key in ("recipe", "config", "fqn")
+        ),
     ],
 )
 def test_a_mistake_in_an_override_is_an_error(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         overridden("llama3", (f"{ADAPTER}.blockwise", arguments))
+
+
+@pytest.mark.parametrize("permutation", ["host", "gather"])
+def test_an_override_can_leave_the_experts(permutation):
+    entry = f"{ADAPTER}.rowwise", {"fqns": [], "permutation": permutation}
+    model = overridden("deepseek_v3", entry)
+    assert recipes(model) == ({"rowwise"}, set())
+    dispatcher = model.layers[1].moe.routed_experts.token_dispatcher
+    has_gathers = type(dispatcher).__qualname__ != "AllToAllTokenDispatcher.Config"
+    assert has_gathers == (permutation == "gather")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_an_override_of_a_converted_config_is_an_error(recipe):
+    config = titan_0_3.small("deepseek_v3", titan_0_3.converters("deepseek_v3"))
+    config.override = OverrideConfig(imports=[f"{ADAPTER}.{recipe}"])
+    message = f"recipe = '{recipe}': layers.0.attention.wq is already converted, 'blockwise'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        apply_overrides(config.override, config)
 
 
 def test_an_override_keeps_the_sharding():

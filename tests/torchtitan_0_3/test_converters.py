@@ -300,9 +300,20 @@ def test_no_mfu_is_printed_for_fp8(model):
 
 
 def test_a_second_conversion_changes_nothing(caplog):
-    registry("deepseek_v3", converters=[FP8LinearConverter.Config()] * 2)
-    again = report(caplog.text.rpartition("of 48 linears")[2])
-    assert again["layers.0.attention.wq"][1] == "- already converted, blockwise"
+    for converter in (FP8LinearConverter, FP8GroupedExpertsConverter):
+        registry("deepseek_v3", converters=[converter.Config()] * 2)
+        again = report(caplog.text.rpartition("titan_fp8: converted 0 of ")[2])
+        assert {row[1] for row in again.values() if "already" in row[1]} == {
+            "- already converted, blockwise"
+        }
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+@pytest.mark.parametrize("converter", [FP8LinearConverter, FP8GroupedExpertsConverter])
+def test_a_second_conversion_to_another_recipe_is_an_error(converter, recipe):
+    message = f"{converter.__name__}: recipe = '{recipe}': layers.* is already converted, 'block"
+    with pytest.raises(ValueError, match=message):
+        registry("deepseek_v3", converters=[converter.Config(), converter.Config(recipe=recipe)])
 
 
 def test_lora_adapts_fp8_linears():
@@ -345,6 +356,18 @@ def test_a_shard_that_fp8_gemms_cannot_read_is_an_error(two_ranks, backend, part
     built = on_meta(model)
     with pytest.raises(ValueError, match=message):
         built.parallelize(dims)
+
+
+@pytest.mark.parametrize("plan", ["tensor_parallel", "data_parallel_shard"])
+def test_fp8_gathers_without_fsdp_are_warned_of(two_ranks, caplog, plan):
+    flags = [f"--parallelism.{plan}_degree", 2, "--training.disable_cuda_graphs"]
+    config = titan_0_3.parse("llama3_plain", *flags)
+    model = config.model_spec.model
+    FP8LinearConverter.Config(fsdp_all_gather=True).build().convert(model)
+    model.update_from_config(config=config)
+    on_meta(model).parallelize(ParallelDims.from_config(config.parallelism, 2))
+    warned = caplog.text.count("fsdp_all_gather = True changes nothing: the plan has no FSDP")
+    assert warned == (plan == "tensor_parallel")
 
 
 @pytest.mark.parametrize("emulate", [False, True])

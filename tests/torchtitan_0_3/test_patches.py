@@ -82,6 +82,13 @@ def test_models_get_an_attention_that_the_cpu_can_differentiate():
     assert not any(parsed.model_spec.model.traverse(FlexAttention.Config))
 
 
+def test_attention_without_its_sinks_is_warned_of(caplog):
+    titan_0_3.parse("deepseek_v3_plain")
+    assert "sinks" not in caplog.text
+    titan_0_3.parse("gpt_oss_plain")
+    assert caplog.text.count("on the CPU this attention runs without its sinks") == 2  # layers
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_unseeded_sharded_start_is_warned_of(ranks, monkeypatch, caplog):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)

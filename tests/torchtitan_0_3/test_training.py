@@ -1,6 +1,6 @@
 """The debug models train in FP8 under FSDP2, HSDP, TP and EP, as in bf16.
 
-The FP8 runs also report the health of FP8.
+The FP8 runs of llama3 and deepseek_v3 also report the health of FP8.
 """
 
 import json
@@ -48,3 +48,14 @@ def test_the_loss_follows_that_of_bf16(model, recipe, plan, text, tmp_path):
             # In bf16, too, torchtitan's experts get no gradient of their input, so no dgrad.
             metrics = {tag: value for tag, value in metrics.items() if "inner_experts" not in tag}
         assert_complete(metrics)
+
+
+@pytest.mark.parametrize("recipe, plan", [("blockwise", (EP, 2)), ("rowwise", (TP, 2))])
+def test_experts_with_biases_train_under_parallel_plans(recipe, plan, text, tmp_path):
+    """The biases of gpt_oss have a row for each expert, and a rank may have any number of them."""
+    settings = titan_0_3.flags(text, tmp_path / "run", "--training.steps", 4, *plan)
+    runs = {name: (f"gpt_oss_{name}", settings) for name in ("bf16", recipe)}
+    spawn(titan_0_3.write_metrics, 2, tmp_path, runs)
+    bf16, fp8 = (json.loads((tmp_path / f"{name}.0.json").read_text())["losses"] for name in runs)
+    assert len(fp8) == 4 and fp8 != bf16
+    assert fp8 == pytest.approx(bf16, rel=0.01)

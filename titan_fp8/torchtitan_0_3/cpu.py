@@ -35,9 +35,13 @@ def train() -> None:
 def use_sdpa(model: Any) -> None:
     """Replaces FlexAttention in a model's config by SDPA, which takes no document masks."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+    from torchtitan.models.gpt_oss.model import Attention
+    from torchtitan.tools.logging import logger
 
-    for _, _, parent, attribute in list(model.traverse(FlexAttention.Config)):
+    for fqn, _, parent, attribute in list(model.traverse(FlexAttention.Config)):
         setattr(parent, attribute, ScaledDotProductAttention.Config())
+        if isinstance(parent, Attention.Config):
+            logger.warning(f"{fqn}: on the CPU this attention runs without its sinks")
 
 
 def _choosing_attention(parse_args: Callable) -> Callable:

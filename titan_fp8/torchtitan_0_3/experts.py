@@ -28,7 +28,12 @@ from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3.dispatcher import align_groups
-from titan_fp8.torchtitan_0_3.linear import check_shards, replace
+from titan_fp8.torchtitan_0_3.linear import (
+    check_converted_once,
+    check_shards,
+    replace,
+    warn_without_fsdp,
+)
 
 ALIGNED = 128
 """With `aligned = True` all group ends are multiples of this."""
@@ -44,6 +49,7 @@ class FP8Experts(GroupedExperts):
     dispatch_aligns: bool
     """Whether the dispatch of expert parallelism pads groups to multiples of ALIGNED."""
     aligned: bool = False
+    fsdp_all_gather: bool = False
 
     def __init__(self, config: Any):
         for name in ("recipe", "emulate", "fqn", "health_freq", "dispatch_aligns"):
@@ -52,7 +58,11 @@ class FP8Experts(GroupedExperts):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        check_shards(self, self.fqn, parallel_dims)
+        # The biases of gpt_oss have two dimensions and take no part in GEMMs.
+        weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == 3]
+        check_shards(self, weights, parallel_dims)
+        if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
+            warn_without_fsdp()
         super().parallelize(parallel_dims)
         self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
 
@@ -85,6 +95,7 @@ class FP8GroupedExperts(FP8Experts):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        self.fsdp_all_gather = config.fsdp_all_gather
         if config.fsdp_all_gather:
             gather_in_fp8(self, FP8GroupedExperts)
 
@@ -138,19 +149,23 @@ def convert_experts(
         The report on every experts module of the model.
 
     Raises:
-        ValueError: a pattern of fqns that converts nothing.
+        ValueError: a pattern of fqns that converts nothing; experts that are converted already, by
+            another recipe.
     """
     report = ConversionReport()
     matched = set()
     for fqn, config, parent, attribute in list(model.traverse(GroupedExperts.Config)):
         hits = {pattern for pattern in fqns if pattern in fqn}
         shape, reason = _describe(config)
+        is_fp8 = issubclass(config._owner, FP8Experts)
         if not hits:
             reason = "no pattern of fqns matches"
-        if reason is None:
+        elif is_fp8:
+            check_converted_once(fqn, config.recipe, recipe)
+        if reason is None or is_fp8:
             matched |= hits
-            if recipe == BF16:
-                reason = 'recipe = "bf16"'
+        if reason is None and recipe == BF16:
+            reason = 'recipe = "bf16"'
         if reason is not None:
             report.left.append((fqn, shape, reason))
             continue

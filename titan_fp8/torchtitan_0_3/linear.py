@@ -6,7 +6,8 @@ as RowParallelLinear, computes something else or calls other kernels and is left
 linears of modules that read the weight instead of calling the linear.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
+from torchtitan.tools.logging import logger
 
 from titan_fp8 import linear
 from titan_fp8.checks import ConversionReport, check_shard_sizes
@@ -45,10 +47,11 @@ class FP8Linear(linear.FP8Linear, Linear):
     wrapper: Callable[..., Any] | None = None
     """The forward that torchtitan has put before this class's, to redistribute tensors."""
     tensor_parallel: bool = False
+    fsdp_all_gather: bool
 
     def __init__(self, config: Config):
         # Before nn.Module registers parameters, which names the module in errors.
-        for name in ("recipe", "emulate", "fqn", "health_freq"):
+        for name in ("recipe", "emulate", "fqn", "health_freq", "fsdp_all_gather"):
             self.__dict__[name] = getattr(config, name)
         Linear.__init__(self, config)
         if config.fsdp_all_gather:
@@ -61,27 +64,44 @@ class FP8Linear(linear.FP8Linear, Linear):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        check_shards(self, self.fqn, parallel_dims)
+        check_shards(self, ("weight",), parallel_dims)
+        if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
+            warn_without_fsdp()
         super().parallelize(parallel_dims)
         self.wrapper, self.tensor_parallel = vars(self).get("forward"), parallel_dims.tp_enabled
 
 
-def check_shards(module: Module, fqn: str, parallel_dims: ParallelDims) -> None:
+def check_shards(module: Any, weights: Iterable[str], parallel_dims: ParallelDims) -> None:
     """ValueError if torchtitan's sharding gives a rank dims that are not multiples of 16.
 
-    Checks weights, of two dimensions or more, before they are sharded and on every rank alike.
+    Checks the named parameters of `module` before they are sharded, on every rank alike.
     """
     sharding = module._sharding_config
     layouts = {} if sharding is None else sharding.state_shardings
-    for name, param in module.named_parameters(recurse=False):
-        if name not in layouts or param.dim() < 2:
+    for name in weights:
+        if name not in layouts:
             continue
         types = layouts[name].per_axis_spmd_types().items()
         sharded = {axis.value: kind for axis, kind in types if isinstance(kind, spmd.Shard)}
         meshes = [parallel_dims.get_optional_mesh(axis) for axis in sharded]
         degrees = [1 if mesh is None else mesh.size() for mesh in meshes]
         placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
-        check_shard_sizes(f"{fqn}.{name}", param.shape, degrees, placements)
+        shape = getattr(module, name).shape
+        check_shard_sizes(f"{module.fqn}.{name}", shape, degrees, placements)
+
+
+def check_converted_once(fqn: str, has: str, recipe: str) -> None:
+    """ValueError if what has been converted to the recipe `has` shall get another one."""
+    if has != recipe:
+        raise ValueError(
+            f"recipe = {recipe!r}: {fqn} is already converted, {has!r}. A config is converted "
+            "once: by its converters, or by an override of a config without converters"
+        )
+
+
+@functools.cache
+def warn_without_fsdp() -> None:
+    logger.warning("titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP")
 
 
 def replace(parent: Any, attribute: Any, config: Any) -> None:
@@ -106,7 +126,8 @@ def convert_linears(
         The report on every linear of the model.
 
     Raises:
-        ValueError: a pattern of filter_fqns that is not a default and matches no module.
+        ValueError: a pattern of filter_fqns that is not a default and matches no module; a linear
+            that is converted already, by another recipe.
     """
     names = [fqn for fqn, *_ in model.traverse(Module.Config, recurse=True)]
     for pattern in filter_fqns:
@@ -117,6 +138,8 @@ def convert_linears(
     report = ConversionReport()
     for fqn, config, parent, attribute in list(model.traverse(Linear.Config)):
         shape = f"{config.out_features} x {config.in_features}"
+        if isinstance(config, FP8Linear.Config):
+            check_converted_once(fqn, config.recipe, recipe)
         reason = _why_left(fqn, config, parent, recipe, filter_fqns)
         if reason:
             report.left.append((fqn, shape, reason))
@@ -131,10 +154,10 @@ def _why_left(
     fqn: str, config: Linear.Config, parent: Any, recipe: str, filter_fqns: Sequence[str]
 ) -> str | None:
     """Why the linear is not converted; None if it is."""
-    if recipe == BF16:
-        return 'recipe = "bf16"'
     if isinstance(config, FP8Linear.Config):
         return f"already converted, {config.recipe}"
+    if recipe == BF16:
+        return 'recipe = "bf16"'
     if type(config) is not Linear.Config:
         return f"its class is {config._owner.__name__}, not Linear"
     if isinstance(parent, _READ_WEIGHTS):

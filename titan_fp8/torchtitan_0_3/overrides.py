@@ -14,42 +14,39 @@ from torchtitan.config import override
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols import BaseModel
 
+from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_3.converters import FP8GroupedExpertsConverter, FP8LinearConverter
+
+KEYS = ("filter_fqns", "fqns", "permutation", "emulate", "fsdp_all_gather", "health_freq")
 
 
 def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
     """Registers the override `module`.`recipe`, and returns its function."""
 
-    def convert(
-        config: BaseModel.Config,
-        *,
-        filter_fqns: list[str] | None = None,
-        emulate: bool = False,
-        fqns: list[str] | None = None,
-        permutation: str | None = None,
-        fsdp_all_gather: bool = False,
-        health_freq: int = 0,
-    ) -> BaseModel.Config:
+    def convert(config: BaseModel.Config, /, **settings: Any) -> BaseModel.Config:
         """Converts the linears, and the experts if the model has any or `fqns` is given.
 
-        The arguments are the fields of the two converters.
+        `settings` are the fields of the two converters, KEYS. With `fqns = []` the experts stay in
+        high precision.
+
+        Raises:
+            ValueError: another key, or what the converters refuse.
         """
-        both: dict[str, Any] = {
-            "recipe": recipe,
-            "emulate": emulate,
-            "fsdp_all_gather": fsdp_all_gather,
-            "health_freq": health_freq,
-        }
-        linear: dict[str, Any] = {} if filter_fqns is None else {"filter_fqns": filter_fqns}
-        FP8LinearConverter.Config(**both, **linear).build().convert(config)
-        if (
-            fqns is not None
-            or permutation is not None
-            or any(config.traverse(GroupedExperts.Config))
-        ):
-            experts: dict[str, Any] = {} if fqns is None else {"fqns": fqns}
-            experts["permutation"] = permutation
-            FP8GroupedExpertsConverter.Config(**both, **experts).build().convert(config)
+        for key in settings:
+            if key not in KEYS:
+                raise ValueError(
+                    f"{module}.{recipe}: {key!r} is no key: allowed are {', '.join(KEYS)}"
+                )
+        linear = {key: settings[key] for key in settings if key not in ("fqns", "permutation")}
+        experts = {key: settings[key] for key in settings if key != "filter_fqns"}
+        experts["recipe"] = recipe
+        if experts.get("fqns") == []:
+            experts["recipe"] = BF16
+            del experts["fqns"]
+        asked = "fqns" in experts or "permutation" in experts
+        FP8LinearConverter.Config(recipe=recipe, **linear).build().convert(config)
+        if asked or any(config.traverse(GroupedExperts.Config)):
+            FP8GroupedExpertsConverter.Config(**experts).build().convert(config)
         return config
 
     # torchtitan finds an override by the module and the name of its function.
