@@ -52,6 +52,7 @@ class Plan:
     tokens: int = 8192
     micro_batches: int = 1
     dtype: str = "float32"
+    reshard: str = "default"
     balanced: bool = False
 
     @property
@@ -73,6 +74,7 @@ class Plan:
             "parallelism.pipeline_parallel_degree": self.pp,
             "parallelism.expert_parallel_degree": self.ep,
             "parallelism.expert_tensor_parallel_degree": self.etp,
+            "parallelism.fsdp_reshard_after_forward": self.reshard,
             "training.local_batch_size": self.batch,
             "training.global_batch_size": self.batch * self.micro_batches * self.data_parallel,
             "training.seq_len": self.tokens,
@@ -89,6 +91,7 @@ MOE = {"batch": 4, "tokens": 4096, "balanced": True}
 PLANS = {
     "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
     "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
+    "llama3-8b-fsdp2-2048-kept": Plan(LLAMA, "8B", shard=2, tokens=2048, reshard="never"),
     "llama3-8b-fsdp2-2048x4": Plan(LLAMA, "8B", shard=2, tokens=2048, micro_batches=4),
     "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2),
     "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096),
