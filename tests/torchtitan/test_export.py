@@ -201,12 +201,29 @@ def test_a_run_starts_from_an_export(model, tmp_path, text):
         check_loaded(t, run, expected)
 
 
-@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
-def test_a_run_does_not_start_without_the_scales(model, tmp_path, text):
+INCOMPLETE = "has FP8 weights, and quant_method = None .* is an incomplete export"
+FLAG = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
+
+
+@pytest.mark.parametrize(
+    "model, method, flags, message",
+    [
+        ("llama3", "fp8", LOAD_EXPORT[:1], FLAG),
+        ("deepseek_v3", "fp8", LOAD_EXPORT[:1], FLAG),
+        ("llama3", None, LOAD_EXPORT, INCOMPLETE),
+        ("deepseek_v3", None, LOAD_EXPORT[:1], INCOMPLETE),
+        ("llama3", "fbgemm_fp8", LOAD_EXPORT, "quant_method = 'fbgemm_fp8' .* only 'fp8' can be"),
+    ],
+)
+def test_a_run_does_not_start_without_the_scales(model, method, flags, message, tmp_path, text):
     _, _, out = exports.exported(tmp_path, model, text)
-    start = ("--checkpoint.initial_load_path", out, LOAD_EXPORT[0])
+    config_file = out / "config.json"
+    if method is None:
+        config_file.unlink()
+    else:
+        config_file.write_text(config_file.read_text().replace('"fp8"', f'"{method}"'))
+    start = ("--checkpoint.initial_load_path", out, *flags)
     config = config_of(model, tmp_path / "next", text, *start)
-    message = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
     with one_process(), trainer(config) as t, pytest.raises(ValueError, match=message):
         t.checkpointer.load()
 

@@ -234,7 +234,14 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
         (["step-2", "out", "--config", "none.toml"], "--config = none.toml: no such file"),
         (["step-2", "out", "--config", "bad.toml"], "--config = bad.toml: "),
         (["step-2", "empty", "--config", "job.toml"], "OUT = empty exists, without config.json"),
-        (["step-2", "out", "--config", "job.toml", "--shard_gb", "0"], "--shard_gb = 0.0: allowed"),
+        *(
+            (["step-2", "out", "--config", "job.toml", "--shard_gb", gb], f"--shard_gb = {gb}: all")
+            for gb in ("0.0", "inf", "nan")
+        ),
+        (
+            ["step-2", "job.toml/out", "--config", "job.toml"],
+            "OUT = job.toml/out cannot be created",
+        ),
         (
             ["step-2", "out", "--model.name", "llama4", "--model.flavor", "8B"],
             "model.name = 'llama4': allowed are 'llama3', 'qwen3', 'deepseek_v3'",
@@ -310,12 +317,20 @@ def test_a_checkpoint_with_gaps(tmp_path, text):
         saved.read("norm.weight")
 
 
-def test_a_checkpoint_without_one_of_its_files(capsys, tmp_path, text):
+@pytest.mark.parametrize("size", [None, 100])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_checkpoint_with_a_missing_or_damaged_file(capsys, tmp_path, text, name, size):
     folder = write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
-    (folder / "__0_0.distcp").unlink()
+    if size is None:
+        (folder / name).unlink()
+    else:
+        os.truncate(folder / name, size)
     args = (folder, tmp_path / "out", "--config", tmp_path / "job.toml")
     status, _, errors = run_command(capsys, *args)
-    assert status == 2 and "No such file" in errors and "__0_0.distcp" in errors
+    message = "has no .metadata" if (name, size) == (".metadata", None) else "is missing or damaged"
+    assert (
+        status == 2 and f"CHECKPOINT = {folder}" in errors and message in " ".join(errors.split())
+    )
 
 
 def warnings_of(tmp_path: Path, text: Path, model: str, *flags: object) -> str:

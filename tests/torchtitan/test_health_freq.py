@@ -148,14 +148,16 @@ def test_the_log_and_the_event_files(job, tmp_path, caplog, monkeypatch):
     assert {e.step for tag in scalars for e in events.Scalars(tag)} == {4}
 
 
-def test_nan_is_reported_with_the_layer(job, caplog):
+# Layers are found by some of the values of their weights, of which (0, 0) is one.
+@pytest.mark.parametrize("where", [(3, 5), (0, 0), ...])
+def test_nan_is_reported_with_the_layer(job, caplog, where):
     with trainer(job("llama3", linear=3)) as t:
         batches = t.batch_generator(t.dataloader)
         for _ in range(4):
             t.step += 1
             if t.step == 3:
                 with torch.no_grad():
-                    t.model_parts[0].layers["1"].feed_forward.w2.weight[3, 5] = float("nan")
+                    t.model_parts[0].layers["1"].feed_forward.w2.weight[where] = float("nan")
             t.train_step(batches)
     (warning,) = [r.getMessage() for r in caplog.records if "NaN or Inf" in r.getMessage()]
     # Forward is broken from here on, and all of backward.

@@ -1,6 +1,7 @@
 """`python -m titan_fp8.export`; see the docstring of the package."""
 
 import argparse
+import math
 import sys
 
 import torch
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     from titan_fp8.export.exporter import export
 
     try:
-        if not options.shard_gb > 0:
+        if not 0 < options.shard_gb < math.inf:
             raise ValueError(f"--shard_gb = {options.shard_gb}: allowed are positive numbers")
         config = job_config(options.checkpoint, options.config, flags)
         export(options.checkpoint, options.out, config, shard_bytes=int(options.shard_gb * 1e9))

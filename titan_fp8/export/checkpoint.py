@@ -1,5 +1,7 @@
 """Reads a DCP checkpoint one tensor, or some experts of a tensor, at a time."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +23,8 @@ class Checkpoint:
         if not (self.folder / METADATA).is_file():
             raise ValueError(f"CHECKPOINT = {self.folder} {_why_not(self.folder)}")
         self._reader = FileSystemReader(self.folder)
-        metadata = self._reader.read_metadata()
+        with self._readable(METADATA):
+            metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: entry
@@ -48,8 +51,21 @@ class Checkpoint:
                 "elements: the checkpoint is incomplete; export another step"
             )
         target = torch.empty(wanted.sizes, dtype=saved.properties.dtype)
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        with self._readable(name):
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         return target
+
+    @contextlib.contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        """Turns whatever DCP raises for a damaged file into a ValueError."""
+        try:
+            yield
+        except Exception as error:
+            summary = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ValueError(
+                f"CHECKPOINT = {self.folder}: {what} cannot be read ({summary}): a file is missing "
+                "or damaged; export another step, and to a new folder"
+            ) from error
 
 
 class _Into(DefaultLoadPlanner):

@@ -47,6 +47,9 @@ def export(
             else f", without {files.CONFIG}: not a complete export"
         )
         raise FileExistsError(f"OUT = {out} exists{whole}; name a new folder or delete this one")
+    ancestor = next(parent for parent in out.parents if parent.exists())
+    if not ancestor.is_dir():
+        raise NotADirectoryError(f"OUT = {out} cannot be created: {ancestor} is a file")
     saved = Checkpoint(checkpoint)
     run = Run(config)
     tensors = plan_tensors(run, saved)

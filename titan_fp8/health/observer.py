@@ -189,7 +189,7 @@ class Observer:
         key = weight.shape, weight.dtype
         if key not in self._values:
             candidates = [
-                (i, _some_values(layer.weight).to(weight.dtype))
+                (i, _some_values(layer.weight, weight.dtype))
                 for i, layer in enumerate(self.layers)
                 if layer.weight.shape == weight.shape and layer.weight.dtype != weight.dtype
             ]
@@ -294,6 +294,9 @@ def _addresses(weight: Any) -> tuple[int, ...]:
     return (weight.data_ptr(),)
 
 
-def _some_values(weight: Tensor) -> Tensor:
+def _some_values(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Some values, first cast to `dtype`, as integers, of which NaN equals NaN."""
     values = weight.detach().flatten()
-    return values[:: max(1, values.numel() // COMPARED)][:COMPARED]
+    values = values[:: max(1, values.numel() // COMPARED)][:COMPARED].to(dtype or weight.dtype)
+    bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32)
+    return bits.masked_fill(values.isnan(), -1)

@@ -4,6 +4,7 @@ import argparse
 import importlib.metadata
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 from titan_fp8 import cpu_host
@@ -12,7 +13,7 @@ USAGE = "python -m titan_fp8.plan CONFIG [--gpu GPU] [--ngpu N] [--section.key v
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 if FP8 would be slower than bf16; 2 after bad input."""
+    """Returns the exit status: 0; 1 if FP8 would be slower than bf16; 2 after any error."""
     parser = argparse.ArgumentParser(
         prog="python -m titan_fp8.plan",
         usage=USAGE,
@@ -64,6 +65,14 @@ def main(argv: list[str] | None = None) -> int:
         return run(options, flags)
     except (ValueError, OSError) as error:
         print(f"titan_fp8.plan: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # of torchtitan, or of a module that the config imports
+        traceback.print_exc()
+        print(
+            f"titan_fp8.plan: no plan can be made of {options.config} and these flags: the error "
+            "above says where it failed",
+            file=sys.stderr,
+        )
         return 2
     finally:
         logging.disable(logging.NOTSET)

@@ -125,8 +125,6 @@ def fragment(run: Run, times: Times) -> str:
     """TOML sections that leave out what `advice` advises to leave out."""
     better, setting = best_gather(without(run, [layer.name for layer in refused(run)]), times)
     names = [layer.name for layer in refused(run)] + left_out(better, times)
-    kept, bf16 = without(better, names), predict(baseline(run), times)
-    speed = bf16.ms / predict(kept, times).ms
     patterns = list(run.filter_fqns)
     grouped = {layer.name for layer in run.layers if layer.groups}
     skipped = []
@@ -139,6 +137,8 @@ def fragment(run: Run, times: Times) -> str:
             skipped.append(name)
         elif pattern not in patterns:
             patterns.append(pattern)
+    left = [name for name in names if name not in skipped]
+    speed = predict(baseline(run), times).ms / predict(without(better, left), times).ms
     lines = [f"# Advised by titan_fp8.plan: predicted speed {speed:.2f}x of bf16."]
     lines += [
         f"# {name} is not left out: its pattern would match other layers, too." for name in skipped

@@ -29,6 +29,8 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         raise ValueError(f"--out = {options.out} needs --filter auto, whose output it is")
     if options.out is not None and options.out.exists():
         raise ValueError(f"--out = {options.out}: the file exists; name a new one")
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ValueError(f"--out = {options.out}: there is no folder {options.out.parent}")
     if options.ngpu is not None and options.ngpu < 1:
         raise ValueError(f"--ngpu = {options.ngpu}: allowed are positive numbers")
     times = load(options.gpu)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.checks import ConversionReport
@@ -94,6 +95,10 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
     training = config.training
     blocks = [block for _, block in converted.layers.named_children()]
+    if dims.pp > len(blocks):
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {dims.pp}: the model has {len(blocks)} blocks"
+        )
     moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
     batch, micro_batches = _batches(config, dims)
     tokens = batch * training.seq_len // dims.cp
@@ -157,8 +162,18 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
 def _batches(config: Any, dims: ParallelDims) -> tuple[int, int]:
     """Sequences in a micro-batch of a rank, and its micro-batches per step."""
     training, ranks = config.training, dims.dp_replicate * dims.dp_shard
-    batch = training.local_batch_size
-    per_step = training.global_batch_size // ranks if training.global_batch_size > 0 else batch
+    batch, whole = training.local_batch_size, training.global_batch_size
+    for key in ("local_batch_size", "seq_len"):
+        if getattr(training, key) < 1:
+            raise ValueError(
+                f"training.{key} = {getattr(training, key)}: allowed are positive numbers"
+            )
+    if whole > 0 and whole % (batch * ranks):
+        raise ValueError(
+            f"training.global_batch_size = {whole}: allowed are multiples of {batch * ranks}, "
+            f"training.local_batch_size times {ranks} data-parallel ranks"
+        )
+    per_step = whole // ranks if whole > 0 else batch
     if dims.pp_enabled:
         batch = min(batch, config.parallelism.pipeline_parallel_microbatch_size)
     return batch, max(1, per_step // batch)
@@ -189,7 +204,11 @@ def _shapes(
 
 
 def _model_args(config: Any) -> Any:
-    spec = get_train_spec(config.model.name)
+    try:
+        spec = get_train_spec(config.model.name)
+    except ValueError as error:
+        allowed = ", ".join(sorted(map(repr, _supported_models)))
+        raise ValueError(f"{error} Models of torchtitan are {allowed}") from None
     if config.model.flavor not in spec.model_args:
         allowed = ", ".join(map(repr, spec.model_args))
         raise ValueError(f"model.flavor = {config.model.flavor!r}: allowed are {allowed}")
@@ -274,6 +293,11 @@ def _repeated(checkpoint: Any) -> tuple[float, float]:
     if checkpoint.mode == "selective":
         if checkpoint.selective_ac_option == "op":
             return 0.0, 1.0
+        if not checkpoint.selective_ac_option.isdecimal():
+            raise ValueError(
+                f"activation_checkpoint.selective_ac_option = {checkpoint.selective_ac_option!r}: "
+                "allowed are 'op' and whole numbers"
+            )
         share = 1 / max(1, int(checkpoint.selective_ac_option))
         return share, share
     return 0.0, 0.0

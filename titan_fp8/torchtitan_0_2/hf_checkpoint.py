@@ -19,6 +19,8 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from titan_fp8.layouts import BLOCK
 
 QUANTIZED = "checkpoint.initial_load_in_hf_quantized"
+LARGEST_HEADER = 100_000_000
+"""In bytes, as the safetensors library has it."""
 
 
 def with_scales(load: Callable) -> Callable:
@@ -31,7 +33,15 @@ def with_scales(load: Callable) -> Callable:
     def dcp_load(
         self: Any, state_dict: dict, checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        if from_hf and _is_fp8(Path(checkpoint_id)):
+        folder = Path(checkpoint_id)
+        if from_hf and _has_fp8(folder):
+            method = _quant_method(folder)
+            if method != "fp8":
+                raise ValueError(
+                    f"{folder} has FP8 weights, and quant_method = {method!r} in the "
+                    "quantization_config of its config.json: only 'fp8' can be read, DeepSeek's "
+                    "format; a folder without config.json is an incomplete export"
+                )
             if not from_quantized:
                 raise ValueError(
                     f"{checkpoint_id} has FP8 weights (quantization_config in its config.json), and"
@@ -52,9 +62,24 @@ def _dequantising_reader(path: str, from_quantized: bool) -> QuantizedHuggingFac
     )
 
 
-def _is_fp8(folder: Path) -> bool:
+def _has_fp8(folder: Path) -> bool:
+    """Whether any tensor of the folder's safetensors is in FP8, by their headers."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            try:
+                header = json.loads(opened.read(min(size, LARGEST_HEADER)))
+            except ValueError:
+                continue  # Loading it will say what is wrong.
+        if any(entry.get("dtype", "").startswith("F8_") for entry in header.values()):
+            return True
+    return False
+
+
+def _quant_method(folder: Path) -> str | None:
+    """quantization_config.quant_method of the folder's config.json, if it has both."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        return False
-    return config.get("quantization_config", {}).get("quant_method") == "fp8"
+        return None
+    return config.get("quantization_config", {}).get("quant_method")
