@@ -321,12 +321,10 @@ def test_a_checkpoint_with_gaps(tmp_path, text):
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_checkpoint_with_a_missing_or_damaged_file(capsys, tmp_path, text, name, size):
     folder = write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
-    if size is None:
-        (folder / name).unlink()
-    else:
-        os.truncate(folder / name, size)
-    args = (folder, tmp_path / "out", "--config", tmp_path / "job.toml")
-    status, _, errors = run_command(capsys, *args)
+    file = folder / name
+    file.unlink() if size is None else os.truncate(file, size)
+    flags = "--config", tmp_path / "job.toml"
+    status, _, errors = run_command(capsys, folder, tmp_path / "out", *flags)
     message = "has no .metadata" if (name, size) == (".metadata", None) else "is missing or damaged"
     assert (
         status == 2 and f"CHECKPOINT = {folder}" in errors and message in " ".join(errors.split())
