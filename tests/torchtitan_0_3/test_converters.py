@@ -360,8 +360,9 @@ def test_a_shard_that_fp8_gemms_cannot_read_is_an_error(two_ranks, backend, part
 
 @pytest.mark.parametrize("plan", ["tensor_parallel", "data_parallel_shard"])
 def test_fp8_gathers_without_fsdp_are_warned_of(two_ranks, caplog, plan):
-    flags = [f"--parallelism.{plan}_degree", 2, "--training.disable_cuda_graphs"]
-    config = titan_0_3.parse("llama3_plain", *flags)
+    flags = [f"--parallelism.{plan}_degree", 2, "--parallelism.spmd_backend", "partial_dtensor"]
+    config = titan_0_3.parse("llama3_plain", *flags, "--training.disable_cuda_graphs")
+    dist_utils.set_spmd_backend("partial_dtensor")
     model = config.model_spec.model
     FP8LinearConverter.Config(fsdp_all_gather=True).build().convert(model)
     model.update_from_config(config=config)
