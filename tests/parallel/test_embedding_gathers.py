@@ -3,10 +3,10 @@
 import gloo
 import torch
 import torch.distributed as dist
+from all_gathers import count_all_gathers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp import fully_shard
 
 from titan_fp8 import fsdp
 
@@ -26,16 +26,6 @@ class Model(nn.Module):
         return self.output(self.layer(self.embedding(tokens)))
 
 
-class CountingAllGather(DefaultAllGather):
-    """FSDP2's all-gather, counting the numbers that it receives."""
-
-    received = 0
-
-    def __call__(self, output_tensor, input_tensor, *args, **options):
-        CountingAllGather.received += output_tensor.numel()
-        return super().__call__(output_tensor, input_tensor, *args, **options)
-
-
 UNITS = {
     "alone": lambda model: model.embedding,
     "with a layer": lambda model: [model.embedding, model.layer],
@@ -53,20 +43,18 @@ def train(unit: str, told: bool) -> tuple[list[Tensor], int]:
     if choose := UNITS[unit]:
         fully_shard(choose(model), mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(CountingAllGather())
+    counter = count_all_gathers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
-        CountingAllGather.received = 0
+        counter.numbers_received = 0
         tokens = torch.randint(VOCABULARY, (2, 8), generator=generator)
         model(tokens).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         if told:
             fsdp.requantise([model])
-    return [p.full_tensor() for p in model.parameters()], CountingAllGather.received
+    return [p.full_tensor() for p in model.parameters()], counter.numbers_received
 
 
 def compare(rank: int) -> None:

@@ -10,12 +10,12 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from all_gathers import count_all_gathers
 from op_calls import RECIPES
 from titan import GROUPED_MM, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from titan_fp8 import convert_linears, fsdp
@@ -203,16 +203,6 @@ def counting() -> Iterator[list[int]]:
 # Training
 
 
-class CountingAllGather(DefaultAllGather):
-    """FSDP2's all-gather, counting the bytes that a rank sends."""
-
-    sent = 0
-
-    def __call__(self, output_tensor, input_tensor, *args, **options):
-        CountingAllGather.sent += input_tensor.nbytes
-        return super().__call__(output_tensor, input_tensor, *args, **options)
-
-
 STEPS, MICROBATCHES, LAYERS = 3, 2, 3
 
 
@@ -226,12 +216,10 @@ def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = True
         fsdp.gather_in_fp8(model, FP8Linear)
     for module in (*blocks, model):
         shard(module, dist.get_world_size())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(CountingAllGather())
+    counter = count_all_gathers(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    losses, CountingAllGather.sent = [], 0
+    losses = []
     with counting() as calls:
         for _ in range(STEPS):
             for _ in range(MICROBATCHES):
@@ -244,7 +232,7 @@ def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = True
             optimizer.zero_grad()
             if together:
                 fsdp.requantise([model])
-    return losses, [p.full_tensor() for p in model.parameters()], CountingAllGather.sent, calls
+    return losses, [p.full_tensor() for p in model.parameters()], counter.bytes_sent, calls
 
 
 def compare_training(rank: int) -> None:
