@@ -28,12 +28,7 @@ from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3.dispatcher import align_groups
-from titan_fp8.torchtitan_0_3.linear import (
-    check_converted_once,
-    check_shards,
-    replace,
-    warn_without_fsdp,
-)
+from titan_fp8.torchtitan_0_3.linear import check_converted_once, check_plan, replace
 
 ALIGNED = 128
 """With `aligned = True` all group ends are multiples of this."""
@@ -60,9 +55,7 @@ class FP8Experts(GroupedExperts):
         """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
         # The biases of gpt_oss have two dimensions and take no part in GEMMs.
         weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == 3]
-        check_shards(self, weights, parallel_dims)
-        if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
-            warn_without_fsdp()
+        check_plan(self, weights, parallel_dims)
         super().parallelize(parallel_dims)
         self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
 
