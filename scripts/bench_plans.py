@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        return self.replicate * self.shard * self.tp * self.cp * self.pp
+        return self.data_parallel * self.tp * self.cp * self.pp
 
     @property
     def data_parallel(self) -> int:
@@ -174,8 +174,8 @@ def last_error(log: Path) -> str:
 def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | None) -> Row:
     """The row of a run. `base` is that of the plan's first run."""
     row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
-    row |= dict.fromkeys(("tokens/s", "x bf16", "GiB", "idle %", "gathered GB"))
-    row |= dict.fromkeys(("loss", "gap %", "error"))
+    measured = ("tokens/s", "x bf16", "GiB", "idle %", "gathered GB", "loss", "gap %", "error")
+    row |= dict.fromkeys(measured)
     if error is None:
         try:
             metrics = read_run(folder, recipe)
