@@ -8,8 +8,8 @@ To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under 
 - gradients: wgrad returns the dtype of the gathered weight, and FSDP2 reduce-scatters it in
   `mixed_precision_reduce`, FP32 by default (`gradient_copies.py`).
 
-With `fsdp_all_gather = true` each rank quantises its shard instead, and the gathers move FP8. The
-other two, and what the optimizer and checkpoints see, do not change. This uses FSDP2's own
+With `fsdp_all_gather = true` each rank quantises its shard instead, and the gathers move FP8.
+Gradients, and what the optimizer and checkpoints see, do not change. This uses FSDP2's own
 extension: if the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`, FSDP2 gathers what the first returns, and the second makes the unsharded
 parameter from it. `gather_in_fp8` replaces the weights of FP8 layers by `ShardedWeight`s, which
