@@ -1,43 +1,46 @@
 """How FSDP2 copies the gradients of a unit into the buffer that it reduce-scatters.
 
 The buffer holds, for each rank, that rank's rows of every gradient, in the dtype of the reduction.
-FSDP2 fills it by one kernel, `chunk_cat`. For this the CPU builds a table that grows with the rows
-of a rank, so it is large where few ranks share large weights. `torch._foreach_copy_` writes the
-same numbers without a table. Its CPU time grows with the number of copies instead, ranks times
-gradients.
-
-A block of Llama3-8B, bf16 to FP32, in us (CPU / GPU; one H200, torch 2.11):
-
-    ranks                2             8           64
-    chunk_cat      2,574 / 1,023   270 / 650     139 / 593
-    foreach          232 /   412   378 / 413   1,947 / 414
+FSDP2 fills it by one kernel, `chunk_cat`. For this it copies a table to the GPU, which grows with
+the rows of a rank. Between few ranks it is so large that the CPU waits until the GPU has received
+it. Here one launch per gradient writes the same numbers, without a table.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-MOST_COPIES = 64
-"""With more copies than this, `chunk_cat` takes the CPU less time."""
+LARGEST_PART = 2**31
+"""The kernel counts the elements of a rank's part of a gradient in 32 bits."""
 
 
-def copy_by_foreach(copy_in: Callable) -> Callable:
-    """Wraps FSDP2's `foreach_reduce_scatter_copy_in`: few copies are made by a foreach op."""
+def copy_by_kernel(copy_in: Callable) -> Callable:
+    """Wraps FSDP2's `foreach_reduce_scatter_copy_in`: on GPUs, our kernel makes the copies."""
 
     @functools.wraps(copy_in)
     def copy(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-        rows = [grad.shape[0] for grad in unsharded_grads]
-        padded = any(n % world_size or not n for n in rows)
-        if padded or world_size * len(rows) > MOST_COPIES:
+        if not fits_kernel(unsharded_grads, reduce_scatter_input, world_size):
             return copy_in(unsharded_grads, reduce_scatter_input, world_size)
-        sizes = [grad.numel() // world_size for grad in unsharded_grads]
-        chunks = [grad.reshape(world_size, -1).unbind() for grad in unsharded_grads]
-        buffer = reduce_scatter_input.view(world_size, -1)
-        torch._foreach_copy_(
-            [slot for rank in buffer.unbind() for slot in rank.split(sizes)],
-            [chunk for rank in zip(*chunks, strict=True) for chunk in rank],
-        )
+        _kernel()(reduce_scatter_input, world_size, *unsharded_grads)
 
     return copy
+
+
+def fits_kernel(gradients: Sequence[Tensor], buffer: Tensor, ranks: int) -> bool:
+    """Whether the kernel can copy them: plain contiguous tensors whose rows divide evenly."""
+    return buffer.is_cuda and all(
+        type(g) is Tensor
+        and g.is_contiguous()
+        and g.shape[0]
+        and g.shape[0] % ranks == 0
+        and g.numel() // ranks < LARGEST_PART
+        for g in gradients
+    )
+
+
+@functools.cache
+def _kernel() -> Callable[..., tuple[()]]:
+    from titan_fp8.kernels.gradients import copy_gradients
+
+    return copy_gradients

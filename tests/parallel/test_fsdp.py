@@ -1,7 +1,5 @@
 """FP8 modules under FSDP2: how gradients are copied, and loading into its modules."""
 
-import functools
-
 import gloo
 import pytest
 import torch
@@ -11,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from titan_fp8 import convert_linears
-from titan_fp8.gradient_copies import MOST_COPIES, copy_by_foreach
+from titan_fp8 import convert_linears, gradient_copies
+from titan_fp8.gradient_copies import copy_by_kernel, fits_kernel
 from titan_fp8.patches import GRADIENT_COPIES
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
@@ -40,35 +38,29 @@ def gradients(ranks: int) -> list[Tensor]:
     return [p.grad.to_local() for p in model.parameters()]
 
 
-def copy_in(*args) -> None:
-    _fsdp_collectives.foreach_reduce_scatter_copy_in(*args)
-
-
-@pytest.fixture
-def fsdp2_calls(monkeypatch):
-    """The arguments of the calls that reach FSDP2's own function."""
-    calls = []
-    original = _fsdp_collectives.foreach_reduce_scatter_copy_in
-
-    @functools.wraps(original)
-    def counted(*args) -> None:
-        calls.append(args)
-        original(*args)
-
-    monkeypatch.setattr(_fsdp_collectives, original.__name__, counted)
-    return calls
-
-
 def compare_gradients(rank: int, ranks: int) -> None:
     expected = gradients(ranks)
     for _ in range(2):
-        assert GRADIENT_COPIES.apply(copy_by_foreach)
+        assert GRADIENT_COPIES.apply(copy_by_kernel)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # Copies do not reach it.
-        monkeypatch.delattr(torch.ops.fsdp, "chunk_cat")
+        # The CPU takes the way of a GPU, to a kernel in PyTorch.
+        calls: list[int] = []
+        monkeypatch.setattr(gradient_copies, "fits_kernel", lambda *_: True)
+        monkeypatch.setattr(gradient_copies, "_kernel", lambda: copies_in_pytorch(calls))
         copied = gradients(ranks)
-    assert all(map(torch.equal, copied, expected))
+    assert all(map(torch.equal, copied, expected)) and calls == 2 * [ranks]
     assert {g.dtype for g in copied} == {torch.float32}
+
+
+def copies_in_pytorch(calls: list[int]):
+    def copy(buffer: Tensor, ranks: int, *grads: Tensor) -> tuple:
+        calls.append(ranks)
+        parts = [grad.chunk(ranks) for grad in grads]
+        flat = [part[rank].flatten() for rank in range(ranks) for part in parts]
+        buffer.copy_(torch.cat(flat))
+        return ()
+
+    return copy
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -80,31 +72,35 @@ def test_gradients_are_those_of_fsdp2s_own_copies(ranks):
             compare_gradients(0, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_may_have_any_strides(fsdp2_calls, ranks):
-    torch.manual_seed(0)
-    grads = [torch.randn(4, 8).t(), torch.randn(1, 5).expand(4, 5), torch.randn(4)]
-    grads = [grad.bfloat16() for grad in grads]
-    expected, copied = (torch.full((56,), float("nan")) for _ in range(2))
-    copy_in(grads, expected, ranks)
-    assert GRADIENT_COPIES.apply(copy_by_foreach)
-    copy_in(grads, copied, ranks)
-    assert torch.equal(copied, expected) and len(fsdp2_calls) == 1
+class OnGPU:
+    """What `fits_kernel` asks of a buffer."""
+
+    is_cuda = True
 
 
 @pytest.mark.parametrize(
-    "rows, gradients, ranks", [(5, 1, 2), (0, 1, 2), (8, MOST_COPIES // 8 + 1, 8)]
+    "grad, ranks, fits",
+    [
+        (torch.ones(8, 3), 2, True),
+        (torch.ones(8), 8, True),
+        (torch.ones(5, 3), 2, False),
+        (torch.ones(0, 3), 2, False),
+        (torch.ones(4, 8).t(), 2, False),
+        (torch.ones(1, 5).expand(4, 5), 2, False),
+        (torch.empty(2**31, device="meta"), 1, False),
+        (nn.Parameter(torch.ones(8)), 2, False),
+    ],
 )
-def test_padded_gradients_and_many_copies_are_left_to_fsdp2(fsdp2_calls, rows, gradients, ranks):
-    GRADIENT_COPIES.apply(copy_by_foreach)
-    padded = -(-max(rows, 1) // ranks) * ranks
-    args = [torch.ones(rows, 3)] * gradients, torch.empty(gradients * padded * 3), ranks
-    if rows:
-        copy_in(*args)
-    else:
-        with pytest.raises(RuntimeError, match="non-empty"):
-            copy_in(*args)
-    assert fsdp2_calls == [args]
+def test_which_gradients_the_kernel_copies(grad, ranks, fits):
+    assert fits_kernel([torch.ones(8), grad], OnGPU(), ranks) == fits
+    assert not fits_kernel([grad], torch.ones(1), ranks)
+
+
+def test_other_gradients_are_left_to_fsdp2():
+    calls = []
+    args = [torch.ones(8, 3)], torch.empty(24), 2
+    copy_by_kernel(lambda *given: calls.append(given))(*args)
+    assert calls == [args]
 
 
 def test_a_checkpoint_loads_into_fsdp2_shards_of_any_size():

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport
 from titan_fp8.fsdp import gather_in_fp8, requantise
-from titan_fp8.gradient_copies import copy_by_foreach
+from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
@@ -52,7 +52,7 @@ class _Converter(QuantizationConverter):
         self.check_schedule()
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:
-            patches.GRADIENT_COPIES.apply(copy_by_foreach)
+            patches.GRADIENT_COPIES.apply(copy_by_kernel)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport, check_bool, check_freq, check_patterns, check_recipe
-from titan_fp8.gradient_copies import copy_by_foreach
+from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
@@ -176,7 +176,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
     patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
-    patches.GRADIENT_COPIES.apply(copy_by_foreach)
+    patches.GRADIENT_COPIES.apply(copy_by_kernel)
 
 
 def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]

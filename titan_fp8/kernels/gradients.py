@@ -1,0 +1,54 @@
+"""The kernel that copies gradients into the buffer of a reduce-scatter; for any CUDA GPU."""
+
+import functools
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from titan_fp8.kernels.launch import kernel
+from titan_fp8.kernels.replay import replayed
+from titan_fp8.layouts import cdiv
+
+WARPS = 4
+ELEMENTS = 8
+"""Elements that a thread reads at once: 16 bytes of bf16."""
+LOADS = 4
+"""Such reads per thread."""
+TILE = ELEMENTS * LOADS * 32 * WARPS
+
+
+@functools.cache
+def _layout() -> gl.BlockedLayout:
+    return gl.BlockedLayout([ELEMENTS], [32], [WARPS], [0])
+
+
+@kernel()
+def copy_gradient_kernel(
+    gradient, buffer, size, offset, stride, TILE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Copies to `offset` in each rank's part of the buffer: its `size` elements of the gradient."""
+    rank = gl.program_id(1).to(gl.int64)
+    i = gl.program_id(0) * TILE + gl.arange(0, TILE, LAYOUT)
+    values = gl.load(gradient + rank * size + i, mask=i < size)
+    out = buffer + (rank * stride + offset) + i
+    gl.store(out, values.to(buffer.dtype.element_ty), mask=i < size)
+
+
+@replayed
+def copy_gradients(buffer: Tensor, ranks: int, *gradients: Tensor) -> tuple[()]:
+    """Fills the buffer with each rank's rows of every gradient, in the buffer's dtype.
+
+    Args:
+        buffer: contiguous, as large as all gradients.
+        gradients: contiguous. The size of the first dimension is a multiple of `ranks`. A rank's
+            part of each has fewer than 2^31 elements.
+    """
+    stride, offset = buffer.numel() // ranks, 0
+    for gradient in gradients:
+        size = gradient.numel() // ranks
+        grid = cdiv(size, TILE), ranks
+        copy_gradient_kernel[grid](
+            *(gradient, buffer, size, offset, stride, TILE, _layout()), num_warps=WARPS
+        )
+        offset += size
+    return ()
