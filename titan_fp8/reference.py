@@ -39,10 +39,7 @@ AMAX_MIN = 1e-12
 
 
 def scale_of(amax: Tensor, scale_fmt: str = "fp32") -> Tensor:
-    """The scale of each block, from its FP32 absolute maximum; same shape.
-
-    `scale_fmt` is the format of scales: "fp32", or "ue8m0" for powers of two, rounded up.
-    """
+    """The scales of blocks with these FP32 absolute maxima; "ue8m0" rounds them up to 2^n."""
     # A tensor as the divisor: on CUDA, dividing by a Python number multiplies by its reciprocal.
     s = amax.clamp(min=AMAX_MIN) / torch.full_like(amax, E4M3_MAX)
     if scale_fmt == "fp32":
@@ -88,10 +85,12 @@ def quantize_1x128_128x1_t(
     return (*quantize_1x128(x, scale_fmt=scale_fmt), *columns)
 
 
-def quantize_128x128(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
-    """128x128 blocks of w (..., N, K): q (..., N, K), s (..., ⌈N/128⌉, ⌈K/128⌉)."""
+def quantize_128x128(
+    w: Tensor, dtype: torch.dtype | None = None, *, scale_fmt: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    """128x128 blocks of w (..., N, K) as `dtype`: q (..., N, K), s (..., ⌈N/128⌉, ⌈K/128⌉)."""
     *lead, n, k = w.shape
-    tiles = pad_blocks(w.float(), -2, -1)
+    tiles = pad_blocks(w.to(dtype or w.dtype).float(), -2, -1)
     tiles = tiles.reshape(*lead, cdiv(n, BLOCK), BLOCK, cdiv(k, BLOCK), BLOCK)
     s = scale_of(tiles.abs().amax((-3, -1)), scale_fmt)
     q = cast(tiles, s[..., :, None, :, None])

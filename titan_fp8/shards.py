@@ -176,7 +176,7 @@ def _quantise_blocks(
     tail = n if end == place.whole[-2] or head == n else n - end % BLOCK
     shard.q = None  # The new q may take its memory.
     if (head, tail) == (0, n) and x.shape == place.padded:
-        shard.q, own = shard.ops.weight(x.to(place.dtype), emulate=shard.emulate)
+        shard.q, own = shard.ops.weight(x, place.dtype, emulate=shard.emulate)
         copies.append((s[..., start // BLOCK : cdiv(end, BLOCK), :], own))
         return []
     shard.q = shard.new_q()
@@ -184,8 +184,8 @@ def _quantise_blocks(
         return []
     q = shard.q[: x.shape[0]]
     if head < tail:
-        whole = x[..., head:tail, :].to(place.dtype).contiguous()
-        own_q, own = shard.ops.weight(whole, emulate=shard.emulate)
+        whole = x[..., head:tail, :].contiguous()
+        own_q, own = shard.ops.weight(whole, place.dtype, emulate=shard.emulate)
         q[..., head:tail, :] = own_q
         copies.append((s[..., (start + head) // BLOCK : cdiv(start + tail, BLOCK), :], own))
     edges = []

@@ -102,3 +102,14 @@ def test_power_of_two_scales_are_kept_and_others_rounded_up():
     assert (s >= exact).all() and (s < 2 * exact).all() and (np.frexp(s)[0] == 0.5).all()
     with pytest.raises(ValueError, match="scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"):
         reference.scale_of(torch.ones(1), "e8m0")
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_are_rounded_before_they_are_quantised(dtype, to):
+    w = torch.randn(3, 144, 272).to(dtype)
+    w[0, 5, 7], w[1, 130, 1] = NAN, INF
+    got, want = reference.quantize_128x128(w, to), reference.quantize_128x128(w.to(to))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.float().nan_to_num(), b.float().nan_to_num())
+        assert torch.equal(a.float().isnan(), b.float().isnan())

@@ -132,7 +132,11 @@ def _swiglu_backward(
 # Weights
 
 
-def _weight(gemm: str, o: "Observer", op: Op, w: Tensor, **options: Any) -> Any:
+def _weight(
+    gemm: str, o: "Observer", op: Op, w: Tensor, dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    if dtype is not None:
+        return op(w, dtype, **options)  # A shard, which shards.py samples.
     q, s = op(w, **options)
     sample = o.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
     owner = o.find(w)

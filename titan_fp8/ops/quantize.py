@@ -74,9 +74,16 @@ def quantize_1x128_128x1_t(
 
 @primitive(checked=("w",))
 def quantize_128x128(
-    w: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
+    w: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    scale_fmt: str = "fp32",
+    emulate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A weight (..., N, K): q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉)."""
+    """A weight (..., N, K), as `dtype`: q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉).
+
+    dtype: what w is rounded to before it is quantised, one of `DTYPES`; by default its own.
+    """
     return new_fp8(w, w.shape), new_scale_128x128(w, *w.shape[-2:])
 
 

@@ -165,14 +165,21 @@ def quantize_128x1_t_kernel(
 
 @kernel(do_not_specialize=["S"])
 def quantize_128x128_kernel(
-    w, q, s, N, KW, S, PACK: gl.constexpr, SCALE_FMT: gl.constexpr, WORDS: gl.constexpr
-):
-    """One 128x128 tile of an expert's weight, in registers from the load to the cast."""
+    w, q, s, N, KW, S,
+    PACK: gl.constexpr, SCALE_FMT: gl.constexpr, ROUNDED: gl.constexpr, WORDS: gl.constexpr,
+):  # fmt: skip
+    """One 128x128 tile of an expert's weight, in registers from the load to the cast.
+
+    ROUNDED: w is FP32, and is rounded to bf16 first.
+    """
     block = gl.program_id(0)
     row = gl.program_id(1) * 128
     expert = gl.program_id(2).to(gl.int64)
     word = block * WORDS.shape[1]
     words = load_words(w + expert * N * KW, row, N - row, word, KW, WORDS)
+    if ROUNDED:
+        rounded = words.to(gl.float32, bitcast=True).to(gl.bfloat16)
+        words = rounded.to(gl.float32).to(gl.int32, bitcast=True)
     scale, r = scale_of(gl.max(row_amax(words, PACK), 0), SCALE_FMT)
     gl.store(s + (expert * gl.num_programs(1) + gl.program_id(1)) * S + block, scale)
     values = cast_rows(words, gl.full([1, 1], 0.0, gl.float32, WORDS) + r, PACK)
@@ -288,15 +295,21 @@ def _quantize_columns(
     return q, s, q_t, s_t
 
 
-def quantize_128x128(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
-    """Quantises w (..., N, K) in tiles of 128x128: q (..., N, K), s (..., ⌈N/128⌉, ⌈K/128⌉)."""
+def quantize_128x128(
+    w: Tensor, dtype: torch.dtype | None = None, *, scale_fmt: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    """Quantises w (..., N, K), rounded to `dtype`, in tiles of 128x128.
+
+    Returns q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉).
+    """
     *lead, n, k = w.shape
     q, s = torch.empty_like(w, dtype=E4M3), _scales_128x128(w, n, k)
     words, out, pack = words_of(w, q)
     layout, warps = SQUARE[pack]
+    rounded = w.dtype == torch.float32 and dtype == torch.bfloat16
     quantize_128x128_kernel[(cdiv(k, BLOCK), cdiv(n, BLOCK), math.prod(lead))](
         words, out, s, n, k // pack, s.stride(-2),
-        pack, SCALE_FMTS[scale_fmt], layout, num_warps=warps,
+        pack, SCALE_FMTS[scale_fmt], rounded, layout, num_warps=warps,
     )  # fmt: skip
     return q, s
 
