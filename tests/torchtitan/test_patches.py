@@ -28,6 +28,7 @@ from titan import (
     training,
 )
 from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.tools import utils
 
 import titan_fp8
 from titan_fp8.patches import Patch, Target, restore
@@ -152,6 +153,15 @@ def test_names_and_targets_are_unique_and_every_field_is_written():
         assert all((patch.why, patch.without, patch.versions, patch.gain, patch.until)), patch.name
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """The converters take this machine for one with a GPU, whose streams are any objects."""
+    monkeypatch.setattr(utils, "device_type", "cuda")
+    monkeypatch.setattr(torch.cuda, "current_stream", object)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+
+
+@pytest.mark.usefixtures("gpu")
 def test_the_log_names_each_patch_once(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     config = job(tmp_path, "deepseek_v3", *ALL)
@@ -169,6 +179,7 @@ def test_the_plugin_does_not_load_without_its_check(tmp_path):
     assert run.returncode and "RuntimeError: titan_fp8: patch 'config check'" in run.stderr
 
 
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("patch", patches.ON_CONVERSION, ids=lambda patch: patch.name)
 def test_a_conversion_goes_on_without_a_patch(monkeypatch, tmp_path, caplog, patch):
     # Quantisers are recomputed by their own patch only where blocks are not checkpointed.

@@ -20,7 +20,7 @@ from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import health, patches, permutation
+from titan_fp8.torchtitan_0_2 import health, input_stream, patches, permutation
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
@@ -49,6 +49,8 @@ class _Converter(QuantizationConverter):
             announce_emulation()
         else:
             kernels_for(torch.device("cuda", torch.cuda.current_device()))
+        if utils.device_type == "cuda":
+            input_stream.install()
         self.check_schedule()
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:

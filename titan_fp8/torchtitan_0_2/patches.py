@@ -91,6 +91,23 @@ CHECKPOINT_MARKS = Patch(
     until="torch 2.11 need not be supported.",
 )
 
+INPUT_STREAM = Patch(
+    name="input stream",
+    targets=(
+        Target("torchtitan.train:Trainer.train_step", ("self", "data_iterator")),
+        Target(
+            "torchtitan.train:Trainer.forward_backward_step",
+            ("self", "input_dict", "labels", "global_valid_tokens"),
+        ),
+    ),
+    why="The trainer copies each batch to the GPU, and counts its tokens, in a way that makes the "
+    "CPU wait for the optimizer of the previous step (input_stream.py).",
+    without="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
+    versions=f"{TORCHTITAN}, {TORCH}",
+    gain="TODO",
+    until="the trainer copies batches without blocking and keeps the token count on the GPU.",
+)
+
 STEP_METRICS = Patch(
     name="step metrics",
     targets=(
@@ -141,7 +158,7 @@ CPU_SEED_WARNING = Patch(
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 ON_CONVERSION = (
     *(TOKEN_GROUP_ALIGNMENT, PERMUTATION, SAC_POLICY, RECOMPUTABLE_QUANTISERS),
-    *(CHECKPOINT_MARKS, GRADIENT_COPIES, STEP_METRICS),
+    *(CHECKPOINT_MARKS, GRADIENT_COPIES, INPUT_STREAM, STEP_METRICS),
 )
 ON_CPU = (
     *(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_HISTC, CPU_PERMUTE_INDICES),
