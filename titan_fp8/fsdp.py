@@ -40,7 +40,8 @@ alone, so `requantise` tells FSDP2 not to gather them in backward.
 
 The ranks that share a 128x128 block or a column agree on its scale by a collective. By default each
 weight runs one at its gather. `requantise` quantises all weights of a model together, with one
-collective per process group; the adapters call it after each step of the optimizer.
+collective per process group; the adapters call it between a step of the optimizer and the next
+forward.
 """
 
 import contextlib
@@ -59,6 +60,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
+from torch.utils.hooks import RemovableHandle
 
 from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
@@ -352,9 +354,9 @@ def _gather_embeddings_only_in_forward(model: nn.Module) -> None:
 def requantise(models: Iterable[nn.Module]) -> None:
     """Quantises all shards of the models that have been written to since they were quantised.
 
-    Call it on every rank after each step of the optimizer. It runs one collective per process group
-    that shares weights. Without this call, each gather runs one for its own weight. From the first
-    call on, FSDP2 gathers embeddings in forward only.
+    Call it on every rank between a step of the optimizer and the next forward. It runs one
+    collective per process group that shares weights. Without this call, each gather runs one for
+    its own weight. From the first call on, FSDP2 gathers embeddings in forward only.
     """
     models = list(models)
     for model in models:
@@ -369,3 +371,22 @@ def requantise(models: Iterable[nn.Module]) -> None:
             weights.append(values)
     if weights:
         _quantise(weights)
+
+
+def requantise_in_forward(models: Iterable[nn.Module]) -> None:
+    """Like `requantise`, at the beginning of each model's next forward.
+
+    By then torchtitan's trainer has counted the tokens of the batch over all ranks. It waits for
+    the count, and the process group runs its collectives in order, so behind those of `requantise`
+    the count would wait for the optimizer (`torchtitan_0_2/input_stream.py`).
+    """
+    for model in models:
+        _gather_embeddings_only_in_forward(model)
+        handles: list[RemovableHandle] = []
+
+        def once(model: nn.Module, _: Any, handles: list[RemovableHandle] = handles) -> None:
+            handles.pop().remove()
+            requantise([model])
+
+        # Before FSDP2's own hook, after which gathers no longer wait for this stream.
+        handles.append(model.register_forward_pre_hook(once, prepend=True))

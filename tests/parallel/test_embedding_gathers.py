@@ -1,5 +1,7 @@
 """With `fsdp_all_gather` FSDP2 gathers embeddings in forward only, on gloo ranks."""
 
+from collections.abc import Callable
+
 import gloo
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ UNITS = {
 """What is sharded together with the embedding, before the model is."""
 
 
-def train(unit: str, told: bool) -> tuple[list[Tensor], int]:
+def train(unit: str, told: Callable | None = None) -> tuple[list[Tensor], int]:
     """Parameters after three steps, and the numbers received in the last."""
     torch.manual_seed(0)
     model = Model(tied=unit == "tied")
@@ -53,17 +55,18 @@ def train(unit: str, told: bool) -> tuple[list[Tensor], int]:
         optimizer.step()
         optimizer.zero_grad()
         if told:
-            fsdp.requantise([model])
+            told([model])
     return [p.full_tensor() for p in model.parameters()], counter.numbers_received
 
 
 def compare(rank: int) -> None:
     for unit in UNITS:
-        parameters, received = train(unit, told=False)
-        got, fewer = train(unit, told=True)
-        assert all(map(torch.equal, got, parameters)), unit
-        saved = VOCABULARY * DIM if unit == "alone" else 0
-        assert received - fewer == saved, (unit, received, fewer)
+        parameters, received = train(unit)
+        for told in (fsdp.requantise, fsdp.requantise_in_forward):
+            got, fewer = train(unit, told)
+            assert all(map(torch.equal, got, parameters)), (unit, told)
+            saved = VOCABULARY * DIM if unit == "alone" else 0
+            assert received - fewer == saved, (unit, told, received, fewer)
 
 
 def test_an_embedding_that_is_a_unit_of_its_own_is_not_gathered_in_backward():

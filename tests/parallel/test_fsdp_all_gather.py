@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import gloo
@@ -206,7 +206,9 @@ def counting() -> Iterator[list[int]]:
 STEPS, MICROBATCHES, LAYERS = 3, 2, 3
 
 
-def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = True) -> tuple:
+def train(
+    recipe: str, widths: tuple[int, ...], fp8: bool, together: Callable | None = None
+) -> tuple:
     """Losses, parameters, bytes gathered, and the shards quantised by each call."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)) for k, n in itertools.pairwise(widths)]
@@ -231,7 +233,7 @@ def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = True
             optimizer.step()
             optimizer.zero_grad()
             if together:
-                fsdp.requantise([model])
+                together([model])
     return losses, [p.full_tensor() for p in model.parameters()], counter.bytes_sent, calls
 
 
@@ -239,7 +241,7 @@ def compare_training(rank: int) -> None:
     for recipe, widths in itertools.product(RECIPES, [(256, 512, 256, 512), (272, 144, 176, 48)]):
         losses, parameters, sent, calls = train(recipe, widths, fp8=False)
         assert not calls
-        for together in (True, False):
+        for together in (fsdp.requantise, fsdp.requantise_in_forward, None):
             what = recipe, widths, together
             got = train(recipe, widths, fp8=True, together=together)
             assert torch.stack(got[0]).equal(torch.stack(losses)), what
@@ -248,7 +250,9 @@ def compare_training(rank: int) -> None:
             assert 0.5 <= ratio <= 0.53 if "blockwise" in recipe else ratio <= 1, (*what, ratio)
             # Once a step, not once a micro-batch. The first gathers are each on their own.
             first = LAYERS * [1]
-            assert got[3] == first + STEPS * [LAYERS] if together else STEPS * first, what
+            after = {fsdp.requantise: STEPS, fsdp.requantise_in_forward: STEPS - 1}
+            expected = first + after[together] * [LAYERS] if together else STEPS * first
+            assert got[3] == expected, what
 
 
 def test_training_is_the_same_with_half_the_bytes_and_one_quantisation_a_step():

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, recomputation
 from titan_fp8.checks import ConversionReport
-from titan_fp8.fsdp import gather_in_fp8, requantise
+from titan_fp8.fsdp import gather_in_fp8, requantise, requantise_in_forward
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
@@ -107,7 +107,9 @@ class _Converter(QuantizationConverter):
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantises the shards that FSDP2 gathers in FP8. Ops quantise all other operands."""
         if self.gathers_in_fp8:
-            requantise(model if isinstance(model, list) else [model])
+            # Health samples the shards right after the step.
+            quantise = requantise if health.is_on(self.job_config) else requantise_in_forward
+            quantise(model if isinstance(model, list) else [model])
 
 
 class LinearConverter(_Converter):
