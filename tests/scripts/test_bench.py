@@ -109,6 +109,7 @@ def test_kernels_of_ours_have_a_kind():
     """The kind of a kernel follows from the module that it is in."""
     kinds = {"gemm": "FP8 GEMM", "quantize": "quantisers", "transpose": "quantisers"}
     kinds |= {"swiglu": "SwiGLU", "permute": "permutation", "gemm_bf16": "grouped GEMM"}
+    kinds |= {"gradients": "FSDP copies"}
     found = pkgutil.walk_packages(kernels.__path__, "titan_fp8.kernels.")
     modules = [importlib.import_module(info.name) for info in found]
     ours = {k for m in modules for k in vars(m).values() if isinstance(k, launch.Kernel)}

@@ -37,6 +37,7 @@ from torchtitan.tools import utils
 
 import titan_fp8
 from titan_fp8 import recomputation
+from titan_fp8.torchtitan_0_2 import input_stream
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 OPS = torch.ops.titan_fp8
@@ -175,6 +176,7 @@ def a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+        monkeypatch.setattr(input_stream, "install", lambda: None)
 
     return pretend
 

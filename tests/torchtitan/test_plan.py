@@ -24,7 +24,7 @@ ONE_GPU = (
 )
 FSDP_2 = (
     *("--parallelism.data_parallel_shard_degree", "2", "--training.global_batch_size", "-1"),
-    *("--training.local_batch_size", "1"),
+    *("--training.local_batch_size", "1", "--metrics.log_freq", "5"),
 )
 SHORT = ("--training.seq_len", "2048")
 EP_2 = (
@@ -37,7 +37,6 @@ PLANS = {
     "one GPU": ONE_GPU,
     "FSDP 2": (*FSDP_2, *GATHER),
     "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT, *GATHER),
-    "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, *GATHER, "--training.global_batch_size", "8"),
     "EP 2": EP_2,
 }
 RUNS = json.loads((ROOT / "docs/benchmarks/plan/runs_h200.json").read_text(encoding="utf-8"))
@@ -49,14 +48,14 @@ def run_of(config: str, flags: tuple[str, ...], ngpu: int | None = None) -> Run:
 
 
 def with_slow_cpu() -> times.Times:
-    """The H200 with a CPU that takes 1.5 times as long."""
+    """The H200 with a CPU that takes three times as long."""
     h200 = times.load("h200")
     slow = {}
     for key, value in h200.host.items():
         if isinstance(value, dict):
-            slow[key] = {each: 1.5 * us for each, us in value.items()}
+            slow[key] = {each: 3 * us for each, us in value.items()}
         elif key.endswith("_us"):
-            slow[key] = 1.5 * value
+            slow[key] = 3 * value
     return replace(h200, host=h200.host | slow)
 
 
@@ -190,7 +189,9 @@ def test_what_makes_fp8_worth_it():
     h200 = with_slow_cpu()
     assert speed(few, h200) < 1 < speed(many, h200)
     step = predict(few, h200)
-    assert step.waiting and step.ms == pytest.approx(step.host + step.end)
+    # After a step that is logged, one in five, the CPU has no lead.
+    assert step.waiting and step.lead
+    assert step.ms == pytest.approx(step.host + step.end - 0.8 * step.lead)
     found = "\n".join(advice.advice(few, h200))
     assert f"The GPU waits {step.waiting:.0f} ms for the CPU" in found and "Leave out" in found
     assert "fsdp_all_gather = true would save the GPU" in found

@@ -155,6 +155,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         repeated_rest=rest,
         gathers=_gathers(config, dims),
         permutation=_permutation(config),
+        log_freq=max(config.metrics.log_freq, 1),
         filter_fqns=tuple(linear.filter_fqns),
     )
 

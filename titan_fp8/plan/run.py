@@ -92,6 +92,7 @@ class Run:
             operations except GEMMs, that backward repeats.
         gathers: all-gathers of a weight per micro-batch.
         permutation: "gather", or "host" for torchtitan's.
+        log_freq: torchtitan logs every so many steps, and then waits for the GPU.
         filter_fqns: those of the linear section.
     """
 
@@ -113,6 +114,7 @@ class Run:
     repeated_rest: float
     gathers: int
     permutation: str
+    log_freq: int
     filter_fqns: tuple[str, ...]
 
     @property

@@ -5,10 +5,15 @@
     CPU    a fixed time per block, and the time of the linears and grouped products in it
     END    the optimizer, and quantising the shards that FSDP2 gathers in FP8
 
-GPU (without END) and CPU are each divided into forward and backward. torchtitan copies each batch
-to the GPU by a call that waits until the GPU has finished all work before it, so forward begins on
-both at once, and takes the longer of both. Backward on the GPU begins after that, and ends after
-the CPU has launched it. END follows.
+GPU (without END) and CPU are each divided into forward and backward. In bf16 torchtitan copies each
+batch to the GPU by a call that waits until the GPU has finished all work before it, so forward
+begins on both at once, and takes the longer of both. Backward on the GPU begins after that, and
+ends after the CPU has launched it. END follows.
+
+With FP8 layers the CPU does not wait for the optimizer (`torchtitan_0_2/input_stream.py`), so it
+begins the first forward of a step with a lead, except after a step that is logged. It does not wait
+between micro-batches either. In a model with experts each MoE block waits for its number of tokens,
+so there the CPU has no lead.
 
 Not modelled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
 between the ranks of a pipeline. These take as long in bf16.
@@ -37,6 +42,9 @@ END = ("quantising shards", "optimizer")
 FORWARD_HOST = 0.43
 """Forward's share of the CPU time of forward and backward: 0.37 (bf16) to 0.44 in Llama3-8B with
 FSDP2 and next to empty kernels (docs/log.md, FSDP2 with small batches on one GPU)."""
+LEAD = 0.89
+"""The CPU's lead in forward, as a share of the optimizer's time: 42 of 47 ms (docs/log.md, The CPU
+ahead of the optimizer)."""
 BASELINE = 'recipe = "bf16"'
 
 
@@ -59,12 +67,20 @@ class Step:
         parts: {part: ms of GPU time}; what they sum up to is `gpu`.
         gpu_forward: ms of GPU time of forward.
         host: ms of CPU time of forward and backward.
+        waits: the share of the micro-batches whose forward the CPU begins only when the GPU has
+            finished what comes before.
+        lead: ms by which the CPU begins the step's forward before the GPU, unless the step before
+            was logged.
+        log_freq: every so many steps are logged.
     """
 
     rows: tuple[Row, ...]
     parts: dict[str, float]
     gpu_forward: float
     host: float
+    waits: float
+    lead: float
+    log_freq: int
 
     @property
     def gpu(self) -> float:
@@ -87,8 +103,13 @@ class Step:
 
     @property
     def waiting(self) -> float:
-        """ms in which the GPU waits for the CPU."""
-        return max(self.host_forward - self.gpu_forward, self.host - self.passes, 0.0)
+        """ms in which the GPU waits for the CPU, a mean over the steps."""
+        logged = 1 / self.log_freq
+        return (1 - logged) * self._waiting(self.lead) + logged * self._waiting(0.0)
+
+    def _waiting(self, lead: float) -> float:
+        forward = self.waits * (self.host_forward - self.gpu_forward)
+        return max(forward - lead, self.host - self.passes - lead, 0.0)
 
     @property
     def ms(self) -> float:
@@ -137,7 +158,16 @@ def predict(run: Run, times: Times) -> Step:
     others = (parts["elementwise"] + parts["permutation"]) / 3 / again
     collectives = parts["TP and EP"] / 2 + parts["FSDP"] / (run.gathers + 1)
     forward = layers + parts["attention"] / passes + others + collectives
-    return Step(rows, {part: ms for part, ms in parts.items() if ms}, forward, host)
+    ahead = any(row.layer.recipe != BF16 for row in rows) and not run.moe_blocks
+    return Step(
+        rows,
+        {part: ms for part, ms in parts.items() if ms},
+        gpu_forward=forward,
+        host=host,
+        waits=1 / run.micro_batches if ahead else 1.0,
+        lead=LEAD * parts["optimizer"] if ahead else 0.0,
+        log_freq=run.log_freq,
+    )
 
 
 def baseline(run: Run) -> Run:

@@ -104,7 +104,8 @@ INPUT_STREAM = Patch(
     "CPU wait for the optimizer of the previous step (input_stream.py).",
     without="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
     versions=f"{TORCHTITAN}, {TORCH}",
-    gain="TODO",
+    gain="Llama3-8B, FSDP on 2 H200s, 2,048 tokens per GPU, blockwise with fsdp_all_gather: "
+    "forward takes the GPU 64 ms instead of 111, a step 272 ms instead of 322. bf16: nothing.",
     until="the trainer copies batches without blocking and keeps the token count on the GPU.",
 )
 
