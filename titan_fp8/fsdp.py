@@ -361,6 +361,11 @@ def requantise(models: Iterable[nn.Module]) -> None:
     models = list(models)
     for model in models:
         _gather_embeddings_only_in_forward(model)
+    quantise_stale(models)
+
+
+def quantise_stale(models: Iterable[nn.Module]) -> None:
+    """Quantises shards like `requantise`, and tells FSDP2 nothing."""
     weights = []
     for param in (param for model in models for param in model.parameters()):
         local = param._local_tensor if isinstance(param, DTensor) else param
@@ -376,9 +381,11 @@ def requantise(models: Iterable[nn.Module]) -> None:
 def requantise_in_forward(models: Iterable[nn.Module]) -> None:
     """Like `requantise`, at the beginning of each model's next forward.
 
-    By then torchtitan's trainer has counted the tokens of the batch over all ranks. It waits for
-    the count, and the process group runs its collectives in order, so behind those of `requantise`
-    the count would wait for the optimizer (`torchtitan_0_2/input_stream.py`).
+    torchtitan's trainer counts the tokens of a batch over all ranks and blocks on the count. A
+    process group runs its collectives in order, so right after the optimizer those of `requantise`
+    would delay the count until the optimizer has ended (`torchtitan_0_2/input_stream.py`).
+
+    Not for pipeline schedules of several stages per rank, which gather before forward.
     """
     for model in models:
         _gather_embeddings_only_in_forward(model)
@@ -386,7 +393,7 @@ def requantise_in_forward(models: Iterable[nn.Module]) -> None:
 
         def once(model: nn.Module, _: Any, handles: list[RemovableHandle] = handles) -> None:
             handles.pop().remove()
-            requantise([model])
+            quantise_stale([model])
 
-        # Before FSDP2's own hook, after which gathers no longer wait for this stream.
+        # Runs before FSDP2's own hook, after which its gathers do not wait for this stream.
         handles.append(model.register_forward_pre_hook(once, prepend=True))

@@ -1,14 +1,15 @@
 """How FSDP2 copies the gradients of a unit into the buffer that it reduce-scatters.
 
 The buffer holds, for each rank, that rank's rows of every gradient, in the dtype of the reduction.
-FSDP2 fills it by one kernel, `chunk_cat`. For this it copies a table to the GPU, which grows with
-the rows of a rank. Between few ranks it is so large that the CPU waits until the GPU has received
-it. Here one launch per gradient writes the same numbers, without a table.
+FSDP2 fills it with one kernel, `chunk_cat`, which needs a table on the GPU. The table grows with
+the rows of a rank. Between few ranks it is so large that the CPU waits for its copy, and so for all
+earlier work of the stream. Here one launch per gradient writes the same numbers, without a table.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 LARGEST_PART = 2**31
@@ -29,7 +30,8 @@ def copy_by_kernel(copy_in: Callable) -> Callable:
 
 def fits_kernel(gradients: Sequence[Tensor], buffer: Tensor, ranks: int) -> bool:
     """Whether the kernel can copy them: plain contiguous tensors whose rows divide evenly."""
-    return buffer.is_cuda and all(
+    on_nvidia = buffer.is_cuda and torch.version.hip is None
+    return on_nvidia and all(
         type(g) is Tensor
         and g.is_contiguous()
         and g.shape[0]

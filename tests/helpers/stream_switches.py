@@ -1,4 +1,4 @@
-"""What a job loads in place of titan_fp8.plugin: says at its end how often it changed the stream.
+"""A job loads this instead of titan_fp8.plugin; it prints at exit how often the stream changed.
 
 With INPUT_STREAM=off in the environment, batches stay on the main stream.
 """

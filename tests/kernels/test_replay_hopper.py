@@ -13,7 +13,7 @@ from launch_utils import only
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from titan_fp8 import functional, gemms
-from titan_fp8.kernels import hopper, launch, replay
+from titan_fp8.kernels import gradients, hopper, launch, replay
 from titan_fp8.kernels.hopper import gemm_blockwise, quantize_rowwise_one_pass
 from titan_fp8.kernels.replay import replayed
 from titan_fp8.ops import gemm, registry, swiglu
@@ -63,6 +63,23 @@ def kernels(cuda, monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for module in (registry, gemm, swiglu):
         monkeypatch.setattr(module, "implementation", lambda x, emulate: hopper)
+
+
+def test_copies_of_gradients_are_replayed(history, kernels):
+    fast = gradients.copy_gradients
+    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    replays.clear()
+
+    def make():
+        grads = [torch.randn(8, 48).bfloat16(), torch.randn(16).bfloat16()]
+        return torch.empty(8 * 48 + 16), 2, *grads
+
+    for _ in range(3):
+        assert fast(*make()) == ()
+    assert isinstance(only(replays), replay.Replay)
+    args = make()
+    want, got = (launched(history, call, args)[0] for call in (fast.__wrapped__, fast))
+    assert want == got and len(got) == 2
 
 
 def fields(each: Launch) -> list[bytes]:

@@ -43,7 +43,7 @@ def compare_gradients(rank: int, ranks: int) -> None:
     for _ in range(2):
         assert GRADIENT_COPIES.apply(copy_by_kernel)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # The CPU takes the way of a GPU, to a kernel in PyTorch.
+        # The CPU takes the GPU path, with PyTorch ops in place of the kernel.
         calls: list[int] = []
         monkeypatch.setattr(gradient_copies, "fits_kernel", lambda *_: True)
         monkeypatch.setattr(gradient_copies, "_kernel", lambda: copies_in_pytorch(calls))

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torchtitan.distributed import ParallelDims
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
 from titan_fp8.ops import direct
 from titan_fp8.recipe import get_recipe
+from titan_fp8.torchtitan_0_2 import converters
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -257,6 +259,25 @@ def compare_training(rank: int) -> None:
 
 def test_training_is_the_same_with_half_the_bytes_and_one_quantisation_a_step():
     gloo.spawn(compare_training, 2)
+
+
+@pytest.mark.parametrize("stages, name", [(1, "requantise_in_forward"), (2, "requantise")])
+def test_when_shards_are_quantised(tmp_path, monkeypatch, stages, name):
+    """Pipeline schedules may gather before the forward of a stage begins."""
+    model, calls = nn.Linear(1, 1), []
+    for each in ("requantise", "requantise_in_forward"):
+        monkeypatch.setattr(
+            converters, each, lambda models, each=each: calls.append((each, models))
+        )
+    plan = "--parallelism.data_parallel_shard_degree", 2
+    plan += "--parallelism.pipeline_parallel_degree", stages
+    config = job(tmp_path, "llama3", *plan, f"--{LINEAR}.fsdp_all_gather")
+    dims = ParallelDims(2 // 2, 2, 1, 1, stages, 1, 1, world_size=2 * stages)
+    converter = converters.LinearConverter(config, dims)
+    converter.gathers_in_fp8 = True
+    converter.post_optimizer_hook(model)
+    converter.post_optimizer_hook([model, model])
+    assert calls == [(name, [model]), (name, [model, model])]
 
 
 # The key in TOML files

@@ -151,6 +151,25 @@ def test_trainers_with_a_forward_of_their_own_stay_on_the_main_stream(streams, t
     assert seen == ["main", "main"] and not streams.main.waited_for
 
 
+class OnGPU(torch.Tensor):
+    """A tensor of a GPU, which notes the streams that it is recorded on."""
+
+    is_cuda = True
+
+    def record_stream(self, stream: Stream) -> None:
+        self.streams = [*getattr(self, "streams", []), stream]
+
+
+def test_the_memory_of_a_batch_is_kept_for_the_main_stream(streams):
+    """The inputs, the labels, and the count of tokens where only one rank has data."""
+    inputs, labels, tokens = (torch.ones(2).as_subclass(OnGPU) for _ in range(3))
+    pair = input_stream._Streams()
+    pair.micro_batches = 1
+    step = pair.forward_backward_step(lambda trainer, **inputs: torch.ones(()))
+    step(None, input_dict={"input": inputs, "n": 3}, labels=labels, global_valid_tokens=tokens)
+    assert [t.streams for t in (inputs, labels, tokens)] == 3 * [[streams.main]]
+
+
 def test_a_forward_outside_a_step_leaves_the_stream_alone(streams, titan):
     input_stream.install()
     inputs, labels = next(titan.batch_generator(titan.dataloader))

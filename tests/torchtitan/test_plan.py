@@ -37,6 +37,7 @@ PLANS = {
     "one GPU": ONE_GPU,
     "FSDP 2": (*FSDP_2, *GATHER),
     "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT, *GATHER),
+    "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, *GATHER, "--training.global_batch_size", "8"),
     "EP 2": EP_2,
 }
 RUNS = json.loads((ROOT / "docs/benchmarks/plan/runs_h200.json").read_text(encoding="utf-8"))
@@ -75,7 +76,8 @@ def shapes(run: Run) -> dict[str, tuple[int, ...]]:
 def test_predictions_are_within_5_points_of_runs(measured):
     run = run_of(measured["config"], (*PLANS[measured["plan"]], RECIPE, measured["recipe"]))
     predicted = speed(run, times.load("h200"))
-    assert predicted == pytest.approx(measured["fp8"] / measured["bf16"], abs=0.05)
+    close = predicted == pytest.approx(measured["fp8"] / measured["bf16"], abs=0.05)
+    assert close == measured.get("predicted", True), predicted
     # Readers find the same numbers.
     table = (ROOT / "docs/benchmarks/summary.md").read_text(encoding="utf-8")
     assert f"| {predicted:.2f}x | {measured['fp8'] / measured['bf16']:.2f}x" in table
@@ -204,6 +206,22 @@ def test_what_makes_fp8_worth_it():
     assert "Set fsdp_all_gather = true: the step takes" in "\n".join(advice.advice(few, fast))
     gathered = run_of("llama3_8b", (*FSDP_2, *SHORT, *GATHER))
     assert speed(gathered, fast) > speed(few, fast)
+
+
+def test_where_the_cpu_waits_for_the_gpu():
+    h200 = times.load("h200")
+    four = (*FSDP_2, *SHORT, *GATHER, "--training.global_batch_size", "8")
+    fp8, moe = (
+        predict(run_of("llama3_8b", four), h200),
+        predict(run_of("deepseek_v3_16b", EP_2), h200),
+    )
+    assert (fp8.waits, fp8.lead) == (1 / 4, pytest.approx(0.89 * fp8.parts["optimizer"]))
+    bf16 = predict(baseline(run_of("llama3_8b", four)), h200)
+    assert [(step.waits, step.lead) for step in (bf16, moe)] == [(1, 0), (1, 0)]
+    # Of the four micro-batches only the first can wait, after a step that was logged.
+    behind = (fp8.host_forward - fp8.gpu_forward) / 4
+    assert 0 < behind < fp8.lead
+    assert fp8.waiting == pytest.approx(behind / fp8.log_freq)
 
 
 def test_fp8_gathers_are_advised_against_where_the_cpu_decides():

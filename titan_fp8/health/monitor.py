@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_fp8.fsdp import quantise_stale
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report, union_of_names
 from titan_fp8.ops.observe import observe
@@ -68,6 +69,7 @@ class Monitor:
             self.flush(step)
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
+            quantise_stale(models)  # The observer samples the shards that the step will gather.
             layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
             if due not in self._names_of:
                 self._names_of[due] = union_of_names([layer.name for layer in layers])

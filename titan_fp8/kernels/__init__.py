@@ -1,6 +1,7 @@
 """The GPU kernels; the only package that imports triton.
 
-`hopper` holds the FP8 kernels, `permute` the row permutations, which any CUDA GPU runs.
+`hopper` holds the FP8 kernels. Any CUDA GPU runs `permute`, the row permutations, and `gradients`,
+which copies gradients for FSDP2.
 `for_device` says which kernels a device has.
 """
 

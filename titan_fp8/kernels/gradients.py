@@ -26,7 +26,7 @@ def _layout() -> gl.BlockedLayout:
 def copy_gradient_kernel(
     gradient, buffer, size, offset, stride, TILE: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Copies to `offset` in each rank's part of the buffer: its `size` elements of the gradient."""
+    """Copies each rank's `size` elements of the gradient to `offset` in its part of the buffer."""
     rank = gl.program_id(1).to(gl.int64)
     i = gl.program_id(0) * TILE + gl.arange(0, TILE, LAYOUT)
     values = gl.load(gradient + rank * size + i, mask=i < size)

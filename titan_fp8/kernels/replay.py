@@ -7,10 +7,11 @@ second call (`record.py`). From then on a call allocates the outputs and one wor
 temporaries, and one call into C does all launches, with the addresses of the new tensors.
 
 The function must depend on its arguments alone. It may allocate tensors, also zeros, take views,
-launch kernels of `launch.kernel`, and call PyTorch ops that return a new tensor. A replay calls
+launch kernels of `launch.kernel`, which may write to its arguments, and call PyTorch ops that
+return a new tensor. A replay calls
 such an op again, between the launches before it and those after it; memory that the op reads is
 then a tensor, not a part of the workspace. If the function does anything else, or returns anything
-but fresh tensors, every call runs in Python.
+but fresh tensors or an empty tuple, every call runs in Python.
 """
 
 import contextlib

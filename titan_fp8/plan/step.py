@@ -10,10 +10,12 @@ batch to the GPU by a call that waits until the GPU has finished all work before
 begins on both at once, and takes the longer of both. Backward on the GPU begins after that, and
 ends after the CPU has launched it. END follows.
 
-With FP8 layers the CPU does not wait for the optimizer (`torchtitan_0_2/input_stream.py`), so it
-begins the first forward of a step with a lead, except after a step that is logged. It does not wait
-between micro-batches either. In a model with experts each MoE block waits for its number of tokens,
-so there the CPU has no lead.
+In a dense model with FP8 layers the CPU does not wait for the optimizer
+(`torchtitan_0_2/input_stream.py`), so it begins the first forward of a step with a lead, except
+after a step that is logged. It does not wait between micro-batches either. In a model with experts
+it has no lead, because each MoE block waits for its number of tokens.
+
+FSDP2's copies of gradients count as in bf16, although FP8 runs make them in another way.
 
 Not modelled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
 between the ranks of a pipeline. These take as long in bf16.

@@ -107,8 +107,8 @@ class _Converter(QuantizationConverter):
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Quantises the shards that FSDP2 gathers in FP8. Ops quantise all other operands."""
         if self.gathers_in_fp8:
-            # Health samples the shards right after the step.
-            quantise = requantise if health.is_on(self.job_config) else requantise_in_forward
+            # Pipeline schedules may gather before forward.
+            quantise = requantise if self.parallel_dims.pp_enabled else requantise_in_forward
             quantise(model if isinstance(model, list) else [model])
 
 

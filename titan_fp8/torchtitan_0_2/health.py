@@ -18,21 +18,12 @@ from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 
-def _freqs(job_config: JobConfig) -> dict[type[nn.Module], int]:
-    return {
+def install(job_config: JobConfig) -> None:
+    """Observes the job, if its sections say so; each of the two converters may call it."""
+    freqs: dict[type[nn.Module], int] = {
         FP8Linear: job_config.quantize.linear.titan_fp8.health_freq,
         FP8GroupedExperts: job_config.quantize.grouped_mm.titan_fp8.health_freq,
     }
-
-
-def is_on(job_config: JobConfig) -> bool:
-    """Whether steps of the job are observed."""
-    return any(_freqs(job_config).values())
-
-
-def install(job_config: JobConfig) -> None:
-    """Observes the job, if its sections say so; each of the two converters may call it."""
-    freqs = _freqs(job_config)
 
     def freq_of(module: nn.Module) -> int:
         return next((freq for kind, freq in freqs.items() if isinstance(module, kind)), 0)

@@ -1,10 +1,11 @@
-"""Batches are copied to the GPU on a stream of their own; the CPU need not wait for the optimizer.
+"""Copies batches on a separate CUDA stream: the CPU does not wait for the previous optimizer step.
 
 Before forward, torchtitan's `train_step` counts the batch's tokens over all ranks and copies the
 batch to the GPU. Both block the CPU until the current stream is done, that is, until the previous
 step has ended. So the CPU launches the first kernels of forward when the GPU is already idle.
 
-Here this part runs on another stream. Forward, backward and the optimizer run on the stream that
+Here this part runs on another stream. It launches no kernels that training depends on: `zero_grad`,
+which is in it, only frees the gradients. Forward, backward and the optimizer run on the stream that
 was current. The CPU then prepares forward while the GPU still runs the optimizer of the previous
 step. The kernels of training keep their order, and results do not change.
 """
@@ -21,7 +22,7 @@ from titan_fp8.torchtitan_0_2 import patches
 
 
 class _Streams:
-    """The replacements of two methods of torchtitan's Trainer, and the streams they switch to.
+    """The replacements of two methods of torchtitan's Trainer, and the streams they switch between.
 
     Attributes:
         main: the stream of forward, backward and the optimizer.
