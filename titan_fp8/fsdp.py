@@ -60,7 +60,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils.hooks import RemovableHandle
 
 from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
@@ -389,11 +388,13 @@ def requantise_in_forward(models: Iterable[nn.Module]) -> None:
     """
     for model in models:
         _gather_embeddings_only_in_forward(model)
-        handles: list[RemovableHandle] = []
+        _quantise_in_next_forward(model)
 
-        def once(model: nn.Module, _: Any, handles: list[RemovableHandle] = handles) -> None:
-            handles.pop().remove()
-            quantise_stale([model])
 
-        # Runs before FSDP2's own hook, after which its gathers do not wait for this stream.
-        handles.append(model.register_forward_pre_hook(once, prepend=True))
+def _quantise_in_next_forward(model: nn.Module) -> None:
+    def once(model: nn.Module, _: Any) -> None:
+        handle.remove()
+        quantise_stale([model])
+
+    # Runs before FSDP2's own hook, after which its gathers do not wait for this stream.
+    handle = model.register_forward_pre_hook(once, prepend=True)

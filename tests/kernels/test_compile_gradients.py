@@ -6,6 +6,7 @@ On the CPU a function in PyTorch takes the place of the kernel, so that the laun
 import pytest
 import torch
 from compile_utils import Compiler, needs_cuobjdump
+from gradient_kernel import CopyGradient
 
 from titan_fp8.kernels import gradients
 
@@ -29,24 +30,9 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, dtype, out_dtype):
     assert result.sass.count("STG.E.128") == LOADS[out_dtype]
 
 
-class Copies:
-    """The kernel as PyTorch ops."""
-
-    def __getitem__(self, grid):
-        def launch(gradient, buffer, size, offset, stride, tile, layout, num_warps):
-            blocks, ranks = grid
-            assert (blocks - 1) * tile < size <= blocks * tile
-            for rank in range(ranks):
-                part = gradient.flatten()[rank * size : (rank + 1) * size]
-                start = rank * stride + offset
-                buffer[start : start + size] = part.to(buffer.dtype)
-
-        return launch
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_each_rank_gets_its_rows_of_every_gradient(monkeypatch, ranks):
-    monkeypatch.setattr(gradients, "copy_gradient_kernel", Copies())
+    monkeypatch.setattr(gradients, "copy_gradient_kernel", CopyGradient())
     shapes = [(8, 4099), (16,), (8, 3, 5)]
     grads = [torch.randn(shape).bfloat16() for shape in shapes]
     buffer = torch.full((sum(g.numel() for g in grads),), float("nan"))

@@ -3,6 +3,7 @@
 import gloo
 import pytest
 import torch
+from gradient_kernel import CopyGradient
 from titan import CONVERTERS, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,6 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan_fp8 import convert_linears, gradient_copies
 from titan_fp8.gradient_copies import copy_by_kernel, fits_kernel
+from titan_fp8.kernels import gradients as kernels
 from titan_fp8.patches import GRADIENT_COPIES
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
@@ -45,22 +47,17 @@ def compare_gradients(rank: int, ranks: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         # The CPU takes the GPU path, with PyTorch ops in place of the kernel.
         calls: list[int] = []
+
+        def copy(buffer: Tensor, ranks: int, *grads: Tensor) -> tuple[()]:
+            calls.append(ranks)
+            return kernels.copy_gradients.__wrapped__(buffer, ranks, *grads)
+
         monkeypatch.setattr(gradient_copies, "fits_kernel", lambda *_: True)
-        monkeypatch.setattr(gradient_copies, "_kernel", lambda: copies_in_pytorch(calls))
+        monkeypatch.setattr(gradient_copies, "_kernel", lambda: copy)
+        monkeypatch.setattr(kernels, "copy_gradient_kernel", CopyGradient())
         copied = gradients(ranks)
     assert all(map(torch.equal, copied, expected)) and calls == 2 * [ranks]
     assert {g.dtype for g in copied} == {torch.float32}
-
-
-def copies_in_pytorch(calls: list[int]):
-    def copy(buffer: Tensor, ranks: int, *grads: Tensor) -> tuple:
-        calls.append(ranks)
-        parts = [grad.chunk(ranks) for grad in grads]
-        flat = [part[rank].flatten() for rank in range(ranks) for part in parts]
-        buffer.copy_(torch.cat(flat))
-        return ()
-
-    return copy
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,7 +1,5 @@
 """The kernel that copies gradients into the buffer of a reduce-scatter; for any CUDA GPU."""
 
-import functools
-
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -15,11 +13,7 @@ ELEMENTS = 8
 LOADS = 4
 """Such reads per thread."""
 TILE = ELEMENTS * LOADS * 32 * WARPS
-
-
-@functools.cache
-def _layout() -> gl.BlockedLayout:
-    return gl.BlockedLayout([ELEMENTS], [32], [WARPS], [0])
+LAYOUT = gl.BlockedLayout([ELEMENTS], [32], [WARPS], [0])
 
 
 @kernel()
@@ -48,7 +42,7 @@ def copy_gradients(buffer: Tensor, ranks: int, *gradients: Tensor) -> tuple[()]:
         size = gradient.numel() // ranks
         grid = cdiv(size, TILE), ranks
         copy_gradient_kernel[grid](
-            *(gradient, buffer, size, offset, stride, TILE, _layout()), num_warps=WARPS
+            *(gradient, buffer, size, offset, stride, TILE, LAYOUT), num_warps=WARPS
         )
         offset += size
     return ()
