@@ -13,13 +13,14 @@ second one is saved, and a block saves as many bytes as in bf16. Saving all of t
 on Llama3-8B and took more memory than no checkpointing at all (docs/log.md). Grouped GEMMs are
 recomputed, as torchtitan's are.
 
-GEMMs in blocks that are compiled in parts are recomputed, too. torchtitan compiles dense blocks as
-a whole: Dynamo traces the checkpoint with the block, asks the policy while it traces, and the
-partitioner acts on the answers. The submodules of an MoE block are compiled one by one inside the
-checkpoint, so the dispatch modes see the custom ops that Inductor's code calls at run time.
-Inductor reuses buffers in place, so a saved output may be overwritten before backward reads it,
-and no version counter shows it. So nothing is saved in these blocks. In bf16 nothing is saved there
-either, because Inductor calls those GEMMs without dispatch.
+GEMMs in blocks that are compiled in parts are recomputed, too. Dense blocks are compiled as a
+whole: Dynamo traces the checkpoint with the block, asks the policy while it traces, and the
+partitioner acts on the answers. MoE blocks are compiled in parts, inside the checkpoint, so the
+dispatch modes see the custom ops that Inductor's code calls at run time. Inductor reuses buffers in
+place, so a saved output may be overwritten before backward reads it, and no version counter shows
+it. So nothing is saved in these blocks, and FP8 ops that are called outside of compiled code skip
+the modes (`ignores_fp8_ops`). In bf16 nothing is saved there either, because Inductor calls those
+GEMMs without dispatch.
 """
 
 import functools
@@ -63,6 +64,7 @@ def _with_fp8_contexts(context_fn: Callable, block: nn.Module) -> Callable:
     def make_contexts() -> tuple[Any, ...]:
         contexts: tuple[Any, ...] = context_fn()
         for context in contexts:
+            context.ignores_fp8_ops = is_compiled_in_parts()
             # In torch 2.13 the second mode has no policy_fn.
             if getattr(context, "policy_fn", None) is not None:
                 context.policy_fn = _fp8_policy(context.policy_fn, is_compiled_in_parts())

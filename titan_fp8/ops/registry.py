@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8 import reference
 
@@ -165,7 +165,12 @@ def _define(
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args: Any, **options: Any) -> Any:
-        return (overload if _needs_dispatcher(args) else run)(*args, **options)
+        if not _needs_dispatcher(args):
+            return run(*args, **options)
+        if _mode_ignores_ops():
+            with _pop_mode_temporarily():
+                return call(*args, **options)
+        return overload(*args, **options)
 
     setattr(direct, name, call)
     _overloads[call] = overload
@@ -181,6 +186,9 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(x: Tensor, *args: Any) -> Any:
+        if _mode_ignores_ops():
+            with _pop_mode_temporarily():
+                return call(x, *args)
         if _needs_dispatcher((x, *args)):
             return function(x, *args)
         if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
@@ -206,6 +214,15 @@ def _needs_dispatcher(args: Sequence[Any]) -> bool:
     if _PLAIN.issuperset(map(type, args)):
         return False
     return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+
+
+def _mode_ignores_ops() -> bool:
+    """True if the only dispatch mode is that of a checkpoint which saves none of our ops."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 1
+        and getattr(_get_current_dispatch_mode(), "ignores_fp8_ops", False)
+    )
 
 
 def _sees_inside_ops() -> bool:
