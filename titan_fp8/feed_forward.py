@@ -29,7 +29,7 @@ class FP8FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y (..., K) = w2(silu(w1 x) * w3 x) for x (..., K)."""
-        if any(self.must_be_called(linear) for linear in (self.w1, self.w2, self.w3)):
+        if not self.runs_fused():
             return super().forward(x)
         return fp8_swiglu(
             x,
@@ -37,6 +37,9 @@ class FP8FeedForward(nn.Module):
             recipe=self.w1.recipe,
             emulate=self.w1.emulate,
         )
+
+    def runs_fused(self) -> bool:
+        return not any(self.must_be_called(linear) for linear in (self.w1, self.w2, self.w3))
 
     def must_be_called(self, linear: nn.Module) -> bool:
         """Whether calling `linear` does more than FP8Linear.forward, or its weight is sharded."""

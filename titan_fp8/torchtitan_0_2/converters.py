@@ -26,6 +26,7 @@ from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.moe import route_by_gathers
+from titan_fp8.torchtitan_0_2.moe_block import compile_up_to_experts
 
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 """Pipeline schedules, in lower case, that compute input and weight gradients separately."""
@@ -161,6 +162,8 @@ class GroupedMMConverter(_Converter):
         default = "host" if recipe == BF16 else "gather"
         if (section.permutation or default) == "gather":
             self.permute_by_gathers(model, requested=section.permutation is not None)
+            if recipe != BF16 and self.compiles:
+                compile_up_to_experts(model, self.job_config.compile.backend)
 
     def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
         """Converts the MoE layers; warns if the user `requested` it and the model has none."""

@@ -25,7 +25,7 @@ from titan_fp8.checks import (
     check_recipe,
     check_shards,
 )
-from titan_fp8.recipe import BF16
+from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
 
@@ -112,7 +112,8 @@ def convert_experts(
         recipe: as in `titan_fp8.fp8_linear`, or "bf16": nothing is converted.
         fqns: grouped experts whose qualified name contains one of these are converted.
         emulate: as in `titan_fp8.fp8_linear`.
-        compile_backend: compile the experts with this backend of torch.compile, if given.
+        compile_backend: compile the experts with this backend of torch.compile, if given and if
+            the recipe leaves operations to fuse.
 
     Returns:
         The report on every grouped experts module of the model.
@@ -143,7 +144,9 @@ def convert_experts(
             continue
         module.__class__ = FP8GroupedExperts
         module.recipe, module.emulate, module.fqn = recipe, emulate, name
-        module.compile_backend = compile_backend
+        # Where the recipe has SwiGLU ops, there is nothing to fuse, and calling compiled code would
+        # only take CPU time.
+        module.compile_backend = compile_backend if get_recipe(recipe).swiglu is None else None
         # Compared by name, since importing the class takes the deep_ep package.
         parent = model.get_submodule(name.rpartition(".")[0])
         module.dispatch_aligns = type(parent).__name__ != "DeepEPMoE"

@@ -5,34 +5,76 @@ also rounds more often in two places: it rounds a token's gradient after each su
 autocast it sums the outputs in bf16.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE
 
+from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.gathers import Combine, Expand
 
 _ops = torch.ops.titan_fp8
+
+
+class Routed(NamedTuple):
+    """The tokens of a batch, and their copies for the experts.
+
+    Attributes:
+        tokens: (T, dim).
+        copies: (R, dim), sorted by expert.
+        counts: the copies for each expert (experts,).
+        slots, rows: their order (R,) and its inverse (T, k), as in `gathers.Expand`.
+        scores: what weights the experts' outputs (T, k), or None.
+    """
+
+    tokens: Tensor
+    copies: Tensor
+    counts: Tensor
+    slots: Tensor
+    rows: Tensor
+    scores: Tensor | None
 
 
 class GatherMoE(MoE):
     """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, seq, dim) to the same shape. Router and reorderer are torchtitan's."""
-        tokens = x.flatten(0, -2)
-        scores, chosen, counts = self.router(tokens, self.expert_bias)
+        """x (batch, seq, dim) to the same shape."""
+        return self.finish(self.route(x.flatten(0, -2), self.router, self.reorderer)).view_as(x)
+
+    def route(self, tokens: Tensor, router: nn.Module, reorderer: nn.Module) -> Routed:
+        """What precedes the experts, for tokens (T, dim); `router` and `reorderer` are ours."""
+        scores, chosen, counts = router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
         # Under sequence parallelism these are only the slots of this rank's tokens.
-        _, slots, counts = self.reorderer(scores, chosen)
+        _, slots, counts = reorderer(scores, chosen)
         rows = _ops.invert_index(slots, scores.numel()).view_as(scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
+        return Routed(tokens, Expand.apply(tokens, slots, rows, before), counts, slots, rows, after)
 
-        routed = self.experts(Expand.apply(tokens, slots, rows, before), counts)
-        # Computed here to overlap with the all-to-all that returns the routed tokens.
-        shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        out = Combine.apply(routed, slots, rows, after).to(x.dtype)
-        return (out if shared is None else shared + out).view_as(x)
+    def finish(self, routed: Routed) -> Tensor:
+        """The experts and what follows them: (T, dim)."""
+        tokens, copies, counts, slots, rows, scores = routed
+        copies = self.experts(copies, counts)
+        # Computed here to overlap with the all-to-all that returns the copies.
+        shared_experts = _without_compiler(self.shared_experts)
+        shared = None if shared_experts is None else shared_experts(tokens)
+        out = Combine.apply(copies, slots, rows, scores).to(tokens.dtype)
+        return out if shared is None else shared + out
+
+
+def _without_compiler(module: nn.Module | None) -> nn.Module | None:
+    """A compiled feed-forward that runs fused, uncompiled, which takes less CPU time; or `module`.
+
+    Its ops leave the compiler nothing to fuse.
+    """
+    if not isinstance(module, OptimizedModule):
+        return module
+    original = module._orig_mod
+    return original if isinstance(original, FP8FeedForward) and original.runs_fused() else module
 
 
 def route_by_gathers(model: nn.Module) -> int:
