@@ -8,6 +8,8 @@ from pathlib import Path
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from titan import BOTH, GROUPED_MM, LINEAR, loss_and_gradients, parse, toml, trainer, training
 from torch import Tensor, nn
 from torchtitan.distributed import expert_parallel
@@ -15,7 +17,7 @@ from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import reference
-from titan_fp8.torchtitan_0_2 import moe, permutation
+from titan_fp8.torchtitan_0_2 import moe, permutation, token_exchange
 
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -209,6 +211,32 @@ def test_a_layer_keeps_its_rows_once_and_not_in_fp32():
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t):
         layer(x)
     assert [t.dtype for t in kept if t.numel() == 2 * x.numel()] == [torch.bfloat16]
+
+
+def exchange_both_ways(rank: int) -> None:
+    """On one of two ranks: rows for the other one, some, all and none, with gradients."""
+    group = dist.group.WORLD
+    counts = torch.arange(8) + 10 * rank
+    want = functional.all_to_all_single(counts, None, None, group=group)
+    got = token_exchange.all_to_all_single(counts, None, None, group=group)
+    got = torch.ops._c10d_functional.wait_tensor(got)
+    assert type(got) is Tensor and torch.equal(got, want)
+    for sent in ([[5, 3], [0, 2]], [[0, 0], [4, 0]], [[0, 7], [7, 0]], [[0, 0], [0, 0]]):
+        mine, theirs = sent[rank], [sizes[rank] for sizes in sent]
+        x = torch.randn(sum(mine), 3)
+        results = []
+        for module in (functional, token_exchange):
+            leaf = x.clone().requires_grad_()
+            out = module.all_to_all_single_autograd(leaf, theirs, mine, group)
+            assert isinstance(out, functional.AsyncCollectiveTensor)
+            out = out * (rank + torch.arange(float(len(out)))[:, None])
+            out.sum().backward()
+            results.append((out.detach(), leaf.grad))
+        assert all(map(torch.equal, *results))
+
+
+def test_tokens_are_exchanged_as_by_pytorch():
+    gloo.spawn(exchange_both_ways, 2)
 
 
 def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: str) -> None:

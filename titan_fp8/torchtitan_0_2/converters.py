@@ -13,14 +13,20 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, recomputation
+from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
 from titan_fp8.checks import ConversionReport
 from titan_fp8.fsdp import gather_in_fp8, requantise, requantise_in_forward
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import health, input_stream, patches, permutation
+from titan_fp8.torchtitan_0_2 import (
+    health,
+    input_stream,
+    patches,
+    permutation,
+    token_exchange,
+)
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
@@ -56,7 +62,9 @@ class _Converter(QuantizationConverter):
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
+            patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
+        patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
         if self.compiles and self.job_config.activation_checkpoint.mode in ("full", "selective"):
@@ -171,6 +179,10 @@ class GroupedMMConverter(_Converter):
         if layers and self.parallel_dims.ep_enabled:
             patches.PERMUTATION.apply(
                 lambda _: permutation.permute, lambda _: permutation.unpermute
+            )
+            patches.TOKEN_EXCHANGE.apply(
+                lambda _: token_exchange.all_to_all_single,
+                lambda _: token_exchange.all_to_all_single_autograd,
             )
         if layers:
             logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")

@@ -10,6 +10,7 @@ from titan_fp8.patches import (
     CPU_DEVICE_TYPE,
     CPU_GRADIENT_SUM,
     GRADIENT_COPIES,
+    PROFILER_RANGES,
     RECOMPUTABLE_QUANTISERS,
     SAC_POLICY,
     TORCH,
@@ -80,6 +81,28 @@ PERMUTATION = Patch(
     until="torchtitan permutes by gathers.",
 )
 
+TOKEN_EXCHANGE = Patch(
+    name="token exchange",
+    targets=tuple(
+        Target(
+            f"torchtitan.distributed.expert_parallel:{name}",
+            ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
+        )
+        for name in ("all_to_all_single", "all_to_all_single_autograd")
+    ),
+    relies_on=(
+        Target("torch._C:_AutoDispatchBelowAutograd"),
+        Target("torch.distributed._functional_collectives:AsyncCollectiveTensor"),
+    ),
+    why="PyTorch's functional all-to-alls spend CPU time on checks, and on autograd functions "
+    "written in Python (token_exchange.py).",
+    without="PyTorch's functions run: more CPU time.",
+    versions=f"{TORCHTITAN}, {TORCH}",
+    gain="3 % of the CPU time of forward and backward (DeepSeekV3 debug model on a CPU, one of two "
+    "ranks, EP 2, with FP8 ops that only allocate).",
+    until="functional collectives take less CPU time.",
+)
+
 CHECKPOINT_MARKS = Patch(
     name="checkpoint marks",
     targets=(Target("torch._inductor.config:joint_custom_pre_pass"),),
@@ -89,6 +112,18 @@ CHECKPOINT_MARKS = Patch(
     versions=TORCH,
     gain="Llama3-8B, 1 H200, full checkpointing: 61.3 GiB instead of 71.4, at 0.89 of the speed.",
     until="torch 2.11 need not be supported.",
+)
+
+CHECKPOINT_RANGES = Patch(
+    name="profiler ranges in checkpoints",
+    targets=(Target("torch.utils.checkpoint:SAC_IGNORED_OPS"),),
+    why="FSDP2's hooks on experts run inside the checkpoint of their block and mark ranges for the "
+    "profiler. torch 2.13 demands that the recomputation calls every op as often as forward did, "
+    "and FSDP2 marks other ranges there (profiler_ranges.py).",
+    without="On torch 2.13 op-level activation checkpointing fails with experts under FSDP2.",
+    versions=f"{TORCHTITAN}, {TORCH}",
+    gain="On torch 2.13 experts train under FSDP2 with op-level activation checkpointing.",
+    until="SAC_IGNORED_OPS has the ops of the profiler.",
 )
 
 INPUT_STREAM = Patch(
@@ -159,8 +194,9 @@ CPU_SEED_WARNING = Patch(
 
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 ON_CONVERSION = (
-    *(TOKEN_GROUP_ALIGNMENT, PERMUTATION, SAC_POLICY, RECOMPUTABLE_QUANTISERS),
-    *(CHECKPOINT_MARKS, GRADIENT_COPIES, INPUT_STREAM, STEP_METRICS),
+    *(TOKEN_GROUP_ALIGNMENT, PERMUTATION, TOKEN_EXCHANGE, SAC_POLICY, CHECKPOINT_RANGES),
+    *(RECOMPUTABLE_QUANTISERS, CHECKPOINT_MARKS, GRADIENT_COPIES, PROFILER_RANGES),
+    *(INPUT_STREAM, STEP_METRICS),
 )
 ON_CPU = (
     *(CPU_DEVICE_TYPE, CPU_DEVICE_MODULE, CPU_GRADIENT_SUM, CPU_HISTC, CPU_PERMUTE_INDICES),

@@ -14,7 +14,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, recomputation
+from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
 from titan_fp8.checks import ConversionReport, check_bool, check_freq, check_patterns, check_recipe
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.ops import kernels_for
@@ -177,6 +177,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
+    patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
 def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]
