@@ -35,7 +35,7 @@ def regions(monkeypatch):
 
     def counted(backend):
         region = compiled(backend)
-        return lambda *args: calls.append(args[6].shape) or region(*args)
+        return lambda *args, **kwargs: calls.append(args[6].shape) or region(*args, **kwargs)
 
     monkeypatch.setattr(moe_block, "compiled_before_experts", counted)
     return calls

@@ -37,9 +37,10 @@ def before_experts(
     moe: GatherMoE,
     x: Tensor,
     *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Routed]:
     """The block's residual stream after attention (batch, seq, dim), and its tokens, routed."""
-    x = x + attention(attention_norm(x), *args)
+    x = x + attention(attention_norm(x), *args, **kwargs)
     return x, moe.route(ffn_norm(x.flatten(0, -2)), router, reorderer)
 
 
@@ -61,16 +62,16 @@ class MoEBlock(nn.Module):
     ffn_norm: nn.Module
     moe: GatherMoE
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As torchtitan's; x (batch, seq, dim)."""
         moe = self.moe
         parts = self.attention_norm, self.attention, self.ffn_norm, moe.router, moe.reorderer
         if any(map(_acts_on_calls, (*parts, moe))):
-            return super().forward(x, *args)
+            return super().forward(x, *args, **kwargs)
         if not all(isinstance(part, OptimizedModule) for part in parts):
-            return super().forward(x, *args)
+            return super().forward(x, *args, **kwargs)
         region = compiled_before_experts(self.compile_backend)
-        h, routed = region(*(part._orig_mod for part in parts), moe, x, *args)
+        h, routed = region(*(part._orig_mod for part in parts), moe, x, *args, **kwargs)
         return h + moe.finish(routed).view_as(h)
 
 
