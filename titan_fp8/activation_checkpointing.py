@@ -18,9 +18,9 @@ whole: Dynamo traces the checkpoint with the block, asks the policy while it tra
 partitioner acts on the answers. MoE blocks are compiled in parts, inside the checkpoint, so the
 dispatch modes see the custom ops that Inductor's code calls at run time. Inductor reuses buffers in
 place, so a saved output may be overwritten before backward reads it, and no version counter shows
-it. So nothing is saved in these blocks, and FP8 ops that are called outside of compiled code skip
-the modes (`ignores_fp8_ops`). In bf16 nothing is saved there either, because Inductor calls those
-GEMMs without dispatch.
+it. So no output of an FP8 op is saved in these blocks, and FP8 ops that are called outside of
+compiled code skip the modes (`ignores_fp8_ops`). In bf16 no output of a GEMM is saved there either,
+because Inductor calls GEMMs without dispatch.
 """
 
 import functools

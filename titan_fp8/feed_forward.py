@@ -55,15 +55,19 @@ def call_does_more(linear: Any) -> bool:
     return (
         isinstance(linear.weight, DTensor)
         or linear._compiled_call_impl is not None
-        # The hooks that nn.Module.__call__ checks before it calls forward directly.
-        or bool(
-            linear._forward_pre_hooks
-            or linear._forward_hooks
-            or linear._backward_pre_hooks
-            or linear._backward_hooks
-            or nn_module._global_forward_pre_hooks
-            or nn_module._global_forward_hooks
-            or nn_module._global_backward_pre_hooks
-            or nn_module._global_backward_hooks
-        )
+        or has_hooks(linear)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether there are hooks on the call of `module`: what nn.Module.__call__ checks for."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or nn_module._global_forward_pre_hooks
+        or nn_module._global_forward_hooks
+        or nn_module._global_backward_pre_hooks
+        or nn_module._global_backward_hooks
     )

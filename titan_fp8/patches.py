@@ -181,6 +181,19 @@ SAC_POLICY = Patch(
     until="torchtitan's policy counts ops of a list that converters can extend.",
 )
 
+CHECKPOINT_RANGES = Patch(
+    name="profiler ranges in checkpoints",
+    targets=(Target("torch.utils.checkpoint:SAC_IGNORED_OPS"),),
+    why="FSDP2's hooks on experts run inside the checkpoint of their block and mark ranges for the "
+    "profiler. torch 2.13 demands that the recomputation calls every op as often as forward did, "
+    "and FSDP2 marks other ranges there (profiler_ranges.py).",
+    without="On torch 2.13 op-level activation checkpointing fails with experts under FSDP2.",
+    versions=TORCH,
+    gain="On torch 2.13 experts train under FSDP2 with op-level activation checkpointing, unless "
+    "FSDP2 shards the experts over several ranks.",
+    until="SAC_IGNORED_OPS has the ops of the profiler.",
+)
+
 RECOMPUTABLE_QUANTISERS = Patch(
     name="recomputable quantisers",
     targets=(Target("torch._functorch.partitioners:get_default_op_list", ()),),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from titan import CHECKPOINTING, loss_and_gradients, one_process, parse, toml, trainer, training
 from torch._dynamo import OptimizedModule
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from titan_fp8.torchtitan_0_2 import moe_block
 
@@ -63,23 +64,62 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
     assert got.keys() == want.keys()
     for name in got:
         # The gradients of the residual stream may be summed in another order.
-        assert (got[name] - want[name]).norm() <= 1e-5 * want[name].norm(), name
+        assert (got[name] - want[name]).norm() <= 1e-4 * want[name].norm(), name
     assert all(map(torch.equal, tokens, counts)) and all(count.any() for count in counts)
 
 
-def test_a_hook_on_the_moe_layer_still_runs(job, regions):
-    with trainer(job("deepseek_v3", *COMPILE)) as t:
-        *others, last = blocks_with_experts(t)
-        calls = []
-        last.moe.register_forward_hook(lambda *args: calls.append(args))
+def test_all_blocks_share_one_graph(job):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with trainer(job("qwen3", *COMPILE)) as t:
+        assert len(blocks_with_experts(t)) == 2
         loss_and_gradients(t)
-    assert len(calls) == 1 and len(regions) == len(others)
+    # Experts and shared experts are not compiled; the other graph is that of the loss.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("part", ["moe", "attention", "ffn_norm", "moe.router", "moe.reorderer"])
+def test_a_hook_on_a_part_still_runs(job, regions, part):
+    with trainer(job("qwen3", *COMPILE)) as t:
+        first, last = blocks_with_experts(t)
+        calls = []
+        last.get_submodule(part).register_forward_hook(lambda *args: calls.append(args))
+        loss_and_gradients(t)
+    assert len(calls) == 1 and len(regions) == 1
+
+
+def test_a_hook_on_the_shared_experts_still_runs(job, regions):
+    with trainer(job("deepseek_v3", *COMPILE)) as t:
+        (block,) = blocks_with_experts(t)
+        calls = []
+        block.moe.shared_experts.register_forward_hook(lambda *args: calls.append(args))
+        loss_and_gradients(t)
+    assert len(calls) == 1 and len(regions) == 1
+
+
+def test_checkpoints_do_not_see_ops_outside_of_the_region(job, monkeypatch):
+    """They save none of them, so these ops need not be dispatched."""
+    seen = []
+    dispatch = _CachingTorchDispatchMode.__torch_dispatch__
+
+    def note(self, func, *args):
+        seen.append(str(func))
+        return dispatch(self, func, *args)
+
+    monkeypatch.setattr(_CachingTorchDispatchMode, "__torch_dispatch__", note)
+    with trainer(job("deepseek_v3", *COMPILE, *CHECKPOINTING["op"])) as t:
+        loss_and_gradients(t)  # compiles
+        seen.clear()
+        loss_and_gradients(t)
+    ops = {op for op in seen if op.startswith("titan_fp8.")}
+    assert "titan_fp8.gather_rows.default" in seen  # in the region
+    assert not [op for op in ops if "swiglu" in op]
 
 
 @pytest.mark.parametrize(
     "flags", [(), (*COMPILE, "--compile.components", "loss")], ids=["eager", "loss only"]
 )
-def test_blocks_that_are_not_compiled_stay_torchtitans(job, regions, flags):
+def test_without_the_compiler_blocks_stay_torchtitans(job, regions, flags):
     with trainer(job("deepseek_v3", *flags)) as t:
         loss_and_gradients(t)
         blocks = blocks_with_experts(t)

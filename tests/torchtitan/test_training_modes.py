@@ -181,7 +181,7 @@ def test_compiled_is_close_to_eager_and_compiles_once(job, model):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
         assert not torch._dynamo.utils.counters["graph_break"]
         assert distance(compiled, eager) < CLOSE * fp8_error
-        # One for all dense blocks, one for the loss, and one for all blocks with experts.
+        # One for all dense blocks, one for the loss, and one for blocks with experts.
         assert graphs == {"llama3": 2, "deepseek_v3": 3}[model]
 
 

@@ -171,7 +171,8 @@ class GroupedMMConverter(_Converter):
         if (section.permutation or default) == "gather":
             self.permute_by_gathers(model, requested=section.permutation is not None)
             if recipe != BF16 and self.compiles:
-                compile_up_to_experts(model, self.job_config.compile.backend)
+                blocks = compile_up_to_experts(model, self.job_config.compile.backend)
+                logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
     def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
         """Converts the MoE layers; warns if the user `requested` it and the model has none."""

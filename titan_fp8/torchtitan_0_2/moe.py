@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE
 
-from titan_fp8.feed_forward import FP8FeedForward
+from titan_fp8.feed_forward import FP8FeedForward, has_hooks
 from titan_fp8.gathers import Combine, Expand
 
 _ops = torch.ops.titan_fp8
@@ -25,8 +25,9 @@ class Routed(NamedTuple):
         tokens: (T, dim).
         copies: (R, dim), sorted by expert.
         counts: the copies for each expert (experts,).
-        slots, rows: their order (R,) and its inverse (T, k), as in `gathers.Expand`.
-        scores: what weights the experts' outputs (T, k), or None.
+        slots, rows: the slot of each copy (R,) and the row of each slot (T, k), as in
+            `gathers.Expand`.
+        scores: the weights of the experts' outputs (T, k); None if the copies are weighted.
     """
 
     tokens: Tensor
@@ -45,7 +46,10 @@ class GatherMoE(MoE):
         return self.finish(self.route(x.flatten(0, -2), self.router, self.reorderer)).view_as(x)
 
     def route(self, tokens: Tensor, router: nn.Module, reorderer: nn.Module) -> Routed:
-        """What precedes the experts, for tokens (T, dim); `router` and `reorderer` are ours."""
+        """Chooses the experts of tokens (T, dim), and copies the tokens for them.
+
+        `router` and `reorderer` are those of this layer, with or without the compiler.
+        """
         scores, chosen, counts = router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
@@ -67,11 +71,12 @@ class GatherMoE(MoE):
 
 
 def _without_compiler(module: nn.Module | None) -> nn.Module | None:
-    """A compiled feed-forward that runs fused, uncompiled, which takes less CPU time; or `module`.
+    """The feed-forward inside a compiled `module`, if it runs fused; otherwise `module`.
 
-    Its ops leave the compiler nothing to fuse.
+    The ops of a fused feed-forward leave the compiler nothing to fuse, and calling them takes less
+    CPU time than calling compiled code.
     """
-    if not isinstance(module, OptimizedModule):
+    if not isinstance(module, OptimizedModule) or has_hooks(module):
         return module
     original = module._orig_mod
     return original if isinstance(original, FP8FeedForward) and original.runs_fused() else module

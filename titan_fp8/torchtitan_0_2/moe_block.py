@@ -2,16 +2,16 @@
 
 torchtitan compiles these blocks in parts: attention, each norm, the router, the reorderer and the
 shared experts one by one. Calling a compiled part takes the CPU about 0.2 ms, in forward, in the
-recomputation and in backward. On GPUs that FP8 makes faster, the CPU is then what limits the speed.
+recomputation and in backward. Once FP8 has shortened the work of the GPU, the CPU limits the speed.
 
 Here one compiled region goes from the block's input to the rows that the experts get. It includes
 both norms, attention, the first residual sum, the router and the copying of the tokens. FSDP2's
-hooks on the experts and the exchange of tokens stay outside, as does what runs while tokens are
-exchanged, the shared experts.
+hooks on the experts, the exchange of tokens, and the shared experts, which run during it, stay
+outside.
 
-The region has torchtitan's modules in it, with the hooks of tensor and context parallelism on them.
-A hook on the MoE module itself would be skipped, so a block with such a hook, as under tensor
-parallelism, runs as torchtitan has compiled it.
+The region contains torchtitan's modules with the hooks on them, such as those of context
+parallelism. A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block
+with such a hook runs as torchtitan has compiled it; under tensor parallelism these are all.
 """
 
 import functools
@@ -25,6 +25,7 @@ from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
+from titan_fp8.feed_forward import has_hooks
 from titan_fp8.torchtitan_0_2.moe import GatherMoE, Routed
 
 
@@ -66,7 +67,7 @@ class MoEBlock(nn.Module):
         """As torchtitan's; x (batch, seq, dim)."""
         moe = self.moe
         parts = self.attention_norm, self.attention, self.ffn_norm, moe.router, moe.reorderer
-        if any(map(_acts_on_calls, (*parts, moe))):
+        if any(map(has_hooks, (*parts, moe))):
             return super().forward(x, *args, **kwargs)
         if not all(isinstance(part, OptimizedModule) for part in parts):
             return super().forward(x, *args, **kwargs)
@@ -106,13 +107,3 @@ def compile_up_to_experts(model: nn.Module, backend: str) -> int:
         block.__class__ = _COMPILED[type(block)]
         block.compile_backend = backend
     return len(blocks)
-
-
-def _acts_on_calls(module: nn.Module) -> bool:
-    """Whether a hook acts on the call of `module` itself."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )

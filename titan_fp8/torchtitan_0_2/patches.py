@@ -6,6 +6,7 @@ model, as torchtitan's own converters do.
 """
 
 from titan_fp8.patches import (
+    CHECKPOINT_RANGES,
     CPU_DEVICE_MODULE,
     CPU_DEVICE_TYPE,
     CPU_GRADIENT_SUM,
@@ -112,18 +113,6 @@ CHECKPOINT_MARKS = Patch(
     versions=TORCH,
     gain="Llama3-8B, 1 H200, full checkpointing: 61.3 GiB instead of 71.4, at 0.89 of the speed.",
     until="torch 2.11 need not be supported.",
-)
-
-CHECKPOINT_RANGES = Patch(
-    name="profiler ranges in checkpoints",
-    targets=(Target("torch.utils.checkpoint:SAC_IGNORED_OPS"),),
-    why="FSDP2's hooks on experts run inside the checkpoint of their block and mark ranges for the "
-    "profiler. torch 2.13 demands that the recomputation calls every op as often as forward did, "
-    "and FSDP2 marks other ranges there (profiler_ranges.py).",
-    without="On torch 2.13 op-level activation checkpointing fails with experts under FSDP2.",
-    versions=f"{TORCHTITAN}, {TORCH}",
-    gain="On torch 2.13 experts train under FSDP2 with op-level activation checkpointing.",
-    until="SAC_IGNORED_OPS has the ops of the profiler.",
 )
 
 INPUT_STREAM = Patch(

@@ -174,6 +174,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     else:
         kernels_for(torch.device("cuda", torch.cuda.current_device()))
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
+    patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
     patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
