@@ -37,6 +37,8 @@ CHECKPOINTING = {
     "early stop": (f"{AC}.mode", "full", f"{AC}.early_stop"),
 }
 """torchtitan's modes of activation checkpointing, as flags."""
+# Traces, decomposes and partitions as Inductor does, without the C++ compiler.
+COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:

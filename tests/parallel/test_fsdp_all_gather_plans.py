@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from plans import GROUPED_MM, LINEAR, Plan
-from titan import CHECKPOINTING, CONVERTERS, parse, toml, trainer, training
+from titan import CHECKPOINTING, COMPILE, CONVERTERS, parse, toml, trainer, training
 
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
@@ -144,7 +144,6 @@ class Job:
         return logged
 
 
-COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
         ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),

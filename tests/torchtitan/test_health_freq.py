@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titan import (
     BOTH,
     CHECKPOINTING,
+    COMPILE,
     CONVERTERS,
     GROUPED_MM,
     LINEAR,
@@ -24,8 +25,6 @@ from titan_fp8.health import report
 from titan_fp8.ops.observe import observe
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
-
-COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 
 
 @pytest.fixture

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from titan import CHECKPOINTING, loss_and_gradients, one_process, parse, toml, trainer, training
+from titan import (
+    CHECKPOINTING,
+    COMPILE,
+    loss_and_gradients,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
@@ -11,7 +20,6 @@ from titan_fp8.torchtitan_0_2 import moe_block
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 MODELS = {"deepseek_v3": "tiny", "qwen3": "tiny_moe", "llama4": "tiny"}
-COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 
 
 @pytest.fixture

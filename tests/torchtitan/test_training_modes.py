@@ -17,6 +17,7 @@ from titan import (
     AC,
     BOTH,
     CHECKPOINTING,
+    COMPILE,
     CONVERTERS,
     LINEAR,
     batch,
@@ -37,8 +38,6 @@ from titan_fp8 import reference
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-# Traces, decomposes and partitions as Inductor does, without the C++ compiler.
-COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 # A rounding error that sends a token to another expert changes more than the error itself.
 SAME_ROUTING = ("--debug.moe_force_load_balance",)
 CLOSE = 0.75

@@ -186,10 +186,10 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(x: Tensor, *args: Any) -> Any:
-        if _mode_ignores_ops():
-            with _pop_mode_temporarily():
-                return call(x, *args)
         if _needs_dispatcher((x, *args)):
+            if _mode_ignores_ops():
+                with _pop_mode_temporarily():
+                    return call(x, *args)
             return function(x, *args)
         if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
             return function(x, *args)

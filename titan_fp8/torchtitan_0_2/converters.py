@@ -171,8 +171,7 @@ class GroupedMMConverter(_Converter):
         if (section.permutation or default) == "gather":
             self.permute_by_gathers(model, requested=section.permutation is not None)
             if recipe != BF16 and self.compiles:
-                blocks = compile_up_to_experts(model, self.job_config.compile.backend)
-                logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
+                self.compile_blocks(model)
 
     def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
         """Converts the MoE layers; warns if the user `requested` it and the model has none."""
@@ -192,6 +191,13 @@ class GroupedMMConverter(_Converter):
                 f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
                 "of this model uses torchtitan's permutation"
             )
+
+    def compile_blocks(self, model: nn.Module) -> None:
+        """Compiles MoE blocks up to the experts; under TP they have hooks that forbid it."""
+        if self.parallel_dims.tp_enabled:
+            return
+        if blocks := compile_up_to_experts(model, self.job_config.compile.backend):
+            logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
 @contextlib.contextmanager

@@ -67,9 +67,8 @@ class MoEBlock(nn.Module):
         """As torchtitan's; x (batch, seq, dim)."""
         moe = self.moe
         parts = self.attention_norm, self.attention, self.ffn_norm, moe.router, moe.reorderer
-        if any(map(has_hooks, (*parts, moe))):
-            return super().forward(x, *args, **kwargs)
-        if not all(isinstance(part, OptimizedModule) for part in parts):
+        compiled = all(isinstance(part, OptimizedModule) for part in parts)
+        if not compiled or any(map(has_hooks, (*parts, moe))):
             return super().forward(x, *args, **kwargs)
         region = compiled_before_experts(self.compile_backend)
         h, routed = region(*(part._orig_mod for part in parts), moe, x, *args, **kwargs)
