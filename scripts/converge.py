@@ -204,6 +204,8 @@ def start(experiment: Experiment, name: str, gpus: tuple[str, ...]) -> Job:
     flags = [*settings.flags, *recipe_flags(arm, experiment)]
     flags += ["--training.steps", str(settings.steps)]
     flags += ["--lr_scheduler.warmup_steps", str(settings.warmup)]
+    if arm.rounding:
+        flags += ["--optimizer.rounding_seed", str(arm.rounding)]
     if arm.reordered:
         flags += ["--training.dataset_path", str(reorder(experiment, arm.reordered))]
     if experiment.checkpoints:

@@ -4,8 +4,8 @@ All start from the same weights and read the same text. `converge.py` runs them,
 `converge_verdict.py` judges them by their roles:
 
     baseline  bf16, what the others are compared with
-    bf16      bf16 again, with another order of the data or with weights one ulp off: shows how far
-              apart equally good runs are
+    bf16      bf16 again, with another order of the data, with weights one ulp off or rounded with
+              other random bits: shows how far apart equally good runs are
     fp8       must not differ from bf16 by more than that
     control   must differ from bf16 by more than that, or the experiment cannot detect a difference
     resumed   another arm again, killed in the middle and resumed
@@ -26,6 +26,8 @@ class Arm:
         recipe: `recipe` of the linear section.
         reordered: reads the lines of the training text in another order, of this number.
         perturbed: starts from weights that are one ulp off, by the random numbers of this seed.
+        rounding: rounds new weights with other random bits, of this number; only where parameters
+            are bf16.
         control: rounds gradients coarsely, by the converter "converge.control".
         twin: for a resumed arm, the arm that it repeats.
     """
@@ -34,6 +36,7 @@ class Arm:
     recipe: str = "bf16"
     reordered: int = 0
     perturbed: int = 0
+    rounding: int = 0
     control: bool = False
     twin: str | None = None
 
@@ -44,6 +47,8 @@ ARMS = {
     "bf16_order_2": Arm("bf16", reordered=2),
     "bf16_ulp": Arm("bf16", perturbed=1),
     "bf16_ulp_2": Arm("bf16", perturbed=2),
+    "bf16_rounding": Arm("bf16", rounding=1),
+    "bf16_rounding_2": Arm("bf16", rounding=2),
     "blockwise": Arm("fp8", "blockwise"),
     "rowwise": Arm("fp8", "rowwise"),
     "blockwise_pow2": Arm("fp8", "blockwise_pow2"),

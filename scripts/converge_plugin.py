@@ -4,7 +4,8 @@ It is titan_fp8.plugin, with additions:
 
 - two flavours: "1B" of llama3 and "2B" of deepseek_v3, each a small copy of its production model;
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
-- the model converter "converge.control", which degrades the gradients of an arm that must fail.
+- the model converter "converge.control", which degrades the gradients of an arm that must fail;
+- an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py).
 
 torchtitan 0.2.2's own validation reads different text at each evaluation, starts over in a resumed
 run, and does not exist for deepseek_v3. Here every evaluation of every arm reads the same tokens.
@@ -16,12 +17,16 @@ The folder of this file must be on PYTHONPATH; converge.py sets it.
 
 import dataclasses
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from stochastic_adamw import StochasticAdamW
 from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.distributed import ParallelDims
@@ -33,10 +38,8 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8 import plugin
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
-from titan_fp8.plugin import JobConfig
-
-__all__ = ["JobConfig"]
 
 HELD_OUT = "held_out.jsonl"
 CONTROL = "converge.control"
@@ -109,6 +112,25 @@ FLAVORS: dict[str, dict[str, Any]] = {
         ),
     },
 }
+
+
+@dataclass
+class Optimizer:
+    """What torchtitan merges into its section [optimizer].
+
+    Attributes:
+        rounding_seed: chooses the random bits that round bf16 parameters, 0 to 127. FP32 parameters
+            are not rounded: then it must be 0.
+    """
+
+    rounding_seed: int = 0
+
+
+@dataclass
+class JobConfig(plugin.JobConfig):
+    """What torchtitan merges into its own JobConfig."""
+
+    optimizer: Optimizer = field(default_factory=Optimizer)
 
 
 class HeldOutEvaluation(Validator):
@@ -206,6 +228,34 @@ class Control:
         pass
 
 
+def _round_stochastically(
+    build: Callable[..., OptimizersContainer],
+) -> Callable[..., OptimizersContainer]:
+    """What builds the optimizers of a model, with StochasticAdamW where all parameters are bf16."""
+
+    def build_optimizers(
+        model_parts: list[nn.Module], optimizer_config: Any, *args: Any, **kwargs: Any
+    ) -> OptimizersContainer:
+        container = build(model_parts, optimizer_config, *args, **kwargs)
+        seed = optimizer_config.rounding_seed
+        if not 0 <= seed < 128:
+            raise ValueError(f"optimizer.rounding_seed = {seed}: allowed are 0 to 127")
+        dtypes = {p.dtype for part in model_parts for p in part.parameters()}
+        if dtypes == {torch.bfloat16}:
+            container.optimizers[:] = (
+                StochasticAdamW(optimizer.param_groups, seed) for optimizer in container.optimizers
+            )
+        elif seed:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ValueError(
+                f"optimizer.rounding_seed = {seed}: parameters of {names} are not rounded; only "
+                "bfloat16 parameters are"
+            )
+        return container
+
+    return build_optimizers
+
+
 def _register() -> None:
     register_model_converter(Control, CONTROL)
     for name, flavors in FLAVORS.items():
@@ -214,6 +264,7 @@ def _register() -> None:
             spec,
             model_args={**spec.model_args, **flavors},
             build_validator_fn=HeldOutEvaluation,
+            build_optimizers_fn=_round_stochastically(spec.build_optimizers_fn),
         )
         register_train_spec(name, spec)
 

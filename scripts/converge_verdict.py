@@ -225,7 +225,7 @@ def judgements(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgemen
     for name, each in arms.items():
         if each.arm.role in ("fp8", "control"):
             yield judge(each, arms[BASELINE], bf16, settings)
-        elif each.arm.perturbed:
+        elif each.arm.perturbed or each.arm.rounding:
             others = [other for other in bf16 if other is not each]
             yield judge(each, arms[BASELINE], others, settings)
         elif each.arm.twin in arms:

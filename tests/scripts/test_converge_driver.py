@@ -290,9 +290,8 @@ def test_kill_ends_ranks_in_process_groups_of_their_own(tmp_path):
 def test_every_arm_is_one_change():
     for name, arm in ARMS.items():
         assert arm.twin is None or ARMS[arm.twin].recipe == arm.recipe
-        assert (
-            sum(map(bool, (arm.recipe != "bf16", arm.reordered, arm.perturbed, arm.control))) <= 1
-        ), name
+        differences = (arm.reordered, arm.perturbed, arm.rounding, arm.control)
+        assert sum(map(bool, (arm.recipe != "bf16", *differences))) <= 1, name
 
 
 def test_a_perturbed_checkpoint_is_one_ulp_off(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from converge import DEGREES, ranks_of
+from stochastic_adamw import StochasticAdamW
 from titan import build, convert, one_process, trainer, training
 from torch.nn.functional import cross_entropy
 from torchtitan.config import ConfigManager, JobConfig
@@ -154,3 +155,33 @@ def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
     changed = {key for key in expected if not torch.equal(expected[key], found[key])}
     assert {f"{key}.weight" for key in hooked if kinds[key] is torch.nn.Linear} <= changed
     assert "output.weight" not in changed
+
+
+def test_bf16_parameters_are_rounded_stochastically(text, tmp_path):
+    flags = [*small(text, tmp_path), *BF16, "--optimizer.rounding_seed", 5]
+    bf16 = ["--training.dtype", "bfloat16"]
+    with one_process():
+        for name in ("llama3_tiny", "deepseek_v3_tiny"):
+            with trainer(parse(name, *flags, *bf16)) as t:
+                (optimizer,) = t.optimizers.optimizers
+                assert isinstance(optimizer, StochasticAdamW) and optimizer.rounding_seed == 5
+                assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+                parameter = next(t.model_parts[0].parameters())
+                before = parameter.detach().clone()
+                t.train_step(t.batch_generator(t.dataloader))
+                assert not torch.equal(parameter, before)
+        with trainer(parse("llama3_tiny", *small(text, tmp_path), *BF16)) as t:
+            assert type(t.optimizers.optimizers[0]) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed", "message"),
+    [
+        ("float32", 5, "rounding_seed = 5: parameters of float32 are not rounded"),
+        ("bfloat16", 128, "rounding_seed = 128: allowed are 0 to 127"),
+    ],
+)
+def test_a_bad_rounding_seed_is_refused(text, tmp_path, dtype, seed, message):
+    flags = [*small(text, tmp_path), "--training.dtype", dtype, "--optimizer.rounding_seed", seed]
+    with one_process(), pytest.raises(ValueError, match=message):
+        trainer(parse("llama3_tiny", *flags)).__enter__()

@@ -1,0 +1,92 @@
+"""stochastic_adamw.py: bf16 weights that follow those of AdamW in FP32."""
+
+import copy
+
+import pytest
+import torch
+from stochastic_adamw import StochasticAdamW, round_stochastically
+from torch import Tensor
+from torch.nn import Parameter
+
+LR = 5e-5
+
+
+def seed(number: int) -> Tensor:
+    return torch.tensor(number, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
+@pytest.mark.parametrize(("value", "gap"), [(1.0, 2.0**-7), (-3.0, 2.0**-6), (2.0**-20, 2.0**-27)])
+def test_rounding_keeps_the_mean(share, value, gap):
+    x = torch.full((100_000,), value + share * gap)
+    y = round_stochastically(x, seed(3))
+    assert y.dtype == torch.bfloat16
+    assert set(y.double().unique().tolist()) == {value, value + gap}
+    assert ((y.double().mean() - value) / gap).item() == pytest.approx(share, abs=0.01)
+
+
+def test_rounding_repeats_and_depends_on_the_seed():
+    x = torch.randn(10_000)
+    y = round_stochastically(x, seed(3))
+    assert torch.equal(y, round_stochastically(x, seed(3)))
+    # A number at a random place between its neighbours is rounded differently in a third of cases.
+    different = (y != round_stochastically(x, seed(4))).float().mean().item()
+    assert different == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_bf16_numbers_and_special_values_stay():
+    x = torch.tensor([0.0, -0.0, 1.5, float("inf"), -float("inf"), float("nan"), -float("nan")])
+    assert torch.equal(round_stochastically(x, seed(1)).float().nan_to_num(7), x.nan_to_num(7))
+
+
+def train(optimizer: torch.optim.Optimizer, weights: list[Parameter], steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for w in weights:
+            gradient = 0.2 + torch.randn(w.shape, generator=generator)
+            w.grad = gradient.bfloat16().to(w.dtype)
+        optimizer.step()
+
+
+def weights(dtype: torch.dtype) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((64, 257), (300,))
+    tensors = [torch.randn(shape, generator=generator).mul(0.02).bfloat16() for shape in shapes]
+    return [Parameter(x.to(dtype)) for x in tensors]
+
+
+def test_weights_follow_those_of_fp32():
+    """Of the way that FP32 weights go, nearest rounding goes less than half."""
+    start, exact = weights(torch.float32)[0].detach(), weights(torch.float32)
+    train(torch.optim.AdamW(exact, lr=LR), exact, 60)
+    way = exact[0].detach() - start
+    shares = {}
+    for kind in (StochasticAdamW, torch.optim.AdamW):
+        w = weights(torch.bfloat16)
+        train(kind(w, lr=LR), w, 60)
+        shares[kind] = ((w[0].detach() - start) * way).sum() / way.square().sum()
+    assert shares[StochasticAdamW] == pytest.approx(1, abs=0.02)
+    assert shares[torch.optim.AdamW] < 0.5
+
+
+def test_a_resumed_run_repeats():
+    w = weights(torch.bfloat16)
+    optimizer = StochasticAdamW(w, rounding_seed=2, lr=LR)
+    train(optimizer, w, 3)
+    again = [Parameter(x.detach().clone()) for x in w]
+    resumed = StochasticAdamW(again, rounding_seed=2, lr=LR)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other = [Parameter(x.detach().clone()) for x in w]
+    otherwise = StochasticAdamW(other, rounding_seed=3, lr=LR)
+    otherwise.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, ws in ((optimizer, w), (resumed, again), (otherwise, other)):
+        train(each, ws, 1)
+    assert all(map(torch.equal, w, again))
+    assert not any(map(torch.equal, w, other))
+
+
+def test_a_parameter_without_gradient_stays():
+    used, unused = weights(torch.bfloat16)
+    before = unused.detach().clone()
+    train(StochasticAdamW([used, unused], lr=LR), [used], 2)
+    assert torch.equal(unused, before) and unused.grad is None
