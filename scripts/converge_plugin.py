@@ -241,16 +241,25 @@ def _round_stochastically(
         if not 0 <= seed < 128:
             raise ValueError(f"optimizer.rounding_seed = {seed}: allowed are 0 to 127")
         dtypes = {p.dtype for part in model_parts for p in part.parameters()}
-        if dtypes == {torch.bfloat16}:
-            container.optimizers[:] = (
-                StochasticAdamW(optimizer.param_groups, seed) for optimizer in container.optimizers
-            )
-        elif seed:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        if torch.bfloat16 not in dtypes:
+            if seed:
+                raise ValueError(
+                    f"optimizer.rounding_seed = {seed}: parameters of {names} are not rounded; "
+                    "only bfloat16 parameters are"
+                )
+            return container
+        if len(dtypes) > 1:
+            raise ValueError(f"parameters of {names}: allowed are bfloat16 alone or none of it")
+        if optimizer_config.name != "AdamW" or optimizer_config.early_step_in_backward:
             raise ValueError(
-                f"optimizer.rounding_seed = {seed}: parameters of {names} are not rounded; only "
-                "bfloat16 parameters are"
+                f"optimizer.name = {optimizer_config.name!r}, early_step_in_backward = "
+                f"{optimizer_config.early_step_in_backward}: bfloat16 parameters are trained by "
+                "'AdamW' after backward"
             )
+        container.optimizers[:] = (
+            StochasticAdamW(optimizer.param_groups, seed) for optimizer in container.optimizers
+        )
         return container
 
     return build_optimizers

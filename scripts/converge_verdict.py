@@ -8,8 +8,6 @@ warm-up; all evaluations read the same held-out text. An FP8 arm passes if
 - its held-out loss differs by at most 0.25 % or, if that is larger, by bf16's own spread;
 - its next-token accuracy differs by at most 0.25 points or bf16's spread;
 - in a MoE, no expert's load differs by more than a tenth of a balanced share or bf16's spread;
-- its training loss, averaged since the evaluation before, differs by at most 0.25 % or the spread
-  of the bf16 arms that read the text in the same order;
 - the gap of its held-out loss has no trend over the last half of the steps;
 - nothing is NaN or Inf, and something differs from the baseline.
 
@@ -37,7 +35,6 @@ from pathlib import Path
 
 import converge_plot
 import numpy as np
-from compare_loss import percent
 from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
 from converge_stats import Differences, HeldOut, drift, mann_kendall, read_held_out, spread
 from tables import Row, markdown_table, text_table
@@ -167,26 +164,6 @@ def trend_of(steps: np.ndarray, gap: np.ndarray, bf16_gaps: list[np.ndarray], ha
     return Trend(mann_kendall(away), drift(steps, away), allowed)
 
 
-def training_gap(ours: ArmRun, theirs: ArmRun, steps: np.ndarray, every: int) -> np.ndarray:
-    """By how many % the training losses differ, as means over `every` steps up to each of `steps`.
-
-    Raises:
-        InputError: one of the arms logged no loss in one of these stretches.
-    """
-    series = [each.run.series["loss"] for each in (ours, theirs)]
-    logged = np.array(sorted(series[0].keys() & series[1].keys()))
-    means = np.empty((2, len(steps)))
-    for i, step in enumerate(steps):
-        stretch = logged[(logged > step - every) & (logged <= step)]
-        if not stretch.size:
-            raise InputError(
-                f"{ours.name} and {theirs.name}: no training loss in common from step "
-                f"{step - every + 1} to {step}"
-            )
-        means[:, i] = [np.mean([losses[each] for each in stretch]) for losses in series]
-    return percent(*means)
-
-
 def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings) -> Judgement:
     """Compares an arm with its reference, by the spread of `bf16`, where all have evaluations."""
     everywhere = set.intersection(*(set(each.held_out) for each in (run, reference, *bf16)))
@@ -203,11 +180,6 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     for name, unit, key, tolerance in quantities:
         bars = spread([getattr(pair, key) for pair in pairs], tolerance, len(steps))
         measures.append(Measure(name, unit, getattr(ours, key), bars))
-    same_order = [each for each in bf16 if not each.arm.reordered]
-    gaps = [training_gap(a, b, steps, settings.every) for a, b in combinations(same_order, 2)]
-    bars = spread(gaps, TOLERANCE, len(steps))
-    gap = training_gap(run, reference, steps, settings.every)
-    measures.append(Measure("training loss", "%", gap, bars))
     trend = trend_of(steps, ours.loss, [pair.loss for pair in pairs], settings.steps / 2)
     faults = [*(measure.fault(steps) for measure in measures), trend.fault(), non_finite(run)]
     result = Judgement(run, reference, steps, measures, trend, [each for each in faults if each])

@@ -2,13 +2,15 @@
 
 With lr = 5e-5 a typical update is a tenth of the distance between two neighbouring bf16 numbers at
 a weight of 0.02. Rounding to nearest loses most such updates; stochastic rounding keeps them in
-expectation (arXiv 2010.06192), so models whose FP32 parameters do not fit train as well.
+expectation (arXiv 2010.06192), for models whose FP32 parameters do not fit.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from titan_fp8.fsdp import ShardedWeight
 
 
 def round_stochastically(x: Tensor, seed: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ def _update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor, seed: T
 class StochasticAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, except that new weights are rounded to bf16 stochastically.
 
-    The moments are bf16, rounded to nearest. The random bits depend on `rounding_seed`, the step,
+    The moments are bf16, rounded to nearest, which needs a beta2 of at most 0.99: with 0.999 the
+    second moment would hardly change. The random bits depend on `rounding_seed`, the step,
     the number of the parameter and the position in the local shard, so runs repeat.
     """
 
@@ -76,7 +79,9 @@ class StochasticAdamW(torch.optim.AdamW):
                 if numbers is None:
                     numbers, seed = self._numbers(group, int(state["step"]), _local(p).device)
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                _update(*(_local(x).view(-1) for x in tensors), numbers, seed + index)
+                _update(*(_plain(x).view(-1) for x in tensors), numbers, seed + index)
+                if isinstance(local := _local(p), ShardedWeight):
+                    local.memory.stale = True  # Its FP8 copy is of the old weights.
 
     def _numbers(
         self, group: dict[str, Any], step: int, device: torch.device
@@ -88,6 +93,11 @@ class StochasticAdamW(torch.optim.AdamW):
         first = step * len(group["params"]) + (self.rounding_seed << 24)
         seed = torch.tensor(first, dtype=torch.int32, device=device)
         return torch.tensor(numbers, dtype=torch.float32, device=device), seed
+
+
+def _plain(x: Tensor) -> Tensor:
+    local = _local(x)
+    return local.plain() if isinstance(local, ShardedWeight) else local
 
 
 def _local(x: Tensor) -> Tensor:

@@ -188,35 +188,6 @@ def test_the_spread_is_between_any_two_bf16_arms(results, judge):
     assert judge()[0] == 1
 
 
-def shifted(by: float, step: int) -> dict[int, float]:
-    """Training losses around `step`, one of whose two logged values is `by` percent higher."""
-    return {step - 30: 5 - step / 1000, step: (5 - step / 1000) * (1 + by / 100)}
-
-
-def test_training_losses_are_compared_between_evaluations(results, judge):
-    write_arm(results, "bf16", 0.0, losses=shifted(0, 700))
-    write_arm(results, "blockwise", losses=shifted(0.46, 700))
-    assert judge()[0] == 0
-    write_arm(results, "blockwise", losses=shifted(0.54, 700))
-    status, text = judge()
-    assert status == 1
-    assert "training loss differs at 1 of 11 evaluations, first by +0.270 % at step 700" in text
-    # Another order is other text, so its training losses say nothing about equally good runs.
-    write_arm(results, "bf16_order", losses=shifted(0.6, 700))
-    assert judge()[0] == 1
-    write_arm(results, "bf16_rounding", losses=shifted(0.6, 700))
-    assert judge()[0] == 0
-
-
-def test_a_stretch_without_training_losses_is_an_error(results, judge):
-    write_arm(results, "blockwise")
-    shutil.rmtree(results / "blockwise/tb")
-    dump(results, "blockwise", {step: 5 - step / 1000 for step in EVALUATIONS if step != 700})
-    status, text = judge()
-    assert status == 2
-    assert "blockwise and bf16: no training loss in common from step 601 to 700" in text
-
-
 def test_a_drift_of_bf16_runs_is_allowed(results, judge):
     write_arm(results, "blockwise", rising(0.2))
     assert judge()[0] == 1

@@ -39,6 +39,13 @@ def test_bf16_numbers_and_special_values_stay():
     assert torch.equal(round_stochastically(x, seed(1)).float().nan_to_num(7), x.nan_to_num(7))
 
 
+def test_nan_stays_nan_whatever_its_bits():
+    """Rounded like numbers, the first would become Inf and the second 0."""
+    x = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    for number in range(20):
+        assert round_stochastically(x, seed(number)).isnan().all()
+
+
 def train(optimizer: torch.optim.Optimizer, weights: list[Parameter], steps: int) -> None:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):

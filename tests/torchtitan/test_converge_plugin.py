@@ -175,13 +175,16 @@ def test_bf16_parameters_are_rounded_stochastically(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "seed", "message"),
+    ("dtype", "flags", "message"),
     [
-        ("float32", 5, "rounding_seed = 5: parameters of float32 are not rounded"),
-        ("bfloat16", 128, "rounding_seed = 128: allowed are 0 to 127"),
+        ("float32", ["rounding_seed", 5], "rounding_seed = 5: parameters of float32 are not"),
+        ("bfloat16", ["rounding_seed", 128], "rounding_seed = 128: allowed are 0 to 127"),
+        ("bfloat16", ["name", "Adam"], "optimizer.name = 'Adam'"),
+        ("bfloat16", ["early_step_in_backward"], "early_step_in_backward = True"),
     ],
 )
-def test_a_bad_rounding_seed_is_refused(text, tmp_path, dtype, seed, message):
-    flags = [*small(text, tmp_path), "--training.dtype", dtype, "--optimizer.rounding_seed", seed]
+def test_bad_options_of_the_optimizer_are_refused(text, tmp_path, dtype, flags, message):
+    flags = [f"--optimizer.{flags[0]}", *flags[1:]]
+    flags = [*small(text, tmp_path), "--training.dtype", dtype, *flags]
     with one_process(), pytest.raises(ValueError, match=message):
         trainer(parse("llama3_tiny", *flags)).__enter__()
