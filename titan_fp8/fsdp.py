@@ -30,18 +30,15 @@ miss those that DTensor makes. A shard is quantised at the first gather after a 
 step, also with several micro-batches. Its FP8 copy then stays in memory: one byte per element of
 the shard, two with a rowwise recipe.
 
-Rowwise recipes quantise rows for fprop and columns for dgrad. Every gather moves both, as many
-bytes as in bf16: FSDP2 gathers the same buffers each time, and a forward that is recomputed in
-backward needs the rows, so forward and backward cannot each gather only what they read. The gain is
-that no rank quantises a whole weight.
-
-Embeddings are gathered in high precision, but only in forward: their gradient depends on the tokens
-alone, so `requantise` tells FSDP2 not to gather them in backward.
+Rowwise recipes quantise rows for fprop and columns for dgrad. Backward reads the rows, too, where a
+forward is recomputed, so its gathers move both layouts, as many bytes as in bf16. If FSDP2 frees a
+weight after forward and gathers it again before backward, forward's gathers move the rows alone
+(`BuffersOfTwoLayouts`), half as many.
 
 The ranks that share a 128x128 block or a column agree on its scale by a collective. By default each
-weight runs one at its gather. `requantise` quantises all weights of a model together, with one
-collective per process group; the adapters call it between a step of the optimizer and the next
-forward.
+weight runs one at its gather. `requantise` (`requantise.py`) quantises all weights of a model
+together, with one collective per process group; the adapters call it between a step of the
+optimizer and the next forward.
 """
 
 import contextlib
@@ -49,15 +46,16 @@ import functools
 import inspect
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
 
@@ -95,6 +93,7 @@ class _Memory:
         gathered: what FSDP2 gathers of it, as a dtype that `_carrier` chooses.
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
+        buffers: if set, chooses the layouts that a gather moves; else it moves all.
     """
 
     def __init__(self) -> None:
@@ -102,6 +101,35 @@ class _Memory:
         self.gathered: tuple[Tensor, ...] = ()
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
+        self.buffers: BuffersOfTwoLayouts | None = None
+
+
+class BuffersOfTwoLayouts:
+    """The buffers into which FSDP2 gathers the rows and the columns of a rowwise weight.
+
+    FSDP2 refills the same buffers at each gather, and frees them after use by resizing them to no
+    bytes. Autograd keeps both from forward to backward. So a gather can leave out the columns if
+    FSDP2 does not know of their buffer at that time: it stays empty until backward's gather.
+    """
+
+    def __init__(self, unit: FSDPParamGroup, param: FSDPParam):
+        # FSDP2's objects hold the shard, whose memory holds this.
+        self._unit, self._param = weakref.ref(unit), weakref.ref(param)
+        self._buffers: list[Tensor] = []
+
+    def choose(self, layouts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What FSDP2 has to gather now of `layouts`, rows and columns."""
+        unit, param = self._unit(), self._param()
+        assert unit is not None and param is not None
+        # FSDP2 makes the buffers at the first gather.
+        self._buffers = self._buffers or list(param.all_gather_outputs)
+        if not self._buffers:
+            return layouts
+        is_forward = unit._training_state == TrainingState.FORWARD
+        frees_it = unit._reshard_after_forward and not unit._use_post_forward_mesh
+        count = 1 if is_forward and frees_it else len(layouts)
+        param.all_gather_outputs = self._buffers[:count]
+        return layouts[:count]
 
 
 class ShardedWeight(Tensor):
@@ -176,8 +204,11 @@ class ShardedWeight(Tensor):
             memory.values = weakref.ref(self)
         if memory.stale:
             with _on_default_stream(self.device):
-                _quantise([self])
-        return memory.gathered, (outer_size, memory.shard)
+                quantise_together([self])
+        inputs = memory.gathered
+        if memory.buffers is not None:
+            inputs = memory.buffers.choose(inputs)
+        return inputs, (outer_size, memory.shard)
 
     def fsdp_post_all_gather(
         self,
@@ -271,7 +302,7 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(default)
 
 
-def _quantise(weights: Sequence[ShardedWeight]) -> None:
+def quantise_together(weights: Sequence[ShardedWeight]) -> None:
     """Brings the FP8 copies of the weights up to date."""
     shards = []
     for weight in weights:
@@ -326,75 +357,3 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
             setattr(layer, name, nn.Parameter(weight, requires_grad=param.requires_grad))
             report.converted.append((*row, recipe))
     return report
-
-
-_told_about_embeddings: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def _gather_embeddings_only_in_forward(model: nn.Module) -> None:
-    """Turns off FSDP2's gathers in backward for embeddings that are FSDP2 units of their own.
-
-    One that is tied to the output layer is in a unit with it, because FSDP2 demands that.
-    """
-    if model in _told_about_embeddings:
-        return
-    _told_about_embeddings.add(model)
-    states = {
-        module: id(fully_shard.state(module))  # type: ignore[attr-defined]
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    }
-    modules = Counter(states.values())  # The modules of a unit have one state.
-    for module, state in states.items():
-        if isinstance(module, nn.Embedding) and modules[state] == 1:
-            module.set_unshard_in_backward(False)
-
-
-def requantise(models: Iterable[nn.Module]) -> None:
-    """Quantises all shards of the models that have been written to since they were quantised.
-
-    Call it on every rank between a step of the optimizer and the next forward. It runs one
-    collective per process group that shares weights. Without this call, each gather runs one for
-    its own weight. From the first call on, FSDP2 gathers embeddings in forward only.
-    """
-    models = list(models)
-    for model in models:
-        _gather_embeddings_only_in_forward(model)
-    quantise_stale(models)
-
-
-def quantise_stale(models: Iterable[nn.Module]) -> None:
-    """Quantises shards like `requantise`, and tells FSDP2 nothing."""
-    weights = []
-    for param in (param for model in models for param in model.parameters()):
-        local = param._local_tensor if isinstance(param, DTensor) else param
-        if not isinstance(local, ShardedWeight) or local.memory.values is None:
-            continue
-        values = local.memory.values()
-        if local.memory.stale and values is not None:
-            weights.append(values)
-    if weights:
-        _quantise(weights)
-
-
-def requantise_in_forward(models: Iterable[nn.Module]) -> None:
-    """Like `requantise`, at the beginning of each model's next forward.
-
-    torchtitan's trainer counts the tokens of a batch over all ranks and blocks on the count. A
-    process group runs its collectives in order, so right after the optimizer those of `requantise`
-    would delay the count until the optimizer has ended (`torchtitan_0_2/input_stream.py`).
-
-    Not for pipeline schedules of several stages per rank, which gather before forward.
-    """
-    for model in models:
-        _gather_embeddings_only_in_forward(model)
-        _quantise_in_next_forward(model)
-
-
-def _quantise_in_next_forward(model: nn.Module) -> None:
-    def once(model: nn.Module, _: Any) -> None:
-        handle.remove()
-        quantise_stale([model])
-
-    # Runs before FSDP2's own hook, after which its gathers do not wait for this stream.
-    handle = model.register_forward_pre_hook(once, prepend=True)

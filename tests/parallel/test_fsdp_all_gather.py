@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 
-from titan_fp8 import convert_linears, fsdp
+from titan_fp8 import convert_linears, fsdp, requantise
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
 from titan_fp8.ops import direct
@@ -239,20 +239,27 @@ def train(
     return losses, [p.full_tensor() for p in model.parameters()], counter.bytes_sent, calls
 
 
+def assert_fewer_bytes(recipe: str, ratio: float, planned: bool) -> None:
+    """Compares bytes in FP8 and bf16; all but those of the norms are of FP8 weights."""
+    # Rowwise, from the second step on, forward leaves out the columns.
+    rowwise = (1 + (STEPS - 1) * 3 / 4) / STEPS if planned else 1
+    expected = 1 / 2 if "blockwise" in recipe else rowwise
+    assert expected <= ratio <= expected + 0.03, (recipe, ratio, expected)
+
+
 def compare_training(rank: int) -> None:
     for recipe, widths in itertools.product(RECIPES, [(256, 512, 256, 512), (272, 144, 176, 48)]):
         losses, parameters, sent, calls = train(recipe, widths, fp8=False)
         assert not calls
-        for together in (fsdp.requantise, fsdp.requantise_in_forward, None):
+        for together in (requantise.requantise, requantise.requantise_in_forward, None):
             what = recipe, widths, together
             got = train(recipe, widths, fp8=True, together=together)
             assert torch.stack(got[0]).equal(torch.stack(losses)), what
             assert all(map(torch.equal, got[1], parameters)), what
-            ratio = got[2] / sent
-            assert 0.5 <= ratio <= 0.53 if "blockwise" in recipe else ratio <= 1, (*what, ratio)
+            assert_fewer_bytes(recipe, got[2] / sent, planned=together is not None)
             # Once a step, not once a micro-batch. The first gathers are each on their own.
             first = LAYERS * [1]
-            after = {fsdp.requantise: STEPS, fsdp.requantise_in_forward: STEPS - 1}
+            after = {requantise.requantise: STEPS, requantise.requantise_in_forward: STEPS - 1}
             expected = first + after[together] * [LAYERS] if together else STEPS * first
             assert got[3] == expected, what
 

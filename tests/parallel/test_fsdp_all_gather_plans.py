@@ -144,13 +144,19 @@ class Job:
         return logged
 
 
+ROWWISE = f"--{LINEAR}.recipe", "rowwise"
 WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
         ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),
         (*COMPILE, *CHECKPOINTING["op"]),
-        (*CHECKPOINTING["op"], f"--{LINEAR}.recipe", "rowwise"),
+        (*CHECKPOINTING["op"], *ROWWISE),
+        (*COMPILE, *CHECKPOINTING["op"], *ROWWISE, "--training.global_batch_size", 8),
+        (*ROWWISE, "--parallelism.fsdp_reshard_after_forward", "never"),
     ],
-    "deepseek_v3": [(*COMPILE, "--training.global_batch_size", 8)],
+    "deepseek_v3": [
+        (*COMPILE, "--training.global_batch_size", 8),
+        (*CHECKPOINTING["full"], *ROWWISE),
+    ],
 }
 """Flags: gradient accumulation, one gather a step, torch.compile, activation checkpointing."""
 

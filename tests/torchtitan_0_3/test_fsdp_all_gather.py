@@ -27,7 +27,7 @@ class Counts:
     """The weights that FSDP2 has gathered in FP8, and the collective quantisations of shards."""
 
     def __enter__(self) -> "Counts":
-        new, quantise = GatheredWeight.__new__, titan_fp8.fsdp._quantise
+        new, quantise = GatheredWeight.__new__, titan_fp8.fsdp.quantise
         self.gathered = 0
 
         def gather(*args):
@@ -36,7 +36,7 @@ class Counts:
 
         self.patches = (
             mock.patch.object(GatheredWeight, "__new__", gather),
-            mock.patch.object(titan_fp8.fsdp, "_quantise", wraps=quantise),
+            mock.patch.object(titan_fp8.fsdp, "quantise", wraps=quantise),
         )
         _, self.quantise = (patch.start() for patch in self.patches)
         return self

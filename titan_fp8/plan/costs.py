@@ -75,7 +75,7 @@ def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
         cost = Cost()
         for name, n, k in (("w1", hidden, dim), ("w3", hidden, dim), ("w2", dim, hidden)):
             cost += _product(layer, n, k, name, 1.0 if name == "w2" else 0.5, times)
-    received = layer.elements * gathered_bytes(layer) * (1 - 1 / layer.ranks) * run.gathers
+    received = layer.elements * gathered_bytes(layer, run) * (1 - 1 / layer.ranks) * run.gathers
     if layer.groups:
         host, weights = 3 * times.host_us("grouped", layer.recipe), 3
     else:
@@ -133,14 +133,17 @@ def _weights(
     return forward, times.quantise_us(op_name(recipe.weight_t), elements), 0.0
 
 
-def gathered_bytes(layer: Layer) -> int:
-    """Bytes per element of the weights of a layer as FSDP2 gathers them.
+def gathered_bytes(layer: Layer, run: Run) -> float:
+    """Bytes per element of the weights of a layer, the mean of FSDP2's gathers.
 
-    Blocks of 128x128 serve fprop and dgrad. Of a rowwise weight, rows and columns are gathered.
+    Blocks of 128x128 serve fprop and dgrad. Of a rowwise weight, rows and columns are gathered, in
+    forward only the rows if there is another gather in backward.
     """
     if not layer.gathers_fp8:
         return HIGH_PRECISION_BYTES
-    return 1 if get_recipe(layer.recipe).fprop.right is Scaling.BLOCK_128X128 else 2
+    if get_recipe(layer.recipe).fprop.right is Scaling.BLOCK_128X128:
+        return 1
+    return 2 if run.gathers == 1 else 1.5
 
 
 def _padded(layer: Layer) -> int:

@@ -208,7 +208,7 @@ def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) 
     for layer in (row.layer for row in rows if row.layer.gathers_fp8):
         elements = layer.count * layer.elements
         high_precision[layer.ranks] -= elements
-        weights.append((elements, layer.ranks, gathered_bytes(layer), 0))
+        weights.append((elements, layer.ranks, gathered_bytes(layer, run), 0))
     weights += [(each, ranks, HIGH_PRECISION_BYTES, cast) for ranks, each in high_precision.items()]
     aside = between = 0.0
     for elements, ranks, size, cast in weights:

@@ -15,11 +15,12 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
 from titan_fp8.checks import ConversionReport
-from titan_fp8.fsdp import gather_in_fp8, requantise, requantise_in_forward
+from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.requantise import requantise, requantise_in_forward
 from titan_fp8.torchtitan_0_2 import (
     health,
     input_stream,

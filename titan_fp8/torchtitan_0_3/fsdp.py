@@ -16,7 +16,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.module import Module
 
 from titan_fp8.checks import ConversionReport
-from titan_fp8.fsdp import requantise
+from titan_fp8.requantise import requantise
 from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear

@@ -1,0 +1,106 @@
+"""What happens to FP8 shards between a step of the optimizer and the next forward.
+
+The shards that FSDP2 gathers in FP8 (`fsdp.py`) are quantised, all of a model together. The first
+call for a model also tells FSDP2 what it need not gather:
+
+- Embeddings in backward. Their gradient depends on the tokens alone.
+- The columns of rowwise weights in forward, if the weight is freed after it.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+
+from titan_fp8.fsdp import BuffersOfTwoLayouts, ShardedWeight, quantise_together
+
+
+def requantise(models: Iterable[nn.Module]) -> None:
+    """Quantises all shards of the models that have been written to since they were quantised.
+
+    Call it on every rank between a step of the optimizer and the next forward. It runs one
+    collective per process group that shares weights. Without this call, each gather runs one for
+    its own weight, and FSDP2 gathers embeddings in backward and columns in forward.
+    """
+    models = list(models)
+    for model in models:
+        _plan_gathers(model)
+    quantise_stale(models)
+
+
+def quantise_stale(models: Iterable[nn.Module]) -> None:
+    """Quantises shards like `requantise`, and tells FSDP2 nothing."""
+    weights = []
+    for param in (param for model in models for param in model.parameters()):
+        local = param._local_tensor if isinstance(param, DTensor) else param
+        if not isinstance(local, ShardedWeight) or local.memory.values is None:
+            continue
+        values = local.memory.values()
+        if local.memory.stale and values is not None:
+            weights.append(values)
+    if weights:
+        quantise_together(weights)
+
+
+def requantise_in_forward(models: Iterable[nn.Module]) -> None:
+    """Like `requantise`, at the beginning of each model's next forward.
+
+    torchtitan's trainer counts the tokens of a batch over all ranks and blocks on the count. A
+    process group runs its collectives in order, so right after the optimizer those of `requantise`
+    would delay the count until the optimizer has ended (`torchtitan_0_2/input_stream.py`).
+
+    Not for pipeline schedules of several stages per rank, which gather before forward.
+    """
+    for model in models:
+        _plan_gathers(model)
+        _quantise_in_next_forward(model)
+
+
+def _quantise_in_next_forward(model: nn.Module) -> None:
+    def once(model: nn.Module, _: Any) -> None:
+        handle.remove()
+        quantise_stale([model])
+
+    # Runs before FSDP2's own hook, after which its gathers do not wait for this stream.
+    handle = model.register_forward_pre_hook(once, prepend=True)
+
+
+_planned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _plan_gathers(model: nn.Module) -> None:
+    """Tells FSDP2 what it need not gather, once per model."""
+    if model in _planned:
+        return
+    _planned.add(model)
+    states = {
+        module: fully_shard.state(module)  # type: ignore[attr-defined]
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+    }
+    modules = Counter(map(id, states.values()))  # The modules of a unit have one state.
+    for module, state in states.items():
+        # One that is tied to the output layer is in a unit with it, because FSDP2 demands that.
+        if isinstance(module, nn.Embedding) and modules[id(state)] == 1:
+            module.set_unshard_in_backward(False)
+        for unit in _units(state):
+            _choose_layouts(unit)
+
+
+def _units(state: FSDPState) -> list[FSDPParamGroup]:
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _choose_layouts(unit: FSDPParamGroup) -> None:
+    for param in unit.fsdp_params:
+        shard = param._sharded_local_tensor
+        if isinstance(shard, ShardedWeight) and len(shard.memory.gathered) == 2:
+            shard.memory.buffers = BuffersOfTwoLayouts(unit, param)
