@@ -4,6 +4,7 @@ A shell script takes the place of train.sh: it logs steps and evaluations as a j
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -196,6 +197,14 @@ def test_the_order_of_the_text_is_another_but_always_the_same(root, run):
     assert (root / "again/reordered_1/text.jsonl").read_text().splitlines() == reordered
     command = (root / "again/bf16_order/train.log").read_text()
     assert f"--training.dataset_path {root / 'again/reordered_1'}" in command
+
+
+def test_rounding_arms_have_their_own_random_bits(root, run):
+    arms = {"bf16": [], "bf16_order": [], "bf16_rounding": ["1"], "bf16_rounding_2": ["2"]}
+    assert run("--arms", ",".join(arms))[0] == 0
+    for name, seeds in arms.items():
+        command = (results(root) / name / "train.log").read_text().splitlines()[0]
+        assert re.findall(r"--optimizer.rounding_seed (\S+)", command) == seeds
 
 
 def test_other_settings_need_another_folder(root, run):

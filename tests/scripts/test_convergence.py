@@ -195,15 +195,16 @@ def test_a_drift_of_bf16_runs_is_allowed(results, judge):
     assert judge()[0] == 0
 
 
-def test_the_perturbed_arm_is_judged_without_its_own_spread(results, judge):
+@pytest.mark.parametrize("name", ["bf16_ulp", "bf16_rounding"])
+def test_a_bf16_arm_is_judged_without_its_own_spread(results, judge, name):
     write_arm(results, "bf16_order", 0.4)
-    write_arm(results, "bf16_ulp", 0.5)
+    write_arm(results, name, 0.5)
     status, text = judge()
-    assert status == 0 and "note  bf16_ulp: held-out loss differs" in text
+    assert status == 0 and f"note  {name}: held-out loss differs" in text
     assert "the verdict is too strict here and needs more bf16 arms" in text
     write_arm(results, "bf16_order_2", 0.6)
     status, text = judge()
-    assert status == 0 and "ok    bf16_ulp: cannot be told from bf16" in text
+    assert status == 0 and f"ok    {name}: cannot be told from bf16" in text
 
 
 def test_the_control_must_fail(results, judge):
