@@ -91,8 +91,10 @@ class StochasticAdamW(torch.optim.AdamW):
         numbers += [1 - beta1**step, 1 - beta2**step]
         # Every parameter of every step has another seed.
         first = step * len(group["params"]) + (self.rounding_seed << 24)
-        seed = torch.tensor(first, dtype=torch.int32, device=device)
-        return torch.tensor(numbers, dtype=torch.float32, device=device), seed
+        seed = torch.full((), first, dtype=torch.int32, device=device)
+        # The CPU would wait for a copy from memory that is not pinned.
+        host = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True), seed
 
 
 def _plain(x: Tensor) -> Tensor:

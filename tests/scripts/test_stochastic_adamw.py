@@ -1,12 +1,22 @@
 """stochastic_adamw.py: bf16 weights that follow those of AdamW in FP32."""
 
 import copy
+from pathlib import Path
 
+import gloo
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from stochastic_adamw import StochasticAdamW, round_stochastically
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.components.optimizer import OptimizersContainer
+
+from titan_fp8 import convert_linears, fsdp
+from titan_fp8.linear import FP8Linear
 
 LR = 5e-5
 
@@ -97,3 +107,40 @@ def test_a_parameter_without_gradient_stays():
     before = unused.detach().clone()
     train(StochasticAdamW([used, unused], lr=LR), [used], 2)
     assert torch.equal(unused, before) and unused.grad is None
+
+
+def sharded_job() -> tuple[nn.Module, OptimizersContainer]:
+    """Two layers whose weights FSDP2 gathers in FP8, and their optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(144, 272), nn.Linear(272, 48)).bfloat16()
+    convert_linears(model)
+    fsdp.gather_in_fp8(model, FP8Linear)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, OptimizersContainer([model], StochasticAdamW, {"lr": 1e-3, "rounding_seed": 2})
+
+
+def train_sharded(model: nn.Module, optimizers: OptimizersContainer, steps: range) -> list[Tensor]:
+    """The rank's shards afterwards."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(40, 144, generator=generator).bfloat16()).square().mean().backward()
+        optimizers.step()
+        optimizers.zero_grad()
+    shards = [p.to_local() for p in model.parameters()]
+    assert [isinstance(shard, fsdp.ShardedWeight) for shard in shards] == [True, False] * 2
+    return [shard.detach().clone() for shard in shards]
+
+
+def resume_sharded(rank: int, folder: Path) -> None:
+    model, optimizers = sharded_job()
+    train_sharded(model, optimizers, range(3))
+    dcp.save({"model": ModelWrapper(model), "optimizer": optimizers}, checkpoint_id=folder)
+    want = train_sharded(model, optimizers, range(3, 6))
+    model, optimizers = sharded_job()
+    dcp.load({"model": ModelWrapper(model), "optimizer": optimizers}, checkpoint_id=folder)
+    got = train_sharded(model, optimizers, range(3, 6))
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_resumed_run_repeats_with_shards_that_are_gathered_in_fp8(tmp_path):
+    gloo.spawn(resume_sharded, 2, tmp_path)
