@@ -41,7 +41,9 @@ def before_experts(
     **kwargs: Any,
 ) -> tuple[Tensor, Routed]:
     """The block's residual stream after attention (batch, seq, dim), and its tokens, routed."""
-    x = x + attention(attention_norm(x), *args, **kwargs)
+    # The view makes autograd add the norm's two gradients of x before that of the residual sum, as
+    # between compiled parts. So all gradients are bit for bit those of torchtitan's block.
+    x = x + attention(attention_norm(x.view_as(x)), *args, **kwargs)
     return x, moe.route(ffn_norm(x.flatten(0, -2)), router, reorderer)
 
 
