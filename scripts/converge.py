@@ -20,6 +20,7 @@ Exit status: that of the verdict; 2 for bad arguments; 3 if it was stopped, or a
 
 import argparse
 import hashlib
+import json
 import math
 import random
 import shutil
@@ -96,10 +97,10 @@ def with_flags(config: dict[str, Any], flags: list[str]) -> dict[str, Any]:
     return config
 
 
-def sha(*paths: Path) -> str:
+def digest(*contents: bytes) -> str:
     total = hashlib.sha256()
-    for path in paths:
-        total.update(hashlib.sha256(path.read_bytes()).digest())
+    for content in contents:
+        total.update(hashlib.sha256(content).digest())
     return total.hexdigest()[:16]
 
 
@@ -126,6 +127,7 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         raise Failure(f"{steps} steps are no multiple of validation.freq = {every}")
     if ranks < 1:
         raise Failure(f"{toml.name} must say every degree of parallelism, not -1")
+    read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
     batch = training.get("global_batch_size", -1)
     batch = batch if batch > 0 else training["local_batch_size"] * ranks
     settings = Settings(
@@ -134,8 +136,8 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         warmup=steps // 10,
         every=every,
         tokens=batch * training["seq_len"],
-        config=sha(toml),
-        text=sha(*texts(training["dataset_path"]), *texts(validation["dataset_path"])),
+        config=digest(json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()),
+        text=digest(*(file.read_bytes() for file in read)),
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )
     results = (args.out or ROOT / "outputs/converge" / args.model).resolve()

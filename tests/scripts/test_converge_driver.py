@@ -213,6 +213,11 @@ def test_other_settings_need_another_folder(root, run):
         status, text = run("--arms", "bf16", *flags)
         assert status == 3 and "holds an experiment with other settings" in text
     assert run("--arms", "bf16", "--steps", "40", "--out", str(root / "short"))[0] == 0
+    toml = root / "configs/m.toml"
+    toml.write_text("# A comment is no setting.\n" + toml.read_text())
+    assert run("--arms", "bf16")[0] == 0
+    toml.write_text(toml.read_text() + "[debug]\nseed = 1\n")
+    assert run("--arms", "bf16")[0] == 3
 
 
 def test_flags_count_for_the_driver(root, run):
