@@ -35,6 +35,10 @@ forward is recomputed, so its gathers move both layouts, as many bytes as in bf1
 weight after forward and gathers it again before backward, forward's gathers move the rows alone
 (`BuffersOfTwoLayouts`), half as many.
 
+If one rank has all of a weight, as with experts that are sharded by expert parallelism alone, FSDP2
+would copy it at each gather. The GatheredWeight then has the FP8 copy of the shard, and FSDP2 gets
+an empty tensor to copy.
+
 The ranks that share a 128x128 block or a column agree on its scale by a collective. By default each
 weight runs one at its gather. `requantise` (`requantise.py`) quantises all weights of a model
 together, with one collective per process group; the adapters call it between a step of the
@@ -63,7 +67,6 @@ from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
-from titan_fp8.recipe import Scaling, get_recipe
 from titan_fp8.shards import Place, QuantisedShard, quantise
 
 _log = logging.getLogger(__name__)
@@ -94,6 +97,8 @@ class _Memory:
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
         buffers: if set, chooses the layouts that a gather moves; else it moves all.
+        unsharded: the unsharded parameter if it has the FP8 copy itself, because one rank has all
+            of the weight; None before its second use.
     """
 
     def __init__(self) -> None:
@@ -102,6 +107,7 @@ class _Memory:
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
         self.buffers: BuffersOfTwoLayouts | None = None
+        self.unsharded: weakref.ref[GatheredWeight] | None = None
 
 
 class BuffersOfTwoLayouts:
@@ -195,7 +201,7 @@ class ShardedWeight(Tensor):
         memory = self.memory
         if memory.shard is None:
             place = _place(self, mesh, outer_size, mp_policy.param_dtype or self.dtype)
-            reason = _why_high_precision(self.recipe, place)
+            reason = _why_high_precision(place)
             if reason is not None:
                 _warn(reason)
                 return (_padded(self.plain(), place),), None
@@ -208,7 +214,7 @@ class ShardedWeight(Tensor):
         inputs = memory.gathered
         if memory.buffers is not None:
             inputs = memory.buffers.choose(inputs)
-        return inputs, (outer_size, memory.shard)
+        return inputs, (outer_size, memory)
 
     def fsdp_post_all_gather(
         self,
@@ -225,20 +231,24 @@ class ShardedWeight(Tensor):
         """
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
-        shape, shard = metadata
+        shape, memory = metadata
+        shard = memory.shard
         if out is not None:
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, GatheredWeight)
+            if shard.is_whole:
+                weight.q, weight.q_columns = shard.q, shard.q_columns
+                memory.unsharded = weakref.ref(weight)
             for old, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
                 if old is not new and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
             return None
-        # The gathered rows may end in padding.
-        q, *columns = (
-            output.flatten().view(E4M3)[: shape.numel()].view(shape)
-            for output in all_gather_outputs
-        )
-        q_columns = columns[0] if columns else None
+        if shard.is_whole:
+            layouts = shard.layouts
+        else:  # The gathered rows may end in padding.
+            flat = (output.flatten().view(E4M3) for output in all_gather_outputs)
+            layouts = tuple(q[: shape.numel()].view(shape) for q in flat)
+        q, q_columns = layouts if len(layouts) == 2 else (*layouts, None)
         return GatheredWeight(q, shard.s, q_columns, shard.s_t, param_dtype), ()
 
 
@@ -263,14 +273,12 @@ def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtyp
     return Place(tuple(whole), dim, first, tuple(padded), dtype, group)
 
 
-def _why_high_precision(recipe: str, place: Place) -> str | None:
+def _why_high_precision(place: Place) -> str | None:
     """Why a weight at `place` is gathered in high precision; None if it is gathered in FP8."""
     if place.dtype not in DTYPES:
         return f"{place.dtype} weights are not quantised"
     if place.dim == len(place.whole) - 1:
         return "its last dimension is sharded"
-    if place.group is None and get_recipe(recipe).fprop.right is not Scaling.BLOCK_128X128:
-        return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
     return None
 
 
@@ -309,11 +317,19 @@ def quantise_together(weights: Sequence[ShardedWeight]) -> None:
         memory = weight.memory
         assert memory.shard is not None
         shards.append((memory.shard, weight.plain()))
-        memory.gathered, memory.stale = (), False  # The new copies may take the old ones' memory.
+        # The new copies may take the old ones' memory.
+        memory.gathered, memory.stale = (), False
+        unsharded = memory.unsharded and memory.unsharded()
+        if unsharded is not None:
+            unsharded.release()
     quantise(shards)
     for weight, (shard, _) in zip(weights, shards, strict=True):
-        copies = (q for q in (shard.q, shard.q_columns) if q is not None)
-        weight.memory.gathered = tuple(q.view(_carrier(shard.place)) for q in copies)
+        if shard.is_whole:
+            # FSDP2 copies what it gathers also on one rank, which needs no copy.
+            weight.memory.gathered = (shard.table.new_empty(0),)
+        else:
+            carrier = _carrier(shard.place)
+            weight.memory.gathered = tuple(q.view(carrier) for q in shard.layouts)
 
 
 def _carrier(place: Place) -> torch.dtype:
