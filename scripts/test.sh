@@ -7,9 +7,9 @@
 #   tests/torchtitan_0_3, in an environment of its own
 #
 # The first prints as it goes, the others when it is done. With a GPU, tests/gpu runs last.
-# Arguments go to pytest, and then only the first test run happens:
+# Arguments go to pytest, and then only the first test run happens, of all tests or of those named:
 #
-#   ./scripts/test.sh [-k compare ...]
+#   ./scripts/test.sh [tests/units ...] [-k compare ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
@@ -17,7 +17,9 @@ prepare_env
 ./scripts/lint.sh
 pytest=("$python" -m pytest -q --dist worksteal)
 if [[ $# -gt 0 ]]; then
-    exec "${pytest[@]}" -n 2 tests "$@"
+    everything=tests
+    for argument; do [[ $argument != tests* ]] || everything=; done
+    exec "${pytest[@]}" -n 2 $everything "$@" # unquoted on purpose: no word if it is empty
 fi
 
 # torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not.
