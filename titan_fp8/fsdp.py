@@ -319,7 +319,7 @@ def quantise_together(weights: Sequence[ShardedWeight]) -> None:
         shards.append((memory.shard, weight.plain()))
         # The new copies may take the old ones' memory.
         memory.gathered, memory.stale = (), False
-        unsharded = memory.unsharded and memory.unsharded()
+        unsharded = memory.unsharded() if memory.unsharded is not None else None
         if unsharded is not None:
             unsharded.release()
     quantise(shards)
