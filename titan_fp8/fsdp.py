@@ -23,17 +23,16 @@ have both:
       v
     GatheredWeight     what the layer multiplies by (`gathered_weight.py`)
 
-A ShardedWeight is an ordinary tensor that remembers how it is quantised. Its `__torch_dispatch__`
-computes every op as on a plain tensor. The result keeps the class after the ops by which FSDP2,
-DTensor and `Module.to_empty` make shards. In-place writes are recorded, because version counters
-miss those that DTensor makes. A shard is quantised at the first gather after a write, so once a
-step, also with several micro-batches. Its FP8 copy then stays in memory: one byte per element of
-the shard, two with a rowwise recipe.
+A ShardedWeight is an ordinary tensor that remembers how it is to be quantised. Its
+`__torch_dispatch__` computes every op as on a plain tensor. The result keeps the class after the
+ops by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes are recorded, because
+version counters do not count those that DTensor makes. A shard is quantised at the first gather
+after a write, so once a step, also with several micro-batches. Its FP8 copy then stays in memory:
+one byte per element of the shard, two with a rowwise recipe.
 
-Rowwise recipes quantise rows for fprop and columns for dgrad. Backward reads the rows, too, where a
-forward is recomputed, so its gathers move both layouts, as many bytes as in bf16. If FSDP2 frees a
-weight after forward and gathers it again before backward, forward's gathers move the rows alone
-(`BuffersOfTwoLayouts`), half as many.
+Rowwise recipes quantise rows for fprop and columns for dgrad. Backward's gathers move both, as many
+bytes as in bf16, because a forward that is recomputed in backward reads rows. Forward's gathers
+move the rows alone, half of that, if FSDP2 frees the weight after forward (`ColumnsBuffer`).
 
 If one rank has all of a weight, as with experts that are sharded by expert parallelism alone, FSDP2
 would copy it at each gather. The GatheredWeight then has the FP8 copy of the shard, and FSDP2 gets
@@ -57,7 +56,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -96,7 +95,7 @@ class _Memory:
         gathered: what FSDP2 gathers of it, as a dtype that `_carrier` chooses.
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
-        buffers: if set, chooses the layouts that a gather moves; else it moves all.
+        columns: chooses the layouts of each gather; None: each moves all.
         unsharded: the unsharded parameter if it has the FP8 copy itself, because one rank has all
             of the weight; None before its second use.
     """
@@ -106,36 +105,46 @@ class _Memory:
         self.gathered: tuple[Tensor, ...] = ()
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
-        self.buffers: BuffersOfTwoLayouts | None = None
+        self.columns: ColumnsBuffer | None = None
         self.unsharded: weakref.ref[GatheredWeight] | None = None
 
 
-class BuffersOfTwoLayouts:
-    """The buffers into which FSDP2 gathers the rows and the columns of a rowwise weight.
+class ColumnsBuffer:
+    """Hides the buffer for the columns of a rowwise weight from FSDP2 in gathers before forward.
 
-    FSDP2 refills the same buffers at each gather, and frees them after use by resizing them to no
-    bytes. Autograd keeps both from forward to backward. So a gather can leave out the columns if
-    FSDP2 does not know of their buffer at that time: it stays empty until backward's gather.
+    Autograd saves the weight in forward, and with it the buffers for rows and for columns. FSDP2
+    gathers into the buffers in `FSDPParam.all_gather_outputs`, and later resizes them to no bytes.
+    Forward reads rows only. So the columns' buffer may stay empty until backward's gather fills it.
+
+    Only if FSDP2 frees the weight after forward, and so gathers it for backward. It does not if
+    forward is recomputed in backward, or if a unit has several modules and only some of them run.
     """
 
     def __init__(self, unit: FSDPParamGroup, param: FSDPParam):
-        # FSDP2's objects hold the shard, whose memory holds this.
+        # Weak, to avoid a cycle: FSDP2's objects hold the shard, and its memory holds this object.
         self._unit, self._param = weakref.ref(unit), weakref.ref(param)
-        self._buffers: list[Tensor] = []
+        self._hidden: list[Tensor] = []
 
     def choose(self, layouts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What FSDP2 has to gather now of `layouts`, rows and columns."""
+        """The layouts to gather now. If they are rows alone, hides the columns' buffer."""
         unit, param = self._unit(), self._param()
         assert unit is not None and param is not None
-        # FSDP2 makes the buffers at the first gather.
-        self._buffers = self._buffers or list(param.all_gather_outputs)
-        if not self._buffers:
+        self.show()
+        # FSDP2 makes the buffers at the first gather, which therefore moves both layouts.
+        if len(layouts) != 2 or not param.all_gather_outputs:
             return layouts
-        is_forward = unit._training_state == TrainingState.FORWARD
-        frees_it = unit._reshard_after_forward and not unit._use_post_forward_mesh
-        count = 1 if is_forward and frees_it else len(layouts)
-        param.all_gather_outputs = self._buffers[:count]
-        return layouts[:count]
+        in_forward = unit._training_state == TrainingState.FORWARD and not is_bw()
+        if in_forward and unit._reshard_after_forward and len(unit.modules) == 1:
+            self._hidden = [param.all_gather_outputs.pop()]
+            return layouts[:1]
+        return layouts
+
+    def show(self) -> None:
+        """To be called after a gather."""
+        param = self._param()
+        if self._hidden and param is not None:
+            param.all_gather_outputs += self._hidden
+        self._hidden = []
 
 
 class ShardedWeight(Tensor):
@@ -211,10 +220,10 @@ class ShardedWeight(Tensor):
         if memory.stale:
             with _on_default_stream(self.device):
                 quantise_together([self])
-        inputs = memory.gathered
-        if memory.buffers is not None:
-            inputs = memory.buffers.choose(inputs)
-        return inputs, (outer_size, memory)
+        layouts = memory.gathered
+        if memory.columns is not None:
+            layouts = memory.columns.choose(layouts)
+        return layouts, (outer_size, memory)
 
     def fsdp_post_all_gather(
         self,
@@ -233,6 +242,8 @@ class ShardedWeight(Tensor):
             return None if out is not None else (all_gather_outputs[0], ())
         shape, memory = metadata
         shard = memory.shard
+        if memory.columns is not None:
+            memory.columns.show()
         if out is not None:
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, GatheredWeight)

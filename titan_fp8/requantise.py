@@ -1,10 +1,10 @@
 """What happens to FP8 shards between a step of the optimizer and the next forward.
 
-The shards that FSDP2 gathers in FP8 (`fsdp.py`) are quantised, all of a model together. The first
-call for a model also tells FSDP2 what it need not gather:
+All FP8 shards of a model (`fsdp.py`) are quantised together. The first call for a model also tells
+FSDP2 what it need not gather:
 
 - Embeddings in backward. Their gradient depends on the tokens alone.
-- The columns of rowwise weights in forward, if the weight is freed after it.
+- The columns of rowwise weights in forward, if the weight is freed after forward.
 """
 
 import weakref
@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from titan_fp8.fsdp import BuffersOfTwoLayouts, ShardedWeight, quantise_together
+from titan_fp8.fsdp import ColumnsBuffer, ShardedWeight, quantise_together
+from titan_fp8.recipe import Scaling, get_recipe
 
 
 def requantise(models: Iterable[nn.Module]) -> None:
@@ -26,7 +27,7 @@ def requantise(models: Iterable[nn.Module]) -> None:
 
     Call it on every rank between a step of the optimizer and the next forward. It runs one
     collective per process group that shares weights. Without this call, each gather runs one for
-    its own weight, and FSDP2 gathers embeddings in backward and columns in forward.
+    its own weight, and FSDP2 also gathers embeddings in backward and columns in forward.
     """
     models = list(models)
     for model in models:
@@ -35,7 +36,7 @@ def requantise(models: Iterable[nn.Module]) -> None:
 
 
 def quantise_stale(models: Iterable[nn.Module]) -> None:
-    """Quantises shards like `requantise`, and tells FSDP2 nothing."""
+    """Quantises shards like `requantise`, and leaves FSDP2's gathers as they are."""
     weights = []
     for param in (param for model in models for param in model.parameters()):
         local = param._local_tensor if isinstance(param, DTensor) else param
@@ -67,7 +68,7 @@ def _quantise_in_next_forward(model: nn.Module) -> None:
         handle.remove()
         quantise_stale([model])
 
-    # Runs before FSDP2's own hook, after which its gathers do not wait for this stream.
+    # Must run before FSDP2's hook, in which the streams of the gathers wait for this one.
     handle = model.register_forward_pre_hook(once, prepend=True)
 
 
@@ -86,11 +87,11 @@ def _plan_gathers(model: nn.Module) -> None:
     }
     modules = Counter(map(id, states.values()))  # The modules of a unit have one state.
     for module, state in states.items():
-        # One that is tied to the output layer is in a unit with it, because FSDP2 demands that.
+        # An embedding that is tied to the output layer shares its unit, which backward needs.
         if isinstance(module, nn.Embedding) and modules[id(state)] == 1:
             module.set_unshard_in_backward(False)
         for unit in _units(state):
-            _choose_layouts(unit)
+            _hide_columns(unit)
 
 
 def _units(state: FSDPState) -> list[FSDPParamGroup]:
@@ -99,8 +100,10 @@ def _units(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _choose_layouts(unit: FSDPParamGroup) -> None:
+def _hide_columns(unit: FSDPParamGroup) -> None:
     for param in unit.fsdp_params:
         shard = param._sharded_local_tensor
-        if isinstance(shard, ShardedWeight) and len(shard.memory.gathered) == 2:
-            shard.memory.buffers = BuffersOfTwoLayouts(unit, param)
+        if isinstance(shard, ShardedWeight):
+            scaling = get_recipe(shard.recipe).fprop.right
+            if scaling is not Scaling.BLOCK_128X128:  # Those serve forward and backward.
+                shard.memory.columns = ColumnsBuffer(unit, param)

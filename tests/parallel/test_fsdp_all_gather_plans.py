@@ -145,6 +145,7 @@ class Job:
 
 
 ROWWISE = f"--{LINEAR}.recipe", "rowwise"
+ROWWISE_EXPERTS = *ROWWISE, f"--{GROUPED_MM}.recipe", "rowwise"
 WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
         ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),
@@ -155,14 +156,14 @@ WAYS: dict[str, list[tuple[object, ...]]] = {
     ],
     "deepseek_v3": [
         (*COMPILE, "--training.global_batch_size", 8),
-        (*CHECKPOINTING["full"], *ROWWISE),
+        (*CHECKPOINTING["full"], *ROWWISE_EXPERTS),
     ],
 }
 """Flags: gradient accumulation, one gather a step, torch.compile, activation checkpointing."""
 
 
-def compare_ways(rank: int, folder: Path, text: Path) -> None:
-    for model, ways in WAYS.items():
+def compare_ways(rank: int, folder: Path, text: Path, all_ways: dict) -> None:
+    for model, ways in all_ways.items():
         job = Job(folder / f"{model}-{rank}", text, model)
         for flags in ways:
             routing = ("--debug.moe_force_load_balance",) if model == "deepseek_v3" else ()
@@ -171,7 +172,13 @@ def compare_ways(rank: int, folder: Path, text: Path) -> None:
 
 
 def test_training_is_the_same_in_every_mode(tmp_path, text):
-    gloo.spawn(compare_ways, 2, tmp_path, text)
+    gloo.spawn(compare_ways, 2, tmp_path, text, WAYS)
+
+
+def test_recomputed_experts_that_several_ranks_share(tmp_path, text):
+    """Backward recomputes the last block before FSDP2 has gathered its experts for backward."""
+    ways = {"deepseek_v3": [(*CHECKPOINTING["full"], *ROWWISE_EXPERTS)]}
+    gloo.spawn(compare_ways, 4, tmp_path, text, ways)
 
 
 # Checkpoints
