@@ -34,10 +34,6 @@ Rowwise recipes quantise rows for fprop and columns for dgrad. Backward's gather
 bytes as in bf16, because a forward that is recomputed in backward reads rows. Forward's gathers
 move the rows alone, half of that, if FSDP2 frees the weight after forward (`ColumnsBuffer`).
 
-If one rank has all of a weight, as with experts that are sharded by expert parallelism alone, FSDP2
-would copy it at each gather. The GatheredWeight then has the FP8 copy of the shard, and FSDP2 gets
-an empty tensor to copy.
-
 The ranks that share a 128x128 block or a column agree on its scale by a collective. By default each
 weight runs one at its gather. `requantise` (`requantise.py`) quantises all weights of a model
 together, with one collective per process group; the adapters call it between a step of the
@@ -61,11 +57,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
+from titan_fp8.recipe import Scaling, get_recipe
 from titan_fp8.shards import Place, QuantisedShard, quantise
 
 _log = logging.getLogger(__name__)
@@ -96,8 +94,6 @@ class _Memory:
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
         columns: chooses the layouts of each gather; None: each moves all.
-        unsharded: the unsharded parameter if it has the FP8 copy itself, because one rank has all
-            of the weight; None before its second use.
     """
 
     def __init__(self) -> None:
@@ -106,7 +102,10 @@ class _Memory:
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
         self.columns: ColumnsBuffer | None = None
-        self.unsharded: weakref.ref[GatheredWeight] | None = None
+
+
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Scales of shards, and weak references to their `_Memory`."""
 
 
 class ColumnsBuffer:
@@ -210,12 +209,13 @@ class ShardedWeight(Tensor):
         memory = self.memory
         if memory.shard is None:
             place = _place(self, mesh, outer_size, mp_policy.param_dtype or self.dtype)
-            reason = _why_high_precision(place)
+            reason = _why_high_precision(self.recipe, place)
             if reason is not None:
                 _warn(reason)
                 return (_padded(self.plain(), place),), None
             with _on_default_stream(self.device):
                 memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
+            _OWNERS[memory.shard.s] = _OWNERS[memory.shard.s_t] = weakref.ref(memory)
             memory.values = weakref.ref(self)
         if memory.stale:
             with _on_default_stream(self.device):
@@ -247,19 +247,21 @@ class ShardedWeight(Tensor):
         if out is not None:
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, GatheredWeight)
-            if shard.is_whole:
-                weight.q, weight.q_columns = shard.q, shard.q_columns
-                memory.unsharded = weakref.ref(weight)
             for old, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
                 if old is not new and old.data_ptr() != new.data_ptr():
+                    # New weights have taken the place of those that were gathered first, whose
+                    # scales these are. Should those return, they must be quantised again.
                     old.copy_(new)
+                    owner = _OWNERS[old]()
+                    if owner is not None:
+                        owner.stale = True
             return None
-        if shard.is_whole:
-            layouts = shard.layouts
-        else:  # The gathered rows may end in padding.
-            flat = (output.flatten().view(E4M3) for output in all_gather_outputs)
-            layouts = tuple(q[: shape.numel()].view(shape) for q in flat)
-        q, q_columns = layouts if len(layouts) == 2 else (*layouts, None)
+        # The gathered rows may end in padding.
+        q, *columns = (
+            output.flatten().view(E4M3)[: shape.numel()].view(shape)
+            for output in all_gather_outputs
+        )
+        q_columns = columns[0] if columns else None
         return GatheredWeight(q, shard.s, q_columns, shard.s_t, param_dtype), ()
 
 
@@ -284,12 +286,14 @@ def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtyp
     return Place(tuple(whole), dim, first, tuple(padded), dtype, group)
 
 
-def _why_high_precision(place: Place) -> str | None:
+def _why_high_precision(recipe: str, place: Place) -> str | None:
     """Why a weight at `place` is gathered in high precision; None if it is gathered in FP8."""
     if place.dtype not in DTYPES:
         return f"{place.dtype} weights are not quantised"
     if place.dim == len(place.whole) - 1:
         return "its last dimension is sharded"
+    if place.group is None and get_recipe(recipe).fprop.right is not Scaling.BLOCK_128X128:
+        return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
     return None
 
 
@@ -328,19 +332,11 @@ def quantise_together(weights: Sequence[ShardedWeight]) -> None:
         memory = weight.memory
         assert memory.shard is not None
         shards.append((memory.shard, weight.plain()))
-        # The new copies may take the old ones' memory.
-        memory.gathered, memory.stale = (), False
-        unsharded = memory.unsharded() if memory.unsharded is not None else None
-        if unsharded is not None:
-            unsharded.release()
+        memory.gathered, memory.stale = (), False  # The new copies may take the old ones' memory.
     quantise(shards)
     for weight, (shard, _) in zip(weights, shards, strict=True):
-        if shard.is_whole:
-            # FSDP2 copies what it gathers also on one rank, which needs no copy.
-            weight.memory.gathered = (shard.table.new_empty(0),)
-        else:
-            carrier = _carrier(shard.place)
-            weight.memory.gathered = tuple(q.view(carrier) for q in shard.layouts)
+        copies = (q for q in (shard.q, shard.q_columns) if q is not None)
+        weight.memory.gathered = tuple(q.view(_carrier(shard.place)) for q in copies)
 
 
 def _carrier(place: Place) -> torch.dtype:

@@ -26,8 +26,7 @@ class GatheredWeight(Tensor):
     """A weight (N, K) or (E, N, K) whose values are q · s.
 
     Attributes:
-        q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again, or, if one
-            rank has all of the weight, it is the shard's.
+        q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again.
         s: the scales of q, as fprop reads them.
         q_columns: the weight quantised along its columns, of the weight's shape; the op of dgrad
             transposes it. None if q serves for both, as with blocks of 128x128.
@@ -65,11 +64,6 @@ class GatheredWeight(Tensor):
                 "or set fsdp_all_gather = false"
             )
         return self.q_columns, self.s_t
-
-    def release(self) -> None:
-        """Drops q if it is the shard's, before that is quantised again."""
-        self.q = self.q.new_empty(0)
-        self.q_columns = None
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         columns = [] if self.q_columns is None else ["q_columns"]

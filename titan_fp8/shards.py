@@ -103,16 +103,6 @@ class QuantisedShard:
     def blockwise(self) -> bool:
         return self.ops.fprop.right is Scaling.BLOCK_128X128
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has all of the weight."""
-        return self.place.group is None
-
-    @property
-    def layouts(self) -> tuple[Tensor, ...]:
-        """The FP8 copies: one that serves fprop and dgrad, or rows and columns."""
-        return tuple(q for q in (self.q, self.q_columns) if q is not None)
-
     def scale_of(self, amax: Tensor) -> Tensor:
         """The recipe's scales for blocks with these absolute maxima."""
         return scale_of(amax.float(), self.ops.scale_fmt)

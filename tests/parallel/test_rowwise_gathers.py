@@ -130,6 +130,19 @@ def after_assigning_weights(model: Model, step: int) -> Tensor:
     return model(batch(step))
 
 
+def after_weights_that_replace_these_for_a_while(model: Model, step: int) -> Tensor:
+    """As weights of an exponential moving average do in an evaluation."""
+    model(batch(step + 50))
+    own = dict(model.state_dict())
+    averages = {name: value.detach().clone() for name, value in own.items()}
+    for value in averages.values():
+        value.mul_(0.5)
+    for state in (averages, own):
+        model.load_state_dict(state, assign=True)
+        out = model(batch(step))
+    return out
+
+
 def prefetched(model: Model, step: int) -> Tensor:
     if step == 0:
         blocks = list(model.blocks)
@@ -141,6 +154,7 @@ def prefetched(model: Model, step: int) -> Tensor:
 
 WAYS = (plainly, in_one_checkpoint, output_afterwards, after_an_evaluation, after_an_error)
 WAYS += (with_changing_resharding, unsharded_by_hand, after_assigning_weights, prefetched)
+WAYS += (after_weights_that_replace_these_for_a_while,)
 
 
 def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], list[int]]:
