@@ -57,7 +57,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
@@ -102,10 +101,6 @@ class _Memory:
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
         self.columns: ColumnsBuffer | None = None
-
-
-_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Scales of shards, and weak references to their `_Memory`."""
 
 
 class ColumnsBuffer:
@@ -215,7 +210,6 @@ class ShardedWeight(Tensor):
                 return (_padded(self.plain(), place),), None
             with _on_default_stream(self.device):
                 memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
-            _OWNERS[memory.shard.s] = _OWNERS[memory.shard.s_t] = weakref.ref(memory)
             memory.values = weakref.ref(self)
         if memory.stale:
             with _on_default_stream(self.device):
@@ -236,7 +230,7 @@ class ShardedWeight(Tensor):
         """FSDP2's extension: makes the unsharded parameter, or updates `out`, that of last time.
 
         FSDP2 frees and refills the memory of `all_gather_outputs` in place, so q of `out` is
-        already new. Only its scales may have to be copied.
+        already new. Its scales are the shard's, which may be another one than last time.
         """
         if metadata is None:
             return None if out is not None else (all_gather_outputs[0], ())
@@ -247,14 +241,7 @@ class ShardedWeight(Tensor):
         if out is not None:
             weight = out._local_tensor if isinstance(out, DTensor) else out
             assert isinstance(weight, GatheredWeight)
-            for old, new in ((weight.s, shard.s), (weight.s_t, shard.s_t)):
-                if old is not new and old.data_ptr() != new.data_ptr():
-                    # New weights have taken the place of those that were gathered first, whose
-                    # scales these are. Should those return, they must be quantised again.
-                    old.copy_(new)
-                    owner = _OWNERS[old]()
-                    if owner is not None:
-                        owner.stale = True
+            weight.s, weight.s_t = shard.s, shard.s_t
             return None
         # The gathered rows may end in padding.
         q, *columns = (
