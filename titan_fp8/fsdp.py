@@ -62,7 +62,7 @@ from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
-from titan_fp8.recipe import Scaling, get_recipe
+from titan_fp8.recipe import get_recipe
 from titan_fp8.shards import Place, QuantisedShard, quantise
 
 _log = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ def _why_high_precision(recipe: str, place: Place) -> str | None:
         return f"{place.dtype} weights are not quantised"
     if place.dim == len(place.whole) - 1:
         return "its last dimension is sharded"
-    if place.group is None and get_recipe(recipe).fprop.right is not Scaling.BLOCK_128X128:
+    if place.group is None and not get_recipe(recipe).has_weight_blocks:
         return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
     return None
 

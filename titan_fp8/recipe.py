@@ -102,6 +102,11 @@ class Recipe:
     mm: Op
     swiglu: SwiGLU | None
 
+    @property
+    def has_weight_blocks(self) -> bool:
+        """Whether W has a scale per 128x128 block, so that fprop and dgrad read the same q."""
+        return self.fprop.right is Scaling.BLOCK_128X128
+
 
 def _blockwise(name: str, scale_fmt: str) -> Recipe:
     """DeepSeek-V3's recipe (arXiv 2412.19437, §3.3): 1x128 for x and g, 128x128 for W."""

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from titan_fp8.fsdp import ColumnsBuffer, ShardedWeight, quantise_together
-from titan_fp8.recipe import Scaling, get_recipe
+from titan_fp8.recipe import get_recipe
 
 
 def requantise(models: Iterable[nn.Module]) -> None:
@@ -103,7 +103,5 @@ def _units(state: FSDPState) -> list[FSDPParamGroup]:
 def _hide_columns(unit: FSDPParamGroup) -> None:
     for param in unit.fsdp_params:
         shard = param._sharded_local_tensor
-        if isinstance(shard, ShardedWeight):
-            scaling = get_recipe(shard.recipe).fprop.right
-            if scaling is not Scaling.BLOCK_128X128:  # Those serve forward and backward.
-                shard.memory.columns = ColumnsBuffer(unit, param)
+        if isinstance(shard, ShardedWeight) and not get_recipe(shard.recipe).has_weight_blocks:
+            shard.memory.columns = ColumnsBuffer(unit, param)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, pad_blocks, round_up
 from titan_fp8.ops import direct
-from titan_fp8.recipe import Recipe, Scaling, get_recipe
+from titan_fp8.recipe import Recipe, get_recipe
 from titan_fp8.reference import cast, scale_of
 
 Shape = tuple[int, ...]
@@ -101,7 +101,7 @@ class QuantisedShard:
 
     @property
     def blockwise(self) -> bool:
-        return self.ops.fprop.right is Scaling.BLOCK_128X128
+        return self.ops.has_weight_blocks
 
     def scale_of(self, amax: Tensor) -> Tensor:
         """The recipe's scales for blocks with these absolute maxima."""

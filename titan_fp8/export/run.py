@@ -13,7 +13,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
-from titan_fp8.recipe import RECIPES, Scaling
+from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
@@ -88,7 +88,7 @@ class Run:
         linear = _section(config, "linear")
         name = linear.recipe if linear is not None else "blockwise"
         recipe = RECIPES.get(name)  # None is "bf16"
-        if recipe is not None and recipe.fprop.right is Scaling.BLOCK_128X128:
+        if recipe is not None and recipe.has_weight_blocks:
             return recipe.scale_fmt
         self.warnings.append(
             f'the run has recipe "{name}", whose GEMMs did not read weights quantised in 128x128 '

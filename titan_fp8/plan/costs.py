@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from titan_fp8.plan.run import Layer, Run
 from titan_fp8.plan.times import Times, family, op_name, wgrad_is_fp8
-from titan_fp8.recipe import BF16, Recipe, Scaling, get_recipe
+from titan_fp8.recipe import BF16, Recipe, get_recipe
 
 SWIGLU_BYTES = (6, 10)
 """Bytes per element of bf16's compiled SwiGLU: h of a and b; da and db of dh, a and b."""
@@ -141,7 +141,7 @@ def gathered_bytes(layer: Layer, run: Run) -> float:
     """
     if not layer.gathers_fp8:
         return HIGH_PRECISION_BYTES
-    if get_recipe(layer.recipe).fprop.right is Scaling.BLOCK_128X128:
+    if get_recipe(layer.recipe).has_weight_blocks:
         return 1
     return 2 if run.gathers == 1 else 1.5
 
