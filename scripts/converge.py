@@ -120,7 +120,9 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         Failure: the TOML, the text or the earlier results do not fit.
     """
     toml = CONFIGS / f"{args.model}.toml"
-    config = with_flags(tomllib.loads(toml.read_text()), args.flags)
+    config = tomllib.loads(toml.read_text())
+    without_flags = json.dumps(config, sort_keys=True).encode()
+    config = with_flags(config, args.flags)
     training, validation = config["training"], config["validation"]
     steps, every, ranks = args.steps or training["steps"], validation["freq"], ranks_of(config)
     if steps % every:
@@ -136,7 +138,7 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         warmup=steps // 10,
         every=every,
         tokens=batch * training["seq_len"],
-        config=digest(json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()),
+        config=digest(without_flags),
         text=digest(*(file.read_bytes() for file in read)),
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )

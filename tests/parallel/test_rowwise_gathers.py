@@ -40,17 +40,17 @@ class Model(nn.Module):
         return self.output(x) if output else x
 
 
-def sharded(fp8: bool, **options: object) -> Model:
+def sharded(fp8: bool) -> Model:
     torch.manual_seed(0)
     model = Model()
     convert_linears(model, recipe="rowwise", filter_fqns=[])
     if fp8:
         fsdp.gather_in_fp8(model, FP8Linear)
-    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "mp_policy": policy}
     for block in model.blocks:
         fully_shard(block, **options)
-    fully_shard([model.norm, model.output], **{"reshard_after_forward": True, **options})
+    fully_shard([model.norm, model.output], reshard_after_forward=True, **options)
     fully_shard(model, **options)
     return model
 
