@@ -32,7 +32,7 @@ def styles_of(arms: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def with_bars(judged: list[Any]) -> Any:
     """The judgement whose bars are shown: of FP8 or the control, with the most evaluations.
 
-    Those of a perturbed bf16 arm are without its own spread.
+    Those of a perturbed bf16 arm are computed without it.
     """
     return max(judged, key=lambda each: (each.run.arm.role in ("fp8", "control"), len(each.steps)))
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from compare_loss import percent
 from titan_logs import InputError
 
 NEIGHBOURS = 2
-"""Evaluations on either side whose spread counts."""
+"""Evaluations on either side whose differences count."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,40 @@ class Differences:
         self.load = np.array([np.abs(a.load - b.load).max(initial=0.0) for a, b in pairs])
 
 
-def spread(pairs: list[np.ndarray], tolerance: float, count: int) -> np.ndarray:
-    """At each of `count` evaluations the tolerance or, if that is larger, the spread of bf16.
+def noise(pairs: list[np.ndarray]) -> np.ndarray:
+    """The standard deviation of the difference of two bf16 arms at each evaluation.
 
     Args:
-        pairs: the differences of two bf16 arms each. An evaluation counts for its NEIGHBOURS, too:
-            single differences are often small by chance.
+        pairs: the differences of any two bf16 arms. Those of NEIGHBOURS count, too, because with
+            few arms a single evaluation says little.
     """
-    bars = np.full(count, tolerance)
-    for differences in pairs:
-        own = np.nan_to_num(np.abs(differences), posinf=0.0)
-        padded = np.pad(own, NEIGHBOURS)
-        windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1)
-        bars = np.maximum(bars, windows.max(-1))
-    return bars
+    return np.sqrt(average_neighbours(np.nan_to_num(np.square(pairs), posinf=0.0).mean(0)))
+
+
+def average_neighbours(values: np.ndarray) -> np.ndarray:
+    """Each value of the last dimension averaged with its NEIGHBOURS on either side."""
+    margins = [(0, 0)] * (values.ndim - 1) + [(NEIGHBOURS, NEIGHBOURS)]
+    padded = np.pad(values, margins, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1, axis=-1)
+    return np.nanmean(windows, -1)
+
+
+@cache
+def noise_factor(arms: int, count: int, level: float) -> float:
+    """How many times `noise` an arm whose runs vary like bf16's may differ from a bf16 arm.
+
+    With a probability of `level` it differs by more at one or more of `count` evaluations, if the
+    deviations of all arms are normal and independent. Simulated, because `noise` is itself
+    uncertain, and contains the arm that is compared with.
+
+    Args:
+        arms: the number of bf16 arms.
+    """
+    draws = np.random.default_rng(0).standard_normal((20_000, arms + 1, count))
+    bf16, other = draws[:, :arms], draws[:, arms]
+    deviation = np.sqrt(average_neighbours(2 * bf16.var(1, ddof=1)))
+    ratios = np.abs(other - bf16[:, 0]) / deviation
+    return float(np.quantile(ratios.max(-1), 1 - level))
 
 
 def mann_kendall(values: np.ndarray) -> float:

@@ -5,22 +5,27 @@
 RESULTS is what converge.sh wrote. Arms are compared with the arm "bf16" at each evaluation after
 warm-up; all evaluations read the same held-out text. An FP8 arm passes if
 
-- its held-out loss differs by at most 0.25 % or, if that is larger, by bf16's own spread;
-- its next-token accuracy differs by at most 0.25 points or bf16's spread;
-- in a MoE, no expert's load differs by more than a tenth of a balanced share or bf16's spread;
+- its held-out loss differs by at most 0.25 % or, if that is larger, by what bf16's noise allows;
+- its next-token accuracy differs by at most 0.25 points or what the noise allows;
+- averaged over the last half of the steps, both differ by no more than that, too;
+- in a MoE, no expert's load differs by more than a tenth of a balanced share or twice the noise;
 - the gap of its held-out loss has no trend over the last half of the steps;
 - nothing is NaN or Inf, and something differs from the baseline.
 
-bf16's own spread at an evaluation is the largest difference between any two bf16 arms there or at
-one of the two evaluations before and after. A gap has a trend if it moves away from zero by the
-test of Mann and Kendall, one-sided, exact, at a level of 5 %, and if it moves by more than a tenth
-of the tolerance and more than the gap of any two bf16 arms does. The second condition is needed
-because the gaps of successive evaluations depend on each other, which the test assumes they do not:
-those of two bf16 runs drift as well. docs/convergence.md has the reasons and sources.
+The noise is the standard deviation of the difference of two bf16 arms, at an evaluation and the two
+before and after. It allows so much that an arm whose runs vary like bf16's exceeds it at one or
+more evaluations with a probability of 5 % (converge_stats.noise_factor). With fewer than three bf16
+arms the noise is not known, and the tolerances alone decide.
+
+A gap has a trend if it moves away from zero by the test of Mann and Kendall, one-sided, exact, at a
+level of 5 %, and if it moves by more than a tenth of the tolerance and more than the gap of any two
+bf16 arms does. The second condition is needed because the gaps of successive evaluations depend on
+each other, which the test assumes they do not: those of two bf16 runs drift as well.
+docs/convergence.md has the reasons and sources.
 
 The control must fail, or the experiment cannot detect a difference. Perturbed bf16 arms are judged
-like FP8, by the differences of the other arms. If one fails, the verdict is too strict for this
-model, and more bf16 arms are needed. A resumed arm is compared with its twin.
+like FP8, by the noise of the other arms. If one fails, more bf16 arms are needed to know the noise.
+A resumed arm is compared with its twin.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
 if every arm has its expected result, 1 if not, 2 if the results cannot be read.
@@ -36,13 +41,23 @@ from pathlib import Path
 import converge_plot
 import numpy as np
 from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
-from converge_stats import Differences, HeldOut, drift, mann_kendall, read_held_out, spread
+from converge_stats import (
+    Differences,
+    HeldOut,
+    drift,
+    mann_kendall,
+    noise,
+    noise_factor,
+    read_held_out,
+)
 from tables import Row, markdown_table, text_table
 from titan_logs import InputError, Run, read_run
 
 TOLERANCE = 0.25  # % of the loss, DeepSeek-V3's bound; points of accuracy
 LOAD_TOLERANCE = 0.1  # balanced shares
+LOAD_FACTOR = 2.0  # times the noise; the largest of many differences varies little
 LEVEL = 0.05
+FEWEST_ARMS = 3  # of bf16, to know their noise
 FEWEST = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
 
 
@@ -84,6 +99,24 @@ class Measure:
 
 
 @dataclass
+class Average:
+    """How far an arm is from its reference on average over the last half, and may be."""
+
+    name: str
+    unit: str
+    value: float
+    allowed: float
+
+    def fault(self) -> str | None:
+        if abs(self.value) <= self.allowed:
+            return None
+        return (
+            f"{self.name} differs by {self.value:+.3f} {self.unit} on average over the last half "
+            f"(allowed: {self.allowed:.3f})"
+        )
+
+
+@dataclass
 class Trend:
     """The trend of the held-out gap over the last half of the steps.
 
@@ -119,6 +152,7 @@ class Judgement:
     reference: ArmRun
     steps: np.ndarray
     measures: list[Measure]
+    averages: list[Average]
     trend: Trend
     faults: list[str]
     unjudged: list[str] = field(default_factory=list)
@@ -137,8 +171,7 @@ class Judgement:
         if self.unjudged:
             return "not judged: " + "; ".join(self.unjudged)
         if self.faults and self.run.arm.role == "bf16":
-            strict = "the verdict is too strict here and needs more bf16 arms"
-            return f"{'; '.join(self.faults)}: {strict}"
+            return f"{'; '.join(self.faults)}: more bf16 arms are needed to know their noise"
         if self.faults:
             return f"differs from {self.reference.name}: " + "; ".join(self.faults)
         if self.is_equal():
@@ -164,8 +197,18 @@ def trend_of(steps: np.ndarray, gap: np.ndarray, bf16_gaps: list[np.ndarray], ha
     return Trend(mann_kendall(away), drift(steps, away), allowed)
 
 
+def allowed(
+    pairs: list[np.ndarray], arms: int, tolerance: float, key: str, count: int
+) -> np.ndarray:
+    """How far an arm may differ at each of `count` evaluations, from `pairs` of bf16 arms."""
+    if arms < FEWEST_ARMS:
+        return np.full(count, tolerance)
+    factor = LOAD_FACTOR if key == "load" else noise_factor(arms, count, LEVEL)
+    return np.maximum(tolerance, factor * noise(pairs))
+
+
 def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings) -> Judgement:
-    """Compares an arm with its reference, by the spread of `bf16`, where all have evaluations."""
+    """Compares an arm with its reference, by the noise of `bf16`, where all have evaluations."""
     everywhere = set.intersection(*(set(each.held_out) for each in (run, reference, *bf16)))
     steps = np.array(sorted(step for step in everywhere if step > settings.warmup), dtype=int)
     if not steps.size:
@@ -176,13 +219,21 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     quantities += [("accuracy", "points", "accuracy", TOLERANCE)]
     if next(iter(run.held_out.values())).load.size:
         quantities += [("expert load", "shares", "load", LOAD_TOLERANCE)]
-    measures = []
+    late = steps > settings.steps / 2
+    measures, averages = [], []
     for name, unit, key, tolerance in quantities:
-        bars = spread([getattr(pair, key) for pair in pairs], tolerance, len(steps))
-        measures.append(Measure(name, unit, getattr(ours, key), bars))
+        values, of_bf16 = getattr(ours, key), [getattr(pair, key) for pair in pairs]
+        bars = allowed(of_bf16, len(bf16), tolerance, key, len(steps))
+        measures.append(Measure(name, unit, values, bars))
+        if key != "load" and late.any():
+            means = [each[late].mean(keepdims=True) for each in of_bf16]
+            bar = allowed(means, len(bf16), tolerance, key, 1)[0]
+            averages.append(Average(name, unit, values[late].mean(), bar))
     trend = trend_of(steps, ours.loss, [pair.loss for pair in pairs], settings.steps / 2)
-    faults = [*(measure.fault(steps) for measure in measures), trend.fault(), non_finite(run)]
-    result = Judgement(run, reference, steps, measures, trend, [each for each in faults if each])
+    faults = [each.fault(steps) for each in measures]
+    faults += [*(each.fault() for each in averages), trend.fault(), non_finite(run)]
+    found = [each for each in faults if each]
+    result = Judgement(run, reference, steps, measures, averages, trend, found)
     result.unjudged += incomplete(run, settings)
     if trend.p is None and not result.faults:
         result.unjudged.append(f"fewer than {FEWEST} evaluations in the last half")
@@ -244,6 +295,10 @@ def summary(judged: list[Judgement]) -> list[Row]:
             row[f"{measure.name}, {measure.unit}"] = (
                 f"{measure.values[at]:+.3f} of {measure.bars[at]:.3f}"
             )
+        for average in each.averages:
+            row[f"average of {average.name}, {average.unit}"] = (
+                f"{average.value:+.3f} of {average.allowed:.3f}"
+            )
         row["drift, %"] = f"{each.trend.drift:+.3f} of {each.trend.allowed:.3f}"
         row["p of the trend"] = each.trend.p
         row["verdict"] = "not judged" if each.unjudged else "differs" if each.faults else "equal"
@@ -279,8 +334,8 @@ def notes(results: Path, arms: dict[str, ArmRun], settings: Settings) -> Iterato
             yield f"{name} read some text more than once"
     if not any(each.arm.role == "control" for each in arms.values()):
         yield "without the control nothing shows that the verdict sees a difference"
-    if sum(each.arm.role == "bf16" for each in arms.values()) == 0:
-        yield "without a second bf16 arm there is no spread: the tolerances alone decide"
+    if sum(each.arm.role in ("baseline", "bf16") for each in arms.values()) < FEWEST_ARMS:
+        yield f"with fewer than {FEWEST_ARMS} bf16 arms the tolerances alone decide"
 
 
 def report(results: Path) -> bool:
