@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_fp8 import convert_linears, fp8_grouped_mm
 from titan_fp8.health import Layer, Observer
 from titan_fp8.health.statistics import Stat
-from titan_fp8.ops.observe import observe
+from titan_fp8.ops import observe
 from titan_fp8.recipe import RECIPES
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

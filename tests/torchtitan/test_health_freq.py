@@ -22,7 +22,7 @@ from titan import (
 )
 
 from titan_fp8.health import report
-from titan_fp8.ops.observe import observe
+from titan_fp8.ops import observe
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 

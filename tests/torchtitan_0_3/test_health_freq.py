@@ -11,7 +11,7 @@ from count import CountKernels
 from health_runs import Recorder, assert_complete, tags
 from torchtitan.trainer import Trainer
 
-from titan_fp8.ops.observe import observe
+from titan_fp8.ops import observe
 from titan_fp8.torchtitan_0_3 import FP8LinearConverter
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 

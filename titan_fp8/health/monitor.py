@@ -21,7 +21,7 @@ from torch import nn
 
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report, union_of_names
-from titan_fp8.ops.observe import observe
+from titan_fp8.ops import observe
 from titan_fp8.requantise import quantise_stale
 
 _logger = logging.getLogger()  # torchtitan's own

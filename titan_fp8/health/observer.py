@@ -1,7 +1,7 @@
 """Watches the quantisers and GEMMs of some steps, and takes samples of the operands.
 
 An observer sits inside the ops, below autograd, torch.compile, checkpointing and the parallel plan
-(`ops/observe.py`). So it sees the very q and scales that the GEMMs read, on local shards, and the
+(`ops.observe`). So it sees the very q and scales that the GEMMs read, on local shards, and the
 compiled code is the same whether a step is observed or not.
 
 Ops do not know the layer that calls them. The observer finds out by the memory of their arguments:

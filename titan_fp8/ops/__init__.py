@@ -13,6 +13,7 @@ from titan_fp8.ops.registry import (
     direct,
     implementation,
     kernels_for,
+    observe,
     overload_of,
     replayable,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "direct",
     "implementation",
     "kernels_for",
+    "observe",
     "overload_of",
     "replayable",
 ]

@@ -17,7 +17,7 @@ A composite op is written once over the primitive ops of an implementation:
 
 `implementation` returns the kernels for a CUDA tensor, the reference for a CPU tensor or with
 `emulate=True`, and the stubs themselves for a tensor without data. So one body serves as kernel,
-reference and fake. `observe.py` can put an observer between the ops and these.
+reference and fake. `observe` lets an observer wrap the kernels and the reference.
 
 Ops are functional: they write to none of their arguments and return fresh tensors. That lets
 torch.compile merge equal calls, such as the quantisation of an input that wq, wk and wv share.
@@ -57,6 +57,8 @@ _fakes = SimpleNamespace()
 _overloads: dict[Callable[..., Any], torch._ops.OpOverload] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
 """Types of arguments that need no dispatcher; subclasses of Tensor do."""
+_wrap: Callable[[Any], Any] | None = None
+"""What wraps the kernels and the reference; set by `observe`."""
 
 
 def implementation(x: Tensor, emulate: bool) -> Any:
@@ -67,9 +69,18 @@ def implementation(x: Tensor, emulate: bool) -> Any:
     """
     if isinstance(x, FakeTensor) or x.is_meta:
         return _fakes
-    if emulate or not x.is_cuda:
-        return reference
-    return kernels_for(x.device)
+    module = reference if emulate or not x.is_cuda else kernels_for(x.device)
+    return module if _wrap is None else _wrap(module)
+
+
+def observe(wrap: Callable[[Any], Any] | None) -> None:
+    """From now on `wrap(implementation)` computes the FP8 ops; with None the implementation itself.
+
+    Launches are not replayed while there is a `wrap`, because a replay calls no implementation.
+    Neither the schemas of the ops nor traced graphs change.
+    """
+    global _wrap
+    _wrap = wrap
 
 
 @functools.cache
@@ -198,8 +209,13 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that replays `function`; while ops are observed, `function` itself."""
+    return _replay_of(function) if _wrap is None else function
+
+
+@functools.cache
+def _replay_of(function: Callable[..., Any]) -> Callable[..., Any]:
     from titan_fp8.kernels.replay import replayed
 
     return replayed(function)
