@@ -33,10 +33,11 @@ def fresh_torchtitan(monkeypatch):
     """torchtitan as in a new process: what conversions and trainers change is put back after."""
     from torchtitan.models.moe import moe
 
+    from titan_fp8.conversion import warn_of_emulation
     from titan_fp8.patches import restore
     from titan_fp8.torchtitan_0_2 import converters, patches
 
-    converters.announce_emulation.cache_clear()
+    warn_of_emulation.cache_clear()
     converters.warn_async_tp.cache_clear()
     # torchtitan's own changes: apply_compile, and the memory budget of activation checkpointing.
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)

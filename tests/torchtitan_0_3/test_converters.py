@@ -25,7 +25,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
 from titan_fp8.recipe import RECIPE_NAMES, RECIPES
-from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter, converters
+from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 from titan_fp8.torchtitan_0_3.dispatcher import GatherTokenDispatcher
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
@@ -379,7 +379,7 @@ def test_a_gpu_without_kernels_is_an_error_unless_emulated(monkeypatch, caplog, 
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(converters, "kernels_for", kernels_for)
+    monkeypatch.setattr("titan_fp8.conversion.kernels_for", kernels_for)
     config = registry("llama3")
     if emulate:
         FP8LinearConverter.Config(emulate=True).build().convert(config)

@@ -1,8 +1,6 @@
 """The two model converters that `[model] converters` of a TOML lists."""
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -15,10 +13,10 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
 from titan_fp8.checks import ConversionReport
+from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
-from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.requantise import requantise, requantise_in_forward
 from titan_fp8.torchtitan_0_2 import (
@@ -53,10 +51,7 @@ class _Converter(QuantizationConverter):
         """Checks that the job can run FP8 layers and applies their patches; nothing for bf16."""
         if recipe == BF16:
             return
-        if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
-            announce_emulation()
-        else:
-            kernels_for(torch.device("cuda", torch.cuda.current_device()))
+        check_device(utils.device_type, emulate)
         if utils.device_type == "cuda":
             input_stream.install()
         self.check_schedule()
@@ -91,10 +86,6 @@ class _Converter(QuantizationConverter):
                 "such as 'Interleaved1F1B', or torch 2.13"
             )
 
-    def log(self, what: str, recipe: str, report: ConversionReport) -> None:
-        count, total = len(report.converted), len(report.converted) + len(report.left)
-        logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
-
     def gather_in_fp8(self, model: nn.Module, kind: type[nn.Module], section: str) -> None:
         """Makes FSDP2 gather the weights of converted layers in FP8."""
         if not self.parallel_dims.fsdp_enabled:
@@ -128,14 +119,14 @@ class LinearConverter(_Converter):
     def convert(self, model: nn.Module) -> None:
         section = self.job_config.quantize.linear.titan_fp8
         self.prepare(section.recipe, section.emulate)
-        with naming(LINEAR):
+        with errors_prefixed(f"[{LINEAR}]"):
             report = convert_linears(
                 model,
                 recipe=section.recipe,
                 filter_fqns=section.filter_fqns,
                 emulate=section.emulate,
             )
-        self.log("linears", section.recipe, report)
+        log_conversion("linears", section.recipe, report)
         share_attention_inputs(model)
         if fused := fuse_feed_forwards(model):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
@@ -154,7 +145,7 @@ class GroupedMMConverter(_Converter):
         section = self.job_config.quantize.grouped_mm.titan_fp8
         recipe = section.recipe or self.job_config.quantize.linear.titan_fp8.recipe
         self.prepare(recipe, section.emulate)
-        with naming(GROUPED_MM):
+        with errors_prefixed(f"[{GROUPED_MM}]"):
             report = convert_experts(
                 model,
                 recipe=recipe,
@@ -165,7 +156,7 @@ class GroupedMMConverter(_Converter):
         if recipe != BF16:
             alignment = get_recipe(recipe).alignment
             patches.TOKEN_GROUP_ALIGNMENT.apply(lambda _: alignment)
-        self.log("grouped experts", recipe, report)
+        log_conversion("grouped experts", recipe, report)
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model, FP8GroupedExperts, GROUPED_MM)
         default = "host" if recipe == BF16 else "gather"
@@ -199,24 +190,6 @@ class GroupedMMConverter(_Converter):
             return
         if blocks := compile_up_to_experts(model, self.job_config.compile.backend):
             logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
-
-
-@contextlib.contextmanager
-def naming(section: str) -> Iterator[None]:
-    """Prefixes the ValueErrors of a conversion with the TOML section."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"[{section}] {error}") from None
-
-
-@functools.cache
-def announce_emulation() -> None:
-    """Logs once per run that FP8 is emulated."""
-    logger.warning(
-        "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe; tps, "
-        "tflops and mfu are those of the emulation"
-    )
 
 
 @functools.cache

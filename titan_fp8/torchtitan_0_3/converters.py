@@ -3,12 +3,9 @@
 Like torchtitan's own, they replace configs in the tree of a model, before it is built.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
@@ -16,8 +13,8 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
 from titan_fp8.checks import ConversionReport, check_bool, check_freq, check_patterns, check_recipe
+from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.gradient_copies import copy_by_kernel
-from titan_fp8.ops import kernels_for
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
@@ -67,14 +64,14 @@ class FP8LinearConverter(QuantizationConverter):
         """Converts in place and returns its argument; logs a report on every linear."""
         config = self.config
         prepare(config.recipe, config.emulate)
-        with naming(LINEAR):
+        with errors_prefixed(f"{LINEAR}:"):
             report = convert_linears(
                 model_config,
                 recipe=config.recipe,
                 filter_fqns=config.filter_fqns,
                 emulate=config.emulate,
             )
-        log("linears", config.recipe, report)
+        log_conversion("linears", config.recipe, report)
         if config.fsdp_all_gather and config.recipe != BF16:
             log_gathers(LINEAR, fsdp.gather_in_fp8(model_config, report))
         if config.health_freq and report.converted:
@@ -141,11 +138,11 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         default = "host" if config.recipe == BF16 else "gather"
         if (config.permutation or default) == "gather":
             self.permute_by_gathers(model_config)
-        with naming(EXPERTS):
+        with errors_prefixed(f"{EXPERTS}:"):
             report = convert_experts(
                 model_config, recipe=config.recipe, fqns=config.fqns, emulate=config.emulate
             )
-        log("grouped experts", config.recipe, report)
+        log_conversion("grouped experts", config.recipe, report)
         if config.fsdp_all_gather and config.recipe != BF16:
             log_gathers(EXPERTS, fsdp.gather_in_fp8(model_config, report))
         if config.health_freq and report.converted:
@@ -169,10 +166,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     """Checks that FP8 layers can run here, and applies their patches; nothing for bf16."""
     if recipe == BF16:
         return
-    if emulate or utils.device_type != "cuda" or not torch.cuda.is_available():
-        announce_emulation()
-    else:
-        kernels_for(torch.device("cuda", torch.cuda.current_device()))
+    check_device(utils.device_type, emulate)
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
     patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
     patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
@@ -193,32 +187,9 @@ def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]
     return has_quantization_or_fp8
 
 
-@contextlib.contextmanager
-def naming(converter: str) -> Iterator[None]:
-    """Prefixes the ValueErrors of a conversion with the name of the converter."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{converter}: {error}") from None
-
-
-def log(what: str, recipe: str, report: ConversionReport) -> None:
-    count, total = len(report.converted), len(report.converted) + len(report.left)
-    logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
-
-
 def log_gathers(converter: str, report: ConversionReport) -> None:
     left = f", in high precision:\n{ConversionReport(left=report.left)}" if report.left else ""
     logger.info(
         f"titan_fp8: {converter}: FSDP2 gathers the weights of {len(report.converted)} modules in "
         f"FP8{left}"
-    )
-
-
-@functools.cache
-def announce_emulation() -> None:
-    """Logs once per run that FP8 is emulated."""
-    logger.warning(
-        "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe; tps and "
-        "tflops are those of the emulation"
     )
