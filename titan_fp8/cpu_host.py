@@ -15,6 +15,7 @@ no sharding strategy.
 import functools
 import importlib
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +25,14 @@ from typing import Any
 import torch
 
 from titan_fp8 import patches
+
+SEED_WARNING = (
+    "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
+    "shards. Let one process write a seed checkpoint (NGPU=1, flags --checkpoint.enable "
+    "--checkpoint.create_seed_checkpoint) and name its folder in --checkpoint.initial_load_path."
+)
+
+_logger = logging.getLogger()  # torchtitan's own
 
 
 def prepare() -> None:
@@ -44,7 +53,9 @@ def prepare() -> None:
     patches.CPU_DEVICE_TYPE.apply(lambda _: lambda: "cpu")
     patches.CPU_DEVICE_MODULE.apply(*map(_constant, _device_module()))
     patches.CPU_GRADIENT_SUM.apply(_reducing_by_sum)
-    _adapter().prepare()
+    adapter = _adapter()
+    adapter.prepare()
+    adapter.patches.CPU_SEED_WARNING.apply(_warning_of_unseeded_start)
 
 
 def _adapter() -> ModuleType:
@@ -79,6 +90,19 @@ def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
         self.set_force_sum_reduction_for_comms(True)
 
     return set_divide_factor_and_sum
+
+
+def _warning_of_unseeded_start(load: Callable) -> Callable:
+    """Wraps torchtitan's `CheckpointManager.load`."""
+
+    @functools.wraps(load)
+    def load_or_warn(self: Any, step: int = -1) -> bool:
+        loaded = load(self, step)
+        if not loaded and torch.distributed.get_world_size() > 1:
+            _logger.warning(SEED_WARNING)
+        return loaded
+
+    return load_or_warn
 
 
 def main() -> None:

@@ -25,12 +25,11 @@ from titan_fp8.checks import (
     check_recipe,
     check_shards,
 )
+from titan_fp8.layouts import BLOCK
+from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
-
-ALIGNED = 128
-"""With `aligned = True` all group ends are multiples of this."""
 
 
 def run_experts(
@@ -82,7 +81,7 @@ class FP8GroupedExperts(GroupedExperts):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
             aligned = self.dispatch_aligns and "ep" in mesh_dims
             weights = tuple(w.to_local() for w in weights)
-        aligned = aligned and token_group_alignment() % ALIGNED == 0
+        aligned = aligned and token_group_alignment() % BLOCK == 0
         run = run_experts
         if self.compile_backend is not None:
             run = compiled_run_experts(self.compile_backend)
@@ -176,6 +175,6 @@ def _why_left(experts: nn.Module) -> str | None:
         ragged = [size for size in param.shape[1:] if size % 16 or not size]
         if ragged:
             return f"{name}: {ragged} are not multiples of 16"
-        if param.dtype not in (torch.bfloat16, torch.float32):
+        if param.dtype not in DTYPES:
             return f"{param.dtype} parameters"
     return None

@@ -4,25 +4,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from titan_fp8.torchtitan_0_3 import patches
 
 FLAGS = {"--optimizer.implementation": ("foreach",), "--training.disable_cuda_graphs": ()}
 """Settings that the CPU needs, where the command line says nothing else: the default optimizer,
 fused, does not take DTensors on the CPU."""
 
-SEED_WARNING = (
-    "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
-    "shards. Let one process write a seed checkpoint (NGPU=1, flags --checkpoint.enable "
-    "--checkpoint.create_seed_checkpoint) and name its folder in --checkpoint.initial_load_path."
-)
-
 
 def prepare() -> None:
     """Applies the patches of the CPU that are torchtitan 0.3's; imports torchtitan."""
     patches.CPU_CONFIG.apply(_choosing_attention)
-    patches.CPU_SEED_WARNING.apply(_warning_of_unseeded_start)
 
 
 def train() -> None:
@@ -53,16 +44,3 @@ def _choosing_attention(parse_args: Callable) -> Callable:
         return config
 
     return parse_for_the_cpu
-
-
-def _warning_of_unseeded_start(load: Callable) -> Callable:
-    from torchtitan.tools.logging import logger
-
-    @functools.wraps(load)
-    def load_or_warn(self: Any, step: int = -1) -> bool:
-        loaded = load(self, step)
-        if not loaded and torch.distributed.get_world_size() > 1:
-            logger.warning(SEED_WARNING)
-        return loaded
-
-    return load_or_warn

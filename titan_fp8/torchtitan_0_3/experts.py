@@ -25,13 +25,11 @@ from torchtitan.protocols.module import Module
 from titan_fp8.checks import ConversionReport
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.functional import fp8_grouped_mm
+from titan_fp8.layouts import BLOCK
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3.dispatcher import align_groups
 from titan_fp8.torchtitan_0_3.linear import check_converted_once, check_plan, replace
-
-ALIGNED = 128
-"""With `aligned = True` all group ends are multiples of this."""
 
 
 class FP8Experts(GroupedExperts):
@@ -42,7 +40,7 @@ class FP8Experts(GroupedExperts):
     fqn: str
     health_freq: int
     dispatch_aligns: bool
-    """Whether the dispatch of expert parallelism pads groups to multiples of ALIGNED."""
+    """Whether the dispatch of expert parallelism pads groups to multiples of BLOCK."""
     aligned: bool = False
     fsdp_all_gather: bool = False
 
@@ -164,7 +162,7 @@ def convert_experts(
             continue
         alignment = align_groups(parent, get_recipe(recipe).alignment)
         settings = {"recipe": recipe, "emulate": emulate, "fqn": fqn}
-        settings["dispatch_aligns"] = alignment % ALIGNED == 0
+        settings["dispatch_aligns"] = alignment % BLOCK == 0
         cls: Any = fp8_class(config._owner)
         replace(parent, attribute, derive(config, cls.Config, **settings))
         report.converted.append((fqn, shape, recipe))
