@@ -95,18 +95,18 @@ def quantize_weight(
     return QuantizedWeight(recipe, rows, ops.weight_t(weight, emulate=emulate))
 
 
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As PyTorch's `once_differentiable`, but create_graph=True is always an error.
+def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the `backward` of an autograd function, so that create_graph=True is an error.
 
-    PyTorch's version returns wrong second derivatives, without an error, if no incoming gradient
-    requires grad.
+    PyTorch's `once_differentiable` raises only if an incoming gradient requires grad. Otherwise it
+    returns wrong second derivatives.
     """
-    once = torch.autograd.function.once_differentiable(backward)
+    once_differentiable = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: Tensor) -> Any:
         if torch.compiler.is_compiling():
-            return once(ctx, *gradients)
+            return once_differentiable(ctx, *gradients)
         if torch.is_grad_enabled():
             raise RuntimeError("titan_fp8 has no second derivatives: create_graph must be False")
         return backward(ctx, *gradients)
@@ -168,8 +168,10 @@ class _FP8Product(torch.autograd.Function):
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, g_MN: Tensor) -> Any:
+        # A quantised weight (w is None) gets no gradient. So these are its columns, for dgrad, or
+        # the columns of x, for wgrad, never both.
         offs, w, *columns = ctx.saved_tensors
         spec = ctx.spec
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad

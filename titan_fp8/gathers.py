@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
-from titan_fp8.functional import differentiable_once
+from titan_fp8.functional import no_double_backward
 
 _ops = torch.ops.titan_fp8
 
@@ -47,7 +47,7 @@ class Expand(torch.autograd.Function):
         return _ops.gather_rows(x, slots, scores, rows.shape[1])
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weighted = ctx.saved_tensors
         if not weighted:
@@ -69,7 +69,7 @@ class Combine(torch.autograd.Function):
         return _ops.combine_rows(y, rows, scores)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         slots, rows, *weighted = ctx.saved_tensors
         y, scores = weighted or (None, None)
@@ -86,7 +86,7 @@ class Permute(torch.autograd.Function):
         return _ops.gather_rows(wait_for_collective(x), index)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return _ops.gather_rows(g, inverse), None, None

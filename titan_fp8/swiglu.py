@@ -26,7 +26,7 @@ from titan_fp8.functional import (
     QuantizedWeight,
     Weight,
     check_weight,
-    differentiable_once,
+    no_double_backward,
     products,
 )
 from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
@@ -87,7 +87,7 @@ class _FP8SwiGLU(torch.autograd.Function):
         return y_MN
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, g_MN: Tensor) -> Any:
         w1, w2, w3, offs, a_MH, b_MH, *x_columns = ctx.saved_tensors
         spec = ctx.spec

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from titan_fp8.functional import differentiable_once
+from titan_fp8.functional import no_double_backward
 
 _c10d = torch.ops._c10d_functional
 
@@ -52,7 +52,7 @@ class _Exchange(torch.autograd.Function):
             return AsyncCollectiveTensor(out)
 
     @staticmethod
-    @differentiable_once
+    @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             out = _c10d.all_to_all_single.default(g.contiguous(), *ctx.arguments)
