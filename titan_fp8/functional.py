@@ -180,7 +180,7 @@ class _FP8Product(torch.autograd.Function):
         if needs_dx and needs_dw:
             x_columns, x_scale = columns if len(columns) == 2 else (columns[0], None)
             tensors = g, w.to(spec.dtype), None, x_columns, x_scale, offs
-            layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe
+            layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe_name
             dx_MK, dw = direct.product_backward(*tensors, *layout, emulate=spec.emulate)
         else:
             g_rows, g_columns = quantize_operands(g, offs, needs_dx, needs_dw, spec)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8.ops import composite, direct
-from titan_fp8.recipe import RECIPES, Recipe, Scaling
+from titan_fp8.recipe import RECIPES, Recipe
 
 Operand = tuple[Tensor, ...]
 """What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
@@ -25,24 +25,20 @@ class Spec(NamedTuple):
     """What a product needs to know besides its tensors; constants to torch.compile.
 
     Attributes:
-        recipe: the name of its recipe.
+        recipe_name: the name of its recipe.
         emulate: compute in FP32 by the reference.
         aligned: every group end is a multiple of 128.
         dtype: of y; the operands are cast to it before they are quantised.
     """
 
-    recipe: str
+    recipe_name: str
     emulate: bool
     aligned: bool
     dtype: torch.dtype
 
     @property
-    def ops(self) -> Recipe:
-        return RECIPES[self.recipe]
-
-    @property
-    def wgrad_in_bf16(self) -> bool:
-        return self.ops.wgrad.left is Scaling.NONE
+    def recipe(self) -> Recipe:
+        return RECIPES[self.recipe_name]
 
 
 def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec) -> Tensor:
@@ -54,8 +50,8 @@ def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec)
     """
     layout = offs, spec.aligned, spec.dtype
     if isinstance(w, Tensor):
-        return spec.ops.fprop.op(*x_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
-    return spec.ops.mm(*x_rows, *w, *layout, emulate=spec.emulate)
+        return spec.recipe.fprop.op(*x_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
+    return spec.recipe.mm(*x_rows, *w, *layout, emulate=spec.emulate)
 
 
 def dgrad(
@@ -73,8 +69,8 @@ def dgrad(
     """
     layout = offs, spec.aligned, out_dtype
     if isinstance(w, Tensor):
-        return spec.ops.dgrad.op(*g_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
-    return spec.ops.mm(*g_rows, *w, *layout, emulate=spec.emulate)
+        return spec.recipe.dgrad.op(*g_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
+    return spec.recipe.mm(*g_rows, *w, *layout, emulate=spec.emulate)
 
 
 def wgrad(
@@ -90,7 +86,7 @@ def wgrad(
         g_columns, x_columns: the columns of g (M, N) and x (M, K); g and x themselves in bf16.
     """
     layout = offs, spec.aligned, out_dtype
-    return spec.ops.wgrad.op(*g_columns, *x_columns, *layout, emulate=spec.emulate)
+    return spec.recipe.wgrad.op(*g_columns, *x_columns, *layout, emulate=spec.emulate)
 
 
 def quantize_operands(
@@ -100,16 +96,16 @@ def quantize_operands(
 
     `rows` and `columns` say which of the two to compute; the other one is ().
     """
-    ops, layout, emulate = spec.ops, (offs, spec.aligned), spec.emulate
+    recipe, layout, emulate = spec.recipe, (offs, spec.aligned), spec.emulate
     x_MK = x_MK.detach().to(spec.dtype)
-    if columns and spec.wgrad_in_bf16:
-        return (ops.rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
+    if columns and recipe.wgrad_in_bf16:
+        return (recipe.rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
     if rows and columns:
-        q, s, q_t, s_t = ops.rows_and_columns(x_MK, *layout, emulate=emulate)
+        q, s, q_t, s_t = recipe.rows_and_columns(x_MK, *layout, emulate=emulate)
         return (q, s), (q_t, s_t)
     if rows:
-        return ops.rows(x_MK, emulate=emulate), ()
-    return (), ops.columns(x_MK, *layout, emulate=emulate) if columns else ()
+        return recipe.rows(x_MK, emulate=emulate), ()
+    return (), (recipe.columns(x_MK, *layout, emulate=emulate) if columns else ())
 
 
 @composite(checked=("g",))

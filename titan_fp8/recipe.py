@@ -53,22 +53,22 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class SwiGLU:
+class FeedForwardOps:
     """The ops of a feed-forward that writes h, da and db in FP8 only (`swiglu.py`).
 
     Attributes:
-        rows: h, quantised along its rows.
-        backward: da, db and h, quantised as the GEMMs of backward read them.
+        swiglu: h of a and b, quantised along its rows.
+        swiglu_backward: da, db and h, quantised as the GEMMs of backward read them.
         dgrad_pair: dx, the sum of two dgrads.
-        experts: all of forward, for grouped experts.
-        all_of_backward: all of backward, dense or grouped.
+        forward: all of forward, for grouped experts.
+        backward: all of backward, dense or grouped.
     """
 
-    rows: Op
-    backward: Op
+    swiglu: Op
+    swiglu_backward: Op
     dgrad_pair: Op
-    experts: Op
-    all_of_backward: Op
+    forward: Op
+    backward: Op
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Recipe:
             `columns` for wgrad, `rows_and_columns` for both from one read.
         weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
         mm: the GEMM of fprop and dgrad for a weight that is quantised already.
-        swiglu: the ops of the fused feed-forward, if there are any.
+        feed_forward: the ops of the fused feed-forward, if there are any.
     """
 
     name: str
@@ -100,12 +100,17 @@ class Recipe:
     weight: Op
     weight_t: Op
     mm: Op
-    swiglu: SwiGLU | None
+    feed_forward: FeedForwardOps | None
 
     @property
     def has_weight_blocks(self) -> bool:
         """Whether W has a scale per 128x128 block, so that fprop and dgrad read the same q."""
         return self.fprop.right is Scaling.BLOCK_128X128
+
+    @property
+    def wgrad_in_bf16(self) -> bool:
+        """Whether wgrad reads g and x in bf16."""
+        return self.wgrad.left is Scaling.NONE
 
 
 def _blockwise(name: str, scale_fmt: str) -> Recipe:
@@ -128,12 +133,12 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
         weight=scaled(_ops.quantize_128x128),
         weight_t=scaled(_ops.quantize_128x128_t),
         mm=_ops.blockwise_mm,
-        swiglu=SwiGLU(
-            rows=scaled(_ops.swiglu_1x128),
-            backward=scaled(_ops.swiglu_backward_1x128_128x1_t),
+        feed_forward=FeedForwardOps(
+            swiglu=scaled(_ops.swiglu_1x128),
+            swiglu_backward=scaled(_ops.swiglu_backward_1x128_128x1_t),
             dgrad_pair=scaled(_ops.blockwise_dgrad_pair),
-            experts=scaled(_ops.blockwise_swiglu),
-            all_of_backward=scaled(_ops.blockwise_swiglu_backward),
+            forward=scaled(_ops.blockwise_swiglu),
+            backward=scaled(_ops.blockwise_swiglu_backward),
         ),
     )
 
@@ -153,7 +158,7 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
         weight=_ops.quantize_row,
         weight_t=_ops.quantize_weight_col_t,
         mm=_ops.rowwise_mm,
-        swiglu=None,
+        feed_forward=None,
     )
 
 

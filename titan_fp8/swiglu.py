@@ -6,7 +6,7 @@ directly, so h, da and db never exist in high precision. Forward saves a, b and 
 x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
-round twice: h, da, db, and dx, whose two products are one GEMM. Recipes without SwiGLU ops, and
+round twice: h, da, db, and dx, whose two products are one GEMM. Recipes without these ops, and
 weights that are quantised already, run as three separate products.
 """
 
@@ -31,12 +31,12 @@ from titan_fp8.functional import (
 )
 from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
 from titan_fp8.ops import replayable
-from titan_fp8.recipe import SwiGLU, get_recipe
+from titan_fp8.recipe import FeedForwardOps, get_recipe
 
 
-def _swiglu_ops(spec: Spec) -> SwiGLU:
-    ops = spec.ops.swiglu
-    assert ops is not None, spec.recipe
+def _ops_of(spec: Spec) -> FeedForwardOps:
+    ops = spec.recipe.feed_forward
+    assert ops is not None, spec.recipe_name
     return ops
 
 
@@ -54,7 +54,7 @@ def _forward(
     x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
     a_MH = fprop(x_rows, w1, offs, spec)
     b_MH = fprop(x_rows, w3, offs, spec)
-    h_rows = _swiglu_ops(spec).rows(a_MH, b_MH, emulate=spec.emulate)
+    h_rows = _ops_of(spec).swiglu(a_MH, b_MH, emulate=spec.emulate)
     return fprop(h_rows, w2, offs, spec), a_MH, b_MH, *x_columns
 
 
@@ -75,11 +75,11 @@ class _FP8SwiGLU(torch.autograd.Function):
         spec: Spec,
         for_wgrad: bool,
     ) -> Tensor:
-        ops, emulate = _swiglu_ops(spec), spec.emulate
+        ops, emulate = _ops_of(spec), spec.emulate
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         if for_wgrad and offs is not None:
             x_MK = x_MK.to(spec.dtype)
-            y_MN, *saved = ops.experts(x_MK, w1, w2, w3, offs, spec.aligned, emulate=emulate)
+            y_MN, *saved = ops.forward(x_MK, w1, w2, w3, offs, spec.aligned, emulate=emulate)
             ctx.save_for_backward(w1, w2, w3, offs, *saved)
             return y_MN
         y_MN, *saved = _forward(x_MK, w1, w2, w3, offs, for_wgrad, spec)
@@ -91,16 +91,16 @@ class _FP8SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> Any:
         w1, w2, w3, offs, a_MH, b_MH, *x_columns = ctx.saved_tensors
         spec = ctx.spec
-        ops, emulate = _swiglu_ops(spec), spec.emulate
+        ops, emulate = _ops_of(spec), spec.emulate
         needs_dx, needs_dw1, needs_dw2, needs_dw3, *others = ctx.needs_input_grad
         if needs_dx and needs_dw1 and needs_dw2 and needs_dw3:
             tensors = g_MN.to(spec.dtype), a_MH, b_MH, *x_columns, w1, w2, w3
             layout = offs, spec.aligned, ctx.x_dtype
-            gradients = ops.all_of_backward(*tensors, *layout, emulate=emulate)
+            gradients = ops.backward(*tensors, *layout, emulate=emulate)
             return *gradients, *(None for _ in others)
         g_rows, g_columns = quantize_operands(g_MN, offs, True, needs_dw2, spec)
         dh_MH = dgrad(g_rows, w2, offs, spec, spec.dtype)
-        quantised = ops.backward(dh_MH, a_MH, b_MH, offs, spec.aligned, emulate=emulate)
+        quantised = ops.swiglu_backward(dh_MH, a_MH, b_MH, offs, spec.aligned, emulate=emulate)
         # Pairs of q and its scale.
         da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantised[::2], quantised[1::2])
         dx_MK = dw1 = dw2 = dw3 = None
@@ -144,7 +144,7 @@ def fp8_swiglu(
     Raises:
         ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
     """
-    has_swiglu_ops = get_recipe(recipe).swiglu is not None
+    can_fuse = get_recipe(recipe).feed_forward is not None
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
     weights = {"w1": w1, "w2": w2, "w3": w3}
@@ -155,7 +155,7 @@ def fp8_swiglu(
     check_devices(x, **weights, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
-    if any(isinstance(w, QuantizedWeight) for w in weights.values()) or not has_swiglu_ops:
+    if any(isinstance(w, QuantizedWeight) for w in weights.values()) or not can_fuse:
         a_MH, b_MH = products(x_MK, (w1, w3), None, offs, spec)
         (y_MN,) = products(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
     else:

@@ -13,7 +13,7 @@ the gathered W.
 from dataclasses import dataclass, replace
 
 from titan_fp8.plan.run import Layer, Run
-from titan_fp8.plan.times import Times, family, op_name, wgrad_is_fp8
+from titan_fp8.plan.times import Times, family, op_name
 from titan_fp8.recipe import BF16, Recipe, get_recipe
 
 SWIGLU_BYTES = (6, 10)
@@ -102,11 +102,11 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
         return cost
     with_gemm, backward, once = _weights(layer, recipe, weight, times)
     forward = 0.0
-    both = recipe.rows_and_columns if wgrad_is_fp8(recipe) else recipe.rows
+    both = recipe.rows if recipe.wgrad_in_bf16 else recipe.rows_and_columns
     is_h, is_hidden = layer.fused and name == "w2", layer.fused and name in ("w1", "w3")
     if is_h:
-        assert recipe.swiglu is not None
-        swiglu, gradient = recipe.swiglu.rows, recipe.swiglu.backward
+        assert recipe.feed_forward is not None
+        swiglu, gradient = recipe.feed_forward.swiglu, recipe.feed_forward.swiglu_backward
         # Backward computes h again in its own kernel, so forward's runs once.
         with_gemm += times.quantise_us(op_name(swiglu), m * k)
         forward -= times.copy_us(SWIGLU_BYTES[0] * m * k)
@@ -156,6 +156,6 @@ def _padded(layer: Layer) -> int:
 
 
 def _kept_per_element(recipe: Recipe | None) -> float:
-    if recipe is None or not wgrad_is_fp8(recipe):
+    if recipe is None or recipe.wgrad_in_bf16:
         return 2.0
     return 1 + 4 / 128 if family(recipe.wgrad.left) == "blockwise" else 1.0

@@ -277,7 +277,7 @@ def _is_fused(
     if recipe == BF16:
         return False
     if is_experts:
-        return get_recipe(recipe).swiglu is not None
+        return get_recipe(recipe).feed_forward is not None
     parent = model.get_submodule(name.rpartition(".")[0])
     return isinstance(parent, FP8FeedForward) and not dims.tp_enabled
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_fp8.recipe import BF16, Recipe, Scaling, op_of
+from titan_fp8.recipe import BF16, Scaling, op_of
 
 TABLES = Path(__file__).parent / "tables"
 SHARPNESS = 4
@@ -128,10 +128,6 @@ def family(scaling: Scaling) -> str:
 
 def op_name(op: Any) -> str:
     return op_of(op)._schema.name.partition("::")[2]
-
-
-def wgrad_is_fp8(recipe: Recipe) -> bool:
-    return recipe.wgrad.left is not Scaling.NONE
 
 
 @functools.cache

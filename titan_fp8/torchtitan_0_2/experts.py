@@ -143,9 +143,10 @@ def convert_experts(
             continue
         module.__class__ = FP8GroupedExperts
         module.recipe, module.emulate, module.fqn = recipe, emulate, name
-        # Where the recipe has SwiGLU ops, there is nothing to fuse, and calling compiled code would
-        # only take CPU time.
-        module.compile_backend = compile_backend if get_recipe(recipe).swiglu is None else None
+        # If our ops fuse the feed-forward, nothing is left to the compiler, and calling compiled
+        # code would only take CPU time.
+        is_fused = get_recipe(recipe).feed_forward is not None
+        module.compile_backend = None if is_fused else compile_backend
         # Compared by name, since importing the class takes the deep_ep package.
         parent = model.get_submodule(name.rpartition(".")[0])
         module.dispatch_aligns = type(parent).__name__ != "DeepEPMoE"

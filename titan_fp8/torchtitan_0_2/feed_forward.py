@@ -52,4 +52,4 @@ def _can_fuse(feed_forward: Any) -> bool:
     if not all(type(linear) is FP8Linear and linear.bias is None for linear in linears):
         return False
     settings = {(linear.recipe, linear.emulate) for linear in linears}
-    return len(settings) == 1 and get_recipe(linears[0].recipe).swiglu is not None
+    return len(settings) == 1 and get_recipe(linears[0].recipe).feed_forward is not None

@@ -124,7 +124,7 @@ def _can_fuse(config: FeedForward.Config) -> bool:
     if not all(type(x) is FP8Linear.Config and not x.bias for x in linears):
         return False
     settings = {(linear.recipe, linear.emulate) for linear in linears}
-    return len(settings) == 1 and get_recipe(config.w1.recipe).swiglu is not None
+    return len(settings) == 1 and get_recipe(config.w1.recipe).feed_forward is not None
 
 
 def _has_fp8_linears(config: Module.Config) -> bool:
