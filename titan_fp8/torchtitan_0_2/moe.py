@@ -1,4 +1,4 @@
-"""torchtitan's MoE layer, with gathers between token order and expert order (`gathers.py`).
+"""torchtitan's MoE layer, with gathers between token order and expert order (`permute.py`).
 
 Values differ from torchtitan's in the order in which a token's k outputs are summed. torchtitan
 also rounds more often in two places: it rounds a token's gradient after each summand, and under
@@ -13,7 +13,7 @@ from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE
 
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
-from titan_fp8.gathers import Combine, Expand
+from titan_fp8.permute import Combine, Expand
 
 _ops = torch.ops.titan_fp8
 
@@ -26,7 +26,7 @@ class Routed(NamedTuple):
         copies: (R, dim), sorted by expert.
         counts: the copies for each expert (experts,).
         slots, rows: the slot of each copy (R,) and the row of each slot (T, k), as in
-            `gathers.Expand`.
+            `permute.Expand`.
         scores: the weights of the experts' outputs (T, k); None if the copies are weighted.
     """
 

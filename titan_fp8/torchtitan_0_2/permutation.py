@@ -3,7 +3,7 @@
 The all-to-all delivers a rank's tokens sorted by source rank. torchtitan's `_permute` sorts them by
 expert and pads each expert's group to a multiple of the alignment; `_unpermute` inverts it. Both
 scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
-row that stands for padding. Here both are gathers in both passes (`gathers.Permute`).
+row that stands for padding. Here both are gathers in both passes (`permute.Permute`).
 
 The indices equal those of torchtitan's `generate_permute_indices`, which computes them by some
 twenty operations on short vectors. Each of these passes through the dispatch mode of activation
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.gathers import Permute
+from titan_fp8.permute import Permute
 
 _ops = torch.ops.titan_fp8
 

@@ -33,7 +33,7 @@ def all_to_all_single_autograd(
     """Sends rows of x (S, dim) to each rank and returns those received, as AsyncCollectiveTensor.
 
     Gradients flow through ops on the result. Its `wait()` returns a tensor without gradients, which
-    suits the forward of an autograd function, as in `gathers.py`.
+    suits the forward of an autograd function, as in `permute.py`.
 
     Args:
         output_split_sizes, input_split_sizes: the rows from each rank, and for each rank.

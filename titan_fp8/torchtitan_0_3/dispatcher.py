@@ -1,4 +1,4 @@
-"""The dispatch of tokens to experts and back, by gathers (`titan_fp8/gathers.py`).
+"""The dispatch of tokens to experts and back, by gathers (`titan_fp8/permute.py`).
 
 torchtitan 0.3 sorts the tokens of a rank by expert, exchanges them by an all-to-all, sorts what
 arrives by local expert, and inverts all that after the experts. Its AllToAllTokenDispatcher does
@@ -26,7 +26,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.protocols.module import Module
 
-from titan_fp8.gathers import Combine, Expand, Permute
+from titan_fp8.permute import Combine, Expand, Permute
 
 _ops = torch.ops.titan_fp8
 
