@@ -66,13 +66,14 @@ def column_starts(starts: Tensor, ends: Tensor, aligned: bool) -> Tensor:
     return widths.cumsum(0) - widths
 
 
-def lay_out(
+def pad_groups(
     x_MK: Tensor, offs: Tensor | None, aligned: bool, alignment: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The rows of x (M, K) in the order of the columns of a transposed copy, not yet transposed.
+    """The tokens x (M, K), padded like the columns of a transposed copy, but not yet transposed.
 
-    Returns (Mt, K), with zeros where there is no token, and the group (Mt,) of each place: E where
-    there is no token, None without groups.
+    Returns:
+        The padded tokens (Mt, K), zero where there is no token; and the group (Mt,) of each row, E
+        where there is no token. The second is None without groups.
     """
     m = x_MK.shape[0]
     width = transposed_width(m, offs, aligned, alignment)
@@ -80,14 +81,14 @@ def lay_out(
         return torch.nn.functional.pad(x_MK, (0, 0, 0, width - m)), None
     starts, ends = group_bounds(offs, m)
     firsts = column_starts(starts, ends, aligned)
-    place = torch.arange(width, device=x_MK.device)
-    group = torch.searchsorted(firsts, place, right=True) - 1
-    row = starts[group] + place - firsts[group]
-    filled = row < ends[group]
+    column = torch.arange(width, device=x_MK.device)
+    group = torch.searchsorted(firsts, column, right=True) - 1
+    token = starts[group] + column - firsts[group]
+    filled = token < ends[group]
     if m == 0:
         return x_MK.new_zeros(width, x_MK.shape[1]), torch.full_like(group, offs.shape[0])
-    laid = torch.where(filled[:, None], x_MK[row.clamp(max=m - 1)], 0)
-    return laid, torch.where(filled, group, offs.shape[0])
+    padded = torch.where(filled[:, None], x_MK[token.clamp(max=m - 1)], 0)
+    return padded, torch.where(filled, group, offs.shape[0])
 
 
 def pad_blocks(x: Tensor, *dims: int) -> Tensor:
@@ -98,7 +99,7 @@ def pad_blocks(x: Tensor, *dims: int) -> Tensor:
     return torch.nn.functional.pad(x, padding)
 
 
-def laid_out_1x128(s: Tensor) -> Tensor:
+def to_layout_1x128(s: Tensor) -> Tensor:
     """A copy of scales (rows, blocks) in the layout of 1x128 scales."""
     rows, blocks = s.shape
     storage = s.new_zeros(blocks, round_up(rows, 4))
@@ -106,24 +107,24 @@ def laid_out_1x128(s: Tensor) -> Tensor:
     return storage[:, :rows].t()
 
 
-def laid_out_128x128(s: Tensor) -> Tensor:
+def to_layout_128x128(s: Tensor) -> Tensor:
     """A copy of scales (..., row blocks, column blocks) in the layout of 128x128 scales."""
     storage = s.new_zeros(*s.shape[:-1], round_up(s.shape[-1], 4))
     storage[..., : s.shape[-1]] = s
     return storage[..., : s.shape[-1]]
 
 
-def zero_unfilled(q_KM: Tensor, m: int, offs: Tensor | None, group: Tensor | None) -> Tensor:
+def zero_padding(q_KM: Tensor, m: int, offs: Tensor | None, group: Tensor | None) -> Tensor:
     """q (K, Mt) with zeros in the columns without a token, even where their scale is NaN.
 
-    `group` is from `lay_out`.
+    `group` is from `pad_groups`.
     """
     if offs is None or group is None:
-        unfilled = torch.arange(q_KM.shape[1], device=q_KM.device).ge(m)
+        is_padding = torch.arange(q_KM.shape[1], device=q_KM.device).ge(m)
     else:
-        unfilled = group.eq(offs.shape[0])
+        is_padding = group.eq(offs.shape[0])
     # As bytes, because few ops support FP8.
-    return q_KM.view(torch.uint8).masked_fill(unfilled, 0).view(E4M3)
+    return q_KM.view(torch.uint8).masked_fill(is_padding, 0).view(E4M3)
 
 
 def column_slices(q_KM: Tensor, offs: Tensor | None, aligned: bool) -> list[slice]:

@@ -26,12 +26,12 @@ from titan_fp8.layouts import (
     cdiv,
     column_slices,
     group_bounds,
-    laid_out_1x128,
-    laid_out_128x128,
-    lay_out,
     pad_blocks,
+    pad_groups,
     round_up,
-    zero_unfilled,
+    to_layout_1x128,
+    to_layout_128x128,
+    zero_padding,
 )
 
 E4M3_MAX = 448.0
@@ -65,16 +65,16 @@ def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tenso
     blocks = pad_blocks(x.float(), -1).reshape(m, cdiv(k, BLOCK), BLOCK)
     s = scale_of(blocks.abs().amax(-1), scale_fmt)
     q = cast(blocks, s.unsqueeze(-1)).view(m, round_up(k, BLOCK))[:, :k]
-    return q.contiguous(), laid_out_1x128(s)
+    return q.contiguous(), to_layout_1x128(s)
 
 
 def quantize_128x1_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
     """128x1 blocks of x (M, K), written transposed: q (K, Mt), s (K, Mt/128)."""
-    laid, group = lay_out(x, offs, aligned, BLOCK)
-    q, s = quantize_1x128(laid.t(), scale_fmt=scale_fmt)
-    return zero_unfilled(q, x.shape[0], offs, group), s
+    padded, group = pad_groups(x, offs, aligned, BLOCK)
+    q, s = quantize_1x128(padded.t(), scale_fmt=scale_fmt)
+    return zero_padding(q, x.shape[0], offs, group), s
 
 
 def quantize_1x128_128x1_t(
@@ -95,13 +95,13 @@ def quantize_128x128(
     s = scale_of(tiles.abs().amax((-3, -1)), scale_fmt)
     q = cast(tiles, s[..., :, None, :, None])
     q = q.view(*lead, round_up(n, BLOCK), round_up(k, BLOCK))[..., :n, :k]
-    return q.contiguous(), laid_out_128x128(s)
+    return q.contiguous(), to_layout_128x128(s)
 
 
 def quantize_128x128_t(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
     """The same blocks, written transposed: q (..., K, N), s (..., ⌈K/128⌉, ⌈N/128⌉)."""
     q, s = quantize_128x128(w, scale_fmt=scale_fmt)
-    return q.mT.contiguous(), laid_out_128x128(s.mT)
+    return q.mT.contiguous(), to_layout_128x128(s.mT)
 
 
 # SwiGLU and its gradient, quantised
@@ -159,17 +159,17 @@ def quantize_col_t(
 
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zero columns.
     """
-    laid, group = lay_out(x.float(), offs, aligned, ROW_ALIGNMENT)
+    padded, group = pad_groups(x.float(), offs, aligned, ROW_ALIGNMENT)
     if offs is None or group is None:
-        s = scale_of(torch.nn.functional.pad(laid, (0, 0, 0, 1)).abs().amax(0))
-        q = cast(laid, s)
+        s = scale_of(torch.nn.functional.pad(padded, (0, 0, 0, 1)).abs().amax(0))
+        q = cast(padded, s)
     else:
         # Row E collects the places without a token.
-        amax = laid.new_zeros(offs.shape[0] + 1, x.shape[1])
-        index = group.unsqueeze(-1).expand_as(laid)
-        s = scale_of(amax.scatter_reduce(0, index, laid.abs(), "amax"))
-        q, s = cast(laid, s[group]), s[:-1]
-    return zero_unfilled(q.t().contiguous(), x.shape[0], offs, group), s.contiguous()
+        amax = padded.new_zeros(offs.shape[0] + 1, x.shape[1])
+        index = group.unsqueeze(-1).expand_as(padded)
+        s = scale_of(amax.scatter_reduce(0, index, padded.abs(), "amax"))
+        q, s = cast(padded, s[group]), s[:-1]
+    return zero_padding(q.t().contiguous(), x.shape[0], offs, group), s.contiguous()
 
 
 def quantize_row_col_t(

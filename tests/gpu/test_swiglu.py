@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_fp8 import reference
 from titan_fp8.kernels import hopper as kernels
-from titan_fp8.layouts import lay_out, pad_blocks
+from titan_fp8.layouts import pad_blocks, pad_groups
 
 BF16 = torch.bfloat16
 INF = 0x7F80
@@ -76,8 +76,8 @@ def check(dh: Tensor, a: Tensor, b: Tensor, *layout) -> None:
         assert_close((q, s), reference.quantize_1x128(x), x)
     for (q, s), x in ((backward[2:4], da), (backward[6:8], db), (backward[8:], h)):
         offs, aligned = layout or (None, False)
-        laid = lay_out(x, offs, aligned, 128)[0].t().contiguous()
-        assert_close((q, s), reference.quantize_128x1_t(x, *layout), laid)
+        padded = pad_groups(x, offs, aligned, 128)[0].t().contiguous()
+        assert_close((q, s), reference.quantize_128x1_t(x, *layout), padded)
 
 
 def check_exactly(dh: Tensor, a: Tensor, b: Tensor, *layout) -> None:

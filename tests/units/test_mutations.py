@@ -122,8 +122,8 @@ def one_scale_for_all_groups(quantize_col_t):
     def faulty(x, offs=None, aligned=False):
         if offs is None:
             return quantize_col_t(x)
-        laid, _ = layouts.lay_out(x.float(), offs, aligned, layouts.ROW_ALIGNMENT)
-        q, s = reference.quantize_row(laid.t().contiguous())
+        padded, _ = layouts.pad_groups(x.float(), offs, aligned, layouts.ROW_ALIGNMENT)
+        q, s = reference.quantize_row(padded.t().contiguous())
         return q, s.expand(len(offs), -1).contiguous()
 
     return faulty
@@ -206,7 +206,7 @@ def not_a_power_of_two(scale_of):
 NO_QUANTISATION = {
     "scale_of": always(lambda amax, *_: torch.ones_like(amax)),
     "cast": always(lambda x, s: x * s),
-    "zero_unfilled": always(lambda q, *_: q),
+    "zero_padding": always(lambda q, *_: q),
 }
 
 
@@ -312,8 +312,8 @@ def mutations() -> list:
         wrong = argument_of_the_next_group(3, -1 if recipe == "blockwise" else 0)
         run = GEMM_FUNCTIONS[recipe]["wgrad"]
         add("another group's scale", {run: wrong}, recipe, "wgrad", "grouped")
-        unfilled = {"zero_unfilled": always(lambda q, *_: q)}
-        add("NaN where no token stands", unfilled, recipe, "columns", "columns")
+        no_zeroing = {"zero_padding": always(lambda q, *_: q)}
+        add("NaN where no token stands", no_zeroing, recipe, "columns", "columns")
         divided = {"cast": always(lambda x, s: (x / s).to(E4M3))}
         add("divided by s", divided, recipe, "rows", "reciprocal")
         faults = {"scale_of": _reciprocal.scale_of, "cast": _reciprocal.cast}

@@ -56,9 +56,9 @@ TOKEN_GROUP_ALIGNMENT = Patch(
     why="torchtitan's dispatch pads each expert's tokens to a multiple of this global. At 128 no "
     "1x128 scale block crosses two experts. set_token_group_alignment_size_m assigns the same "
     "global, and its signature allows 8, 16 and 32.",
-    without="FP8 experts lay out their tokens by themselves: slower.",
+    without="The quantisers pad the tokens of each FP8 expert: slower.",
     versions=TORCHTITAN,
-    gain="Groups need no layout pass of their own; not measured apart.",
+    gain="The quantisers need not pad groups; not measured apart.",
     until="torchtitan lets a converter choose the alignment.",
 )
 
