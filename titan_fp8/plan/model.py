@@ -27,14 +27,15 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_fp8.checks import ConversionReport
 from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.linear import convert_linears
+from titan_fp8.plan.checkpointing import block_of, repeated_shares, with_repeats
 from titan_fp8.plan.run import Layer, Run, sharing_inputs
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 from titan_fp8.torchtitan_0_2.experts import convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
-REPLICATED = ("dp_replicate", "fsdp", "efsdp")
-"""Mesh dimensions along which FSDP2 gathers a weight before it is used."""
+DATA_PARALLEL = ("dp_replicate", "fsdp", "efsdp")
+"""Mesh dimensions along which every rank uses the whole weight, copied or gathered by FSDP2."""
 
 
 def parallel_dims(config: Any, ngpu: int | None) -> ParallelDims:
@@ -91,8 +92,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     with torch.device("meta"):
         converted: Any = model_cls(args)
         parallel: Any = model_cls(args)
-    reasons = _convert(config, converted)
-    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
+    conversions = _convert(config, converted)
     training = config.training
     blocks = [block for _, block in converted.layers.named_children()]
     if dims.pp > len(blocks):
@@ -105,40 +105,19 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
     split = dims.tp if dims.ep_enabled and dims.etp == 1 else 1
     rows = tokens * top_k // split if moe_blocks else 0
-    parameters: dict[int, int] = defaultdict(int)
-    layers = []
     with _parallelised(config, dims, parallel):
-        for parameter in parallel.parameters():
-            gathered, ranks = _gathered_shape(parameter, dims)
-            parameters[ranks] += gathered.numel()
-        for name, shape, ranks in _shapes(parallel, args.dim, dims):
-            is_experts = len(shape) == 3
-            recipe, reason = reasons.get(name, (BF16, "its converter is not listed"))
-            section = grouped if is_experts else linear
-            layers.append(
-                Layer(
-                    name=re.sub(r"\.\d+\.", ".*.", name),
-                    fqns=(name,),
-                    groups=shape[0] if is_experts else 0,
-                    m=rows if is_experts else tokens,
-                    n=shape[-2],
-                    k=shape[-1],
-                    recipe=recipe,
-                    reason=reason,
-                    fits=shape[-2] % 16 == 0 and shape[-1] % 16 == 0,
-                    share=1.0,
-                    fused=_is_fused(converted, name, recipe, is_experts, dims),
-                    in_moe=_in_moe_block(converted, name),
-                    repeats=0.0,
-                    ranks=ranks,
-                    gathers_fp8=section.fsdp_all_gather and recipe != BF16 and ranks > 1,
-                )
-            )
+        parameters = _parameters(parallel, dims)
+        shapes = list(_shapes(parallel, args.dim, dims))
+    layers = []
+    for name, shape, ranks in shapes:
+        conversion = conversions.get(name, (BF16, "its converter is not listed"))
+        m = rows if len(shape) == 3 else tokens
+        layers.append(_layer(config, dims, converted, name, shape, ranks, m, conversion))
     compiled = config.compile.enable and "model" in config.compile.components
-    attention, rest = _repeated(config.activation_checkpoint)
+    attention, rest = repeated_shares(config.activation_checkpoint)
     return Run(
         description=_describe(config, dims),
-        layers=_folded(_with_repeats(layers, config.activation_checkpoint, compiled)),
+        layers=_folded(with_repeats(layers, config.activation_checkpoint, compiled)),
         dims=dims,
         blocks=len(blocks),
         moe_blocks=moe_blocks,
@@ -147,7 +126,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         rows=rows,
         attention_flop=_attention_flop(args, len(blocks), batch, training.seq_len, dims),
         micro_batches=micro_batches,
-        parameters=dict(parameters),
+        parameters=parameters,
         dtype=training.dtype,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
         compiled=compiled,
@@ -156,7 +135,56 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         gathers=_gathers(config, dims),
         permutation=_permutation(config),
         log_freq=max(config.metrics.log_freq, 1),
-        filter_fqns=tuple(linear.filter_fqns),
+        filter_fqns=tuple(config.quantize.linear.titan_fp8.filter_fqns),
+    )
+
+
+def _parameters(parallel: nn.Module, dims: ParallelDims) -> dict[int, int]:
+    """`Run.parameters` of a parallelised model."""
+    parameters: dict[int, int] = defaultdict(int)
+    for parameter in parallel.parameters():
+        gathered, ranks = _gathered_shape(parameter, dims)
+        parameters[ranks] += gathered.numel()
+    return dict(parameters)
+
+
+def _layer(
+    config: Any,
+    dims: ParallelDims,
+    converted: nn.Module,
+    name: str,
+    shape: torch.Size,
+    ranks: int,
+    m: int,
+    conversion: tuple[str, str],
+) -> Layer:
+    """A linear (n, k) or experts (E, n, k), as they are on a rank.
+
+    Args:
+        converted: the model that tells which feed-forwards are fused.
+        name, shape, ranks: from `_shapes`.
+        m: `Layer.m`.
+        conversion: from `_convert`.
+    """
+    recipe, reason = conversion
+    is_experts = len(shape) == 3
+    section = config.quantize.grouped_mm if is_experts else config.quantize.linear
+    return Layer(
+        name=re.sub(r"\.\d+\.", ".*.", name),
+        fqns=(name,),
+        groups=shape[0] if is_experts else 0,
+        m=m,
+        n=shape[-2],
+        k=shape[-1],
+        recipe=recipe,
+        reason=reason,
+        fits=shape[-2] % 16 == 0 and shape[-1] % 16 == 0,
+        share=1.0,
+        fused=_is_fused(converted, name, recipe, is_experts, dims),
+        in_moe=_in_moe_block(converted, name),
+        repeats=0.0,
+        ranks=ranks,
+        gathers_fp8=section.titan_fp8.fsdp_all_gather and recipe != BF16 and ranks > 1,
     )
 
 
@@ -219,7 +247,7 @@ def _model_args(config: Any) -> Any:
 
 
 def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Converts as the converters do: name of a module -> recipe and reason why not."""
+    """Converts as the converters do: name of a module -> recipe, and why it is not converted."""
     report = ConversionReport()
     linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
     if LINEAR in config.model.converters:
@@ -263,7 +291,7 @@ def _gathered_shape(parameter: Tensor, dims: ParallelDims) -> tuple[torch.Size, 
     for name, size, placement in zip(
         mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True
     ):
-        if name in REPLICATED:
+        if name in DATA_PARALLEL:
             ranks *= size if name != "dp_replicate" else 1
         elif placement.is_shard():
             dim = placement.dim  # type: ignore[attr-defined]
@@ -283,61 +311,8 @@ def _is_fused(
 
 
 def _in_moe_block(model: nn.Module, name: str) -> bool:
-    block = _block_of(name)
+    block = block_of(name)
     return bool(block) and bool(getattr(model.get_submodule(block), "moe_enabled", False))
-
-
-def _repeated(checkpoint: Any) -> tuple[float, float]:
-    """The shares of forward's attention and of its other operations that backward repeats."""
-    if checkpoint.mode == "full":
-        return 1.0, 1.0
-    if checkpoint.mode == "selective":
-        if checkpoint.selective_ac_option == "op":
-            return 0.0, 1.0
-        if not checkpoint.selective_ac_option.isdecimal():
-            raise ValueError(
-                f"activation_checkpoint.selective_ac_option = {checkpoint.selective_ac_option!r}: "
-                "allowed are 'op' and whole numbers"
-            )
-        share = 1 / max(1, int(checkpoint.selective_ac_option))
-        return share, share
-    return 0.0, 0.0
-
-
-def _with_repeats(layers: list[Layer], checkpoint: Any, compiled: bool) -> list[Layer]:
-    """The layers, each with the share of its forward GEMMs that backward repeats.
-
-    Blocks are checkpointed, and the output layer is not. At the level of ops every second linear of
-    a block is saved, in the order of their calls; experts, and the linears of blocks with experts
-    if they are compiled, are not (`titan_fp8/activation_checkpointing.py`).
-    """
-    share, by_op = _repeated(checkpoint)[1], checkpoint.selective_ac_option == "op"
-    by_op = by_op and checkpoint.mode == "selective"
-    blocks: dict[str, list[str]] = defaultdict(list)
-    for layer in layers:
-        if not layer.groups:
-            blocks[_block_of(layer.fqns[0])].append(layer.fqns[0])
-    calls: dict[str, int] = {}
-    for names in blocks.values():
-        # w2 is defined before w3, and called after it.
-        order = sorted(enumerate(names), key=lambda at: at[0] + 1.5 * at[1].endswith(".w2"))
-        calls |= {name: position for position, (_, name) in enumerate(order, start=1)}
-
-    def repeats(layer: Layer) -> float:
-        name = layer.fqns[0]
-        if not _block_of(name):
-            return 0.0
-        if not by_op or layer.groups or (layer.in_moe and compiled):
-            return share
-        return float(calls[name] % 2 == 0)
-
-    return [replace(layer, repeats=repeats(layer)) for layer in layers]
-
-
-def _block_of(name: str) -> str:
-    """The block that a module is in, such as "layers.3"; "" for the output layer."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else ""
 
 
 def _gathers(config: Any, dims: ParallelDims) -> int:

@@ -121,25 +121,54 @@ class Step:
 def predict(run: Run, times: Times) -> Step:
     """The step of a run on a GPU with these times."""
     rows = tuple(_row(layer, run, times) for layer in run.layers)
-    again = 1 + run.repeated_rest / 3  # forward is a third of the elementwise work
+    parts = _gpu_parts(run, rows, times)
+    runs_ahead = any(row.layer.recipe != BF16 for row in rows) and not run.moe_blocks
+    return Step(
+        rows,
+        {part: ms for part, ms in parts.items() if ms},
+        gpu_forward=_gpu_forward_ms(run, rows, parts),
+        host=_host_ms(run, rows, times),
+        waits=1 / run.micro_batches if runs_ahead else 1.0,
+        lead=LEAD * parts["optimizer"] if runs_ahead else 0.0,
+        log_freq=run.log_freq,
+    )
+
+
+def _ms_per_us(run: Run) -> float:
+    """ms of a step for each us of a micro-batch of the whole model, pipeline bubble included."""
     bubble = 1 + (run.dims.pp - 1) / run.micro_batches
-    scale = run.micro_batches * bubble / run.dims.pp / 1e3  # us of a micro-batch to ms of a step
+    return run.micro_batches * bubble / run.dims.pp / 1e3
+
+
+def _attention_passes(run: Run) -> float:
+    """Attention in a step, as a multiple of its forward; backward takes 2.5 times as long."""
+    return 3.5 + run.repeated_attention
+
+
+def _elementwise_passes(run: Run) -> float:
+    """Elementwise work in a step, as a multiple of forward and backward; forward is a third."""
+    return 1 + run.repeated_rest / 3
+
+
+def _gpu_parts(run: Run, rows: tuple[Row, ...], times: Times) -> dict[str, float]:
+    """{part: ms of GPU time in a step}, those of no time included."""
+    scale, passes = _ms_per_us(run), _elementwise_passes(run)
 
     def gemms(of_experts: bool) -> float:
         own = (row for row in rows if bool(row.layer.groups) == of_experts)
         return sum(row.layer.count * gemm_us(row.layer, row.cost) for row in own) * scale
 
     quantisers = sum(row.layer.count * quantise_us(row.layer, row.cost, run) for row in rows)
-    passes = 3.5 + run.repeated_attention  # backward takes 2.5 times as long as forward
+    attention_flop = _attention_passes(run) * run.attention_flop
     elementwise = times.dense_ps * run.tokens / run.dims.tp * run.dim * run.blocks / 1e6
     routed = run.rows * run.dim * run.moe_blocks
     parts = {
         "GEMMs of linears": gemms(of_experts=False),
         "GEMMs of experts": gemms(of_experts=True),
         "quantisers": quantisers * scale,
-        "attention": passes * run.attention_flop / times.attention_tflops / 1e6 * scale,
-        "elementwise": elementwise * again * scale,
-        "permutation": times.moe_ps[run.permutation] * routed / 1e6 * again * scale,
+        "attention": attention_flop / times.attention_tflops / 1e6 * scale,
+        "elementwise": elementwise * passes * scale,
+        "permutation": times.moe_ps[run.permutation] * routed / 1e6 * passes * scale,
         "TP and EP": times.link_us(_exchanged_bytes(run)) * scale,
     }
     computation = sum(parts.values())
@@ -149,27 +178,27 @@ def predict(run: Run, times: Times) -> Step:
         elements / ranks * times.optimizer_ps[run.dtype] / run.dims.pp / 1e9
         for ranks, elements in run.parameters.items()
     )
-    host = sum(row.layer.count * row.cost.host for row in rows)
-    block_us = times.host["block_us"] + times.host["fsdp_block_us"] * run.is_sharded
-    host += (run.blocks - run.moe_blocks) * block_us
-    if run.is_sharded and not run.moe_blocks:
-        host *= times.host["several_ranks"]
-    host += run.moe_blocks * times.host["moe_block_us"]
-    host *= run.micro_batches / run.dims.pp / 1e3
-    layers = sum(row.layer.count * forward_us(row.cost) for row in rows) * scale
-    others = (parts["elementwise"] + parts["permutation"]) / 3 / again
+    return parts
+
+
+def _gpu_forward_ms(run: Run, rows: tuple[Row, ...], parts: dict[str, float]) -> float:
+    """GPU time of forward in a step whose parts are `parts`."""
+    layers = sum(row.layer.count * forward_us(row.cost) for row in rows) * _ms_per_us(run)
+    attention = parts["attention"] / _attention_passes(run)
+    others = (parts["elementwise"] + parts["permutation"]) / 3 / _elementwise_passes(run)
     collectives = parts["TP and EP"] / 2 + parts["FSDP"] / (run.gathers + 1)
-    forward = layers + parts["attention"] / passes + others + collectives
-    ahead = any(row.layer.recipe != BF16 for row in rows) and not run.moe_blocks
-    return Step(
-        rows,
-        {part: ms for part, ms in parts.items() if ms},
-        gpu_forward=forward,
-        host=host,
-        waits=1 / run.micro_batches if ahead else 1.0,
-        lead=LEAD * parts["optimizer"] if ahead else 0.0,
-        log_freq=run.log_freq,
-    )
+    return layers + attention + others + collectives
+
+
+def _host_ms(run: Run, rows: tuple[Row, ...], times: Times) -> float:
+    """CPU time of forward and backward in a step."""
+    us = sum(row.layer.count * row.cost.host for row in rows)
+    block_us = times.host["block_us"] + times.host["fsdp_block_us"] * run.is_sharded
+    us += (run.blocks - run.moe_blocks) * block_us
+    if run.is_sharded and not run.moe_blocks:
+        us *= times.host["several_ranks"]
+    us += run.moe_blocks * times.host["moe_block_us"]
+    return us * (run.micro_batches / run.dims.pp / 1e3)
 
 
 def baseline(run: Run) -> Run:
