@@ -33,7 +33,9 @@ class FP8FeedForward(nn.Module):
             return super().forward(x)
         return fp8_swiglu(
             x,
-            *(self.w1.weight, self.w2.weight, self.w3.weight),
+            self.w1.weight,
+            self.w2.weight,
+            self.w3.weight,
             recipe=self.w1.recipe,
             emulate=self.w1.emulate,
         )

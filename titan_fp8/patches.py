@@ -261,8 +261,12 @@ CPU_DEVICE_MODULE = Patch(
     targets=tuple(
         Target(f"torch.cpu:{name}", may_be_absent=True)
         for name in (
-            *("get_device_name", "get_device_properties", "memory_stats"),
-            *("reset_peak_memory_stats", "empty_cache", "current_device"),
+            "get_device_name",
+            "get_device_properties",
+            "memory_stats",
+            "reset_peak_memory_stats",
+            "empty_cache",
+            "current_device",
         )
     ),
     why="The trainer calls these functions of its device module, and torch.cpu lacks them. It has "

@@ -19,9 +19,17 @@ from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
 _TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
 
 

@@ -42,7 +42,7 @@ def copy_gradients(buffer: Tensor, ranks: int, *gradients: Tensor) -> tuple[()]:
         size = gradient.numel() // ranks
         grid = cdiv(size, TILE), ranks
         copy_gradient_kernel[grid](
-            *(gradient, buffer, size, offset, stride, TILE, LAYOUT), num_warps=WARPS
+            gradient, buffer, size, offset, stride, TILE, LAYOUT, num_warps=WARPS
         )
         offset += size
     return ()

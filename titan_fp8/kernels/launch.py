@@ -111,8 +111,11 @@ class Kernel(GluonJITFunction):
             first = functools.partial(self._launch_first, plans, [])
             constants = bytes(p.is_constexpr for p in self.params)
             self._launcher = native().Launcher(
-                *(first, plans, constants),
-                *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
+                first,
+                plans,
+                constants,
+                torch._C._cuda_getDevice,
+                torch._C._cuda_getCurrentRawStream,
             )
         if recording.recorder is not None:
             return functools.partial(self._launch_recorded, grid)

@@ -93,8 +93,12 @@ class Replay:
 
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
         native = launch.native().Replay(
-            *(steps, self._slots, self._workspace + 1, zeros),
-            *(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream),
+            steps,
+            self._slots,
+            self._workspace + 1,
+            zeros,
+            torch._C._cuda_getDevice,
+            torch._C._cuda_getCurrentRawStream,
         )
         return lambda tensors: native(*tensors)
 

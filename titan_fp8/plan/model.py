@@ -341,8 +341,12 @@ def _folded(layers: list[Layer]) -> tuple[Layer, ...]:
 
 def _describe(config: Any, dims: ParallelDims) -> str:
     degrees = {
-        **{"HSDP": dims.dp_replicate, "FSDP": dims.dp_shard, "CP": dims.cp, "TP": dims.tp},
-        **{"PP": dims.pp, "EP": dims.ep},
+        "HSDP": dims.dp_replicate,
+        "FSDP": dims.dp_shard,
+        "CP": dims.cp,
+        "TP": dims.tp,
+        "PP": dims.pp,
+        "EP": dims.ep,
     }
     plan = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
     gpus = f"{dims.world_size} GPU{'s' * (dims.world_size > 1)}"

@@ -11,7 +11,16 @@ from titan_fp8.recipe import BF16
 
 WIDTH, BAR = 100, 24
 COLUMNS = (
-    *("module", "x", "E,M,N,K", "recipe", "bf16", "FP8", "quant", "gather", "CPU", "speed"),
+    "module",
+    "x",
+    "E,M,N,K",
+    "recipe",
+    "bf16",
+    "FP8",
+    "quant",
+    "gather",
+    "CPU",
+    "speed",
     "MiB",
 )
 LEGEND = (

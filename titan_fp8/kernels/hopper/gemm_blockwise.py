@@ -169,7 +169,11 @@ def mm_launch(
         (c_MN, maps.c),
         c_MN,
         offs,
-        *(m, n, k, groups, round_up(m, 4)),
+        m,
+        n,
+        k,
+        groups,
+        round_up(m, 4),
     )
     return blockwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
@@ -192,8 +196,13 @@ def wgrad_launch(
         c,
         offs,
         None if offs is None else new_ticket_counter(c),
-        # The last two are the strides between blocks of scales. N and K need no padding there.
-        *(width, n, k, groups, n, k),
+        width,
+        n,
+        k,
+        groups,
+        # The strides between the blocks of sa and of sb; N and K need no padding there.
+        n,
+        k,
     )
     return blockwise_wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
 
