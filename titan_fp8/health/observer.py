@@ -84,7 +84,7 @@ class Observer:
     Args:
         layers: the layers to observe.
         observing: whether to observe the ops that run now.
-        phase: moves the sampled places, so that not all steps sample the same tokens.
+        phase: shifts the samples, so that not all steps sample the same tokens.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Observer:
 
     def multiplied(self, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
         """fprop or dgrad of a and the weight b."""
-        owner, gemm = self._weight(b)
+        owner, gemm = self._owner_and_gemm(b)
         if owner is None:
             return
         left = self._by_address.get(a.data_ptr())
@@ -153,7 +153,7 @@ class Observer:
         if owner is not None:
             self._transposed[q_t.data_ptr()] = owner
 
-    def _weight(self, b: Tensor) -> tuple[Owner | None, str]:
+    def _owner_and_gemm(self, b: Tensor) -> tuple[Owner | None, str]:
         """The owner of a right operand of fprop or dgrad, and which of the two it is."""
         address = b.data_ptr()
         if address in self._transposed:

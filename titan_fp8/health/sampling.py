@@ -1,4 +1,4 @@
-"""Samples of operands: where the same tokens are in x, in its rows and in its transposed columns.
+"""Takes the same tokens from x and from its FP8 copies, along its rows and along its columns.
 
 Samples and scales are copied, since compiled code reuses the memory of a tensor that it no longer
 needs. Their statistics are computed for many of one shape at a time, since otherwise launching the
@@ -30,7 +30,7 @@ class Sample:
 class Sampler:
     """Takes samples of `rows` tokens, or rows of a weight, and computes their statistics.
 
-    `phase` moves the places of the samples, which are evenly spaced.
+    The samples are evenly spaced; `phase` shifts them.
     """
 
     def __init__(self, rows: int, phase: int = 0):
@@ -43,46 +43,48 @@ class Sampler:
         self._positions: tuple[list[int], list[int]] = ([], [])
         self._results: tuple[list[Tensor], list[Tensor]] = ([], [])
 
-    def _once(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def _cached(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Indices that many samples share: each op that makes them is a launch."""
         if key not in self._indices:
             self._indices[key] = make()
         return self._indices[key]
 
-    def places(self, size: int, device: torch.device) -> Tensor:
-        """Which of `size` tokens or rows are sampled; int64, ascending."""
-        return self._places(size, device)[0]
+    def sampled_rows(self, size: int, device: torch.device) -> Tensor:
+        """The indices of the sampled ones among `size` tokens or rows; int64, ascending."""
+        return self._sampled_rows_and_blocks(size, device)[0]
 
-    def _places(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The places, and in which block each of them is."""
+    def _sampled_rows_and_blocks(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """The indices of the sampled rows, and of the blocks of 128 rows that they are in."""
 
         def make() -> tuple[Tensor, ...]:
             stride = max(1, size // self.rows)
             first = self.phase % stride
-            places = torch.arange(first, size, stride, device=device)[: self.rows]
-            return places, places // BLOCK
+            rows = torch.arange(first, size, stride, device=device)[: self.rows]
+            return rows, rows // BLOCK
 
-        return self._once((size, device), make)
+        return self._cached((size, device), make)
 
-    def rows_of_experts(self, experts: int, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The sampled rows of (experts, rows, ...): the expert of each, and its row there."""
+    def sampled_rows_of_experts(
+        self, experts: int, rows: int, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """The sampled rows of (experts, rows, ...): the indices of their experts, and in these."""
 
         def make() -> tuple[Tensor, ...]:
-            places = self.places(experts * rows, device)
-            return places // rows, places % rows
+            sampled = self.sampled_rows(experts * rows, device)
+            return sampled // rows, sampled % rows
 
-        return self._once((experts, rows, device), make)
+        return self._cached((experts, rows, device), make)
 
     # The samples of each layout
 
     def take_rows(self, x: Tensor, q: Tensor, s: Tensor, offs: Tensor | None = None) -> Sample:
-        """Of the rows of x (M, K): q (M, K), s (M, ⌈K/128⌉) or (M,).
+        """Samples x (M, K) quantised along its rows: q (M, K), s (M, ⌈K/128⌉) or (M,).
 
         Args:
             x: the sampled rows alone.
             offs: rows past its last end count nowhere.
         """
-        tokens = self.places(len(q), q.device)
+        tokens = self.sampled_rows(len(q), q.device)
         s = s.view(len(q), -1)
         sampled = s[tokens]
         if offs is not None:
@@ -101,13 +103,15 @@ class Sampler:
         aligned: bool,
         blockwise: bool,
     ) -> Sample:
-        """Of the columns of x (M, K): q (K, Mt), s (K, Mt/128) or, rowwise, (K,) or (E, K).
+        """Samples x (M, K) quantised along its columns.
+
+        q (K, Mt); s (K, Mt/128) or, rowwise, (K,) or (E, K).
 
         Args:
             x: the sampled rows alone.
             size: M.
         """
-        columns, blocks = self._places(size, q.device)
+        columns, blocks = self._sampled_rows_and_blocks(size, q.device)
         group = inside = None
         if offs is not None:
             tokens = columns
@@ -128,16 +132,16 @@ class Sampler:
         return self.add(q, x, q.view(torch.uint8)[:, columns].mT, sampled, s)
 
     def take_weight(self, w: Tensor, q: Tensor, s: Tensor) -> Sample:
-        """Of the rows of w (R, C) or (E, R, C), which may be transposed.
+        """Samples rows of a quantised weight w (R, C) or (E, R, C), which may be a transposed view.
 
-        q is as w, contiguous; s (..., ⌈R/128⌉, ⌈C/128⌉) or (..., R).
+        q has w's shape and is contiguous; s (..., ⌈R/128⌉, ⌈C/128⌉) or (..., R).
         """
         by_row = s.shape == w.shape[:-1]
         if w.dim() == 2:
-            rows, blocks = self._places(len(w), w.device)
+            rows, blocks = self._sampled_rows_and_blocks(len(w), w.device)
             sampled = s[rows][:, None] if by_row else s[blocks]
             return self.add(q, w[rows], q.view(torch.uint8)[rows], sampled, s)
-        expert, row = self.rows_of_experts(w.shape[0], w.shape[1], w.device)
+        expert, row = self.sampled_rows_of_experts(w.shape[0], w.shape[1], w.device)
         sampled = s[expert, row][:, None] if by_row else s[expert, row // BLOCK]
         return self.add(q, w[expert, row], q.view(torch.uint8)[expert, row], sampled, s)
 

@@ -26,7 +26,7 @@ def samples_of_shard(sampler: Sampler, weight: Any) -> Iterator[tuple[tuple[str,
         return
     w, place = weight.plain(), shard.place
     dims = w.shape if w.dim() == 3 else (1, *w.shape)
-    expert, row = sampler.rows_of_experts(dims[0], dims[1], w.device)
+    expert, row = sampler.sampled_rows_of_experts(dims[0], dims[1], w.device)
     whole_row = row + place.first_row
 
     def take(q: Tensor, s: Tensor, blockwise: bool, by_row: bool) -> Sample:

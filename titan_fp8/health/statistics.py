@@ -55,7 +55,8 @@ def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
             128 of a row. Elements whose scale is not finite count nowhere.
 
     Returns:
-        (n, 6) float32: the five, with both squares in units of the last column's.
+        (n, 6) float32: the five, and the unit u of each operand, its largest sampled scale. ERROR
+        and SQUARES are in units of u².
     """
     s = s.nan_to_num(0, 0, 0)  # as no scale of a block can be
     unit = s.amax((1, 2), keepdim=True)

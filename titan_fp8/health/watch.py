@@ -46,23 +46,23 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _at(o: "Observer", x: Tensor) -> Tensor:
+def _sampled(observer: "Observer", x: Tensor) -> Tensor:
     """The sampled rows of x."""
-    return x[o.sampler.places(len(x), x.device)]
+    return x[observer.sampler.sampled_rows(len(x), x.device)]
 
 
 # Inputs and gradients
 
 
-def _rows(o: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
+def _rows(observer: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
     q, s = op(x, **options)
-    o.note(o.sampler.take_rows(_at(o, x), q, s))
+    observer.note(observer.sampler.take_rows(_sampled(observer, x), q, s))
     return q, s
 
 
 def _columns(
     blockwise: bool,
-    o: "Observer",
+    observer: "Observer",
     op: Op,
     x: Tensor,
     offs: Tensor | None = None,
@@ -70,13 +70,15 @@ def _columns(
     **options: Any,
 ) -> Any:
     q, s = op(x, offs, aligned, **options)
-    o.note(o.sampler.take_columns(_at(o, x), len(x), q, s, offs, aligned, blockwise))
+    observer.note(
+        observer.sampler.take_columns(_sampled(observer, x), len(x), q, s, offs, aligned, blockwise)
+    )
     return q, s
 
 
 def _rows_and_columns(
     blockwise: bool,
-    o: "Observer",
+    observer: "Observer",
     op: Op,
     x: Tensor,
     offs: Tensor | None = None,
@@ -84,12 +86,14 @@ def _rows_and_columns(
     **options: Any,
 ) -> Any:
     outputs = op(x, offs, aligned, **options)
-    _note_both(o, _at(o, x), len(x), outputs, offs, aligned, blockwise)
+    _note_rows_and_columns(
+        observer, _sampled(observer, x), len(x), outputs, offs, aligned, blockwise
+    )
     return outputs
 
 
-def _note_both(
-    o: "Observer",
+def _note_rows_and_columns(
+    observer: "Observer",
     x: Tensor,
     size: int,
     outputs: tuple[Tensor, ...],
@@ -99,19 +103,21 @@ def _note_both(
 ) -> None:
     """Rows and columns of a tensor of `size` rows, of which x are the sampled ones."""
     q, s, q_t, s_t = outputs
-    rows = o.note(o.sampler.take_rows(x, q, s, offs))
-    columns = o.sampler.take_columns(x, size, q_t, s_t, offs, aligned, blockwise)
-    o.note(columns, twin=rows)
+    rows = observer.note(observer.sampler.take_rows(x, q, s, offs))
+    columns = observer.sampler.take_columns(x, size, q_t, s_t, offs, aligned, blockwise)
+    observer.note(columns, twin=rows)
 
 
-def _swiglu_rows(o: "Observer", op: Op, a: Tensor, b: Tensor, **options: Any) -> Any:
+def _swiglu_rows(observer: "Observer", op: Op, a: Tensor, b: Tensor, **options: Any) -> Any:
     q, s = op(a, b, **options)
-    o.note(o.sampler.take_rows(swiglu(_at(o, a), _at(o, b)), q, s))
+    observer.note(
+        observer.sampler.take_rows(swiglu(_sampled(observer, a), _sampled(observer, b)), q, s)
+    )
     return q, s
 
 
 def _swiglu_backward(
-    o: "Observer",
+    observer: "Observer",
     op: Op,
     dh: Tensor,
     a: Tensor,
@@ -121,11 +127,13 @@ def _swiglu_backward(
     **options: Any,
 ) -> Any:
     outputs = op(dh, a, b, offs, aligned, **options)
-    dh, a_at, b_at = _at(o, dh), _at(o, a), _at(o, b)
+    dh, a_at, b_at = _sampled(observer, dh), _sampled(observer, a), _sampled(observer, b)
     for i, gradient in enumerate(swiglu_backward(dh, a_at, b_at)):
-        _note_both(o, gradient, len(a), outputs[4 * i : 4 * i + 4], offs, aligned)
+        _note_rows_and_columns(
+            observer, gradient, len(a), outputs[4 * i : 4 * i + 4], offs, aligned
+        )
     h, (q, s) = swiglu(a_at, b_at), outputs[8:]
-    o.note(o.sampler.take_columns(h, len(a), q, s, offs, aligned, blockwise=True))
+    observer.note(observer.sampler.take_columns(h, len(a), q, s, offs, aligned, blockwise=True))
     return outputs
 
 
@@ -133,37 +141,42 @@ def _swiglu_backward(
 
 
 def _weight(
-    gemm: str, o: "Observer", op: Op, w: Tensor, dtype: torch.dtype | None = None, **options: Any
+    gemm: str,
+    observer: "Observer",
+    op: Op,
+    w: Tensor,
+    dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Any:
     if dtype is not None:
         return op(w, dtype, **options)  # A shard, which shards.py samples.
     q, s = op(w, **options)
-    sample = o.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
-    owner = o.find(w)
-    o.note(sample, weight=lambda: owner, gemm=gemm)
+    sample = observer.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
+    owner = observer.find(w)
+    observer.note(sample, weight=lambda: owner, gemm=gemm)
     return q, s
 
 
-def _row(o: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
-    """Rows of an input, of a gradient, or of a weight: the GEMM that reads them will show."""
+def _rows_or_weight(observer: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
+    """Rows of an input, of a gradient or of a weight; the GEMM that reads them will tell which."""
     q, s = op(x, **options)
     if x.dim() == 3:
-        sample = o.sampler.take_weight(x, q, s)
+        sample = observer.sampler.take_weight(x, q, s)
     else:
-        sample = o.sampler.take_rows(_at(o, x), q, s)
-    find = functools.partial(_find_alive, o, weakref.ref(x))
-    o.note(sample, weight=find, gemm="fprop")
+        sample = observer.sampler.take_rows(_sampled(observer, x), q, s)
+    find = functools.partial(_find_alive, observer, weakref.ref(x))
+    observer.note(sample, weight=find, gemm="fprop")
     return q, s
 
 
-def _find_alive(o: "Observer", reference: Callable[[], Tensor | None]) -> Any:
+def _find_alive(observer: "Observer", reference: Callable[[], Tensor | None]) -> Any:
     weight = reference()
-    return None if weight is None else o.find(weight)
+    return None if weight is None else observer.find(weight)
 
 
-def _transpose(o: "Observer", op: Op, q: Tensor) -> Tensor:
+def _transpose(observer: "Observer", op: Op, q: Tensor) -> Tensor:
     q_t = op(q)
-    o.transposed(q, q_t)
+    observer.transposed(q, q_t)
     return q_t
 
 
@@ -171,7 +184,7 @@ def _transpose(o: "Observer", op: Op, q: Tensor) -> Tensor:
 
 
 def _mm(
-    o: "Observer",
+    observer: "Observer",
     op: Op,
     a: Tensor,
     sa: Tensor,
@@ -180,19 +193,19 @@ def _mm(
     offs: Tensor | None = None,
     *args: Any,
 ) -> Tensor:
-    o.multiplied(a, b, offs)
+    observer.multiplied(a, b, offs)
     return op(a, sa, b, sb, offs, *args)
 
 
-def _mm_pair(o: "Observer", op: Op, *args: Any) -> Tensor:
+def _mm_pair(observer: "Observer", op: Op, *args: Any) -> Tensor:
     a, _, b, _, a2, _, b2, *_ = args
-    o.multiplied(a, b, None)
-    o.multiplied(a2, b2, None)
+    observer.multiplied(a, b, None)
+    observer.multiplied(a2, b2, None)
     return op(*args)
 
 
-def _wgrad(o: "Observer", op: Op, g: Tensor, sg: Tensor, x: Tensor, *args: Any) -> Tensor:
-    o.multiplied_columns(g, x)
+def _wgrad(observer: "Observer", op: Op, g: Tensor, sg: Tensor, x: Tensor, *args: Any) -> Tensor:
+    observer.multiplied_columns(g, x)
     return op(g, sg, x, *args)
 
 
@@ -204,7 +217,7 @@ _WATCHED: dict[str, Op] = {
     "quantize_128x128_t": functools.partial(_weight, "dgrad"),
     "swiglu_1x128": _swiglu_rows,
     "swiglu_backward_1x128_128x1_t": _swiglu_backward,
-    "quantize_row": _row,
+    "quantize_row": _rows_or_weight,
     "quantize_col_t": functools.partial(_columns, False),
     "quantize_row_col_t": functools.partial(_rows_and_columns, False),
     "quantize_weight_col_t": functools.partial(_weight, "dgrad"),
