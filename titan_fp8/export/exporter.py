@@ -9,7 +9,7 @@ from typing import Any
 from titan_fp8.export import files, hf_config
 from titan_fp8.export.checkpoint import Checkpoint
 from titan_fp8.export.run import Run
-from titan_fp8.export.tensors import into_shards, plan_tensors, produce
+from titan_fp8.export.tensors import converted_parts, into_shards, plan_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
@@ -40,38 +40,27 @@ def export(
         OSError: `out` exists or has too little space, or a file cannot be read or written.
     """
     out = Path(out)
-    if out.exists():
-        whole = (
-            ""
-            if (out / files.CONFIG).exists()
-            else f", without {files.CONFIG}: not a complete export"
-        )
-        raise FileExistsError(f"OUT = {out} exists{whole}; name a new folder or delete this one")
-    ancestor = next(parent for parent in out.parents if parent.exists())
-    if not ancestor.is_dir():
-        raise NotADirectoryError(f"OUT = {out} cannot be created: {ancestor} is a file")
+    _check_can_be_created(out)
     saved = Checkpoint(checkpoint)
     run = Run(config)
     tensors = plan_tensors(run, saved)
-    model_config = hf_config.of(run, tensors)
-    for warning in (*run.warnings, *hf_config.warnings(run, tensors)):
+    model_config = hf_config.content(run, tensors)
+    for warning in (*run.warnings, *hf_config.warnings_of(run, tensors)):
         log(f"warning: {warning}")
 
     total = sum(tensor.nbytes for tensor in tensors)
     out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
-    if free < total:
-        raise OSError(f"OUT = {out} needs {_size(total)}, and {out.parent} has {_size(free)} left")
+    _check_space(out, total)
     out.mkdir()
     for source in run.tokenizer_files:
-        with files.complete(out / source.name) as file:
+        with files.atomic_writer(out / source.name) as file:
             file.write(source.read_bytes())
 
     shards = into_shards(tensors, shard_bytes)
     names = [files.shard_name(i, len(shards)) for i in range(len(shards))]
     start, done = time.monotonic(), 0
     for name, shard in zip(names, shards, strict=True):
-        files.write_safetensors(out / name, shard, produce(shard, run, saved, shard_bytes))
+        files.write_safetensors(out / name, shard, converted_parts(shard, run, saved, shard_bytes))
         done += sum(tensor.nbytes for tensor in shard)
         seconds = time.monotonic() - start
         log(f"{name}: {_size(done)} of {_size(total)} in {seconds:.0f} s")
@@ -79,6 +68,24 @@ def export(
     files.write_json(out / files.CONFIG, model_config)
     fp8 = sum(tensor.quantised for tensor in tensors)
     log(f"{out}: {fp8} weights in FP8, {len(tensors) - fp8} tensors in high precision")
+
+
+def _check_can_be_created(out: Path) -> None:
+    if out.exists():
+        has_config = (out / files.CONFIG).exists()
+        incomplete = "" if has_config else f", without {files.CONFIG}: not a complete export"
+        raise FileExistsError(
+            f"OUT = {out} exists{incomplete}; name a new folder or delete this one"
+        )
+    ancestor = next(parent for parent in out.parents if parent.exists())
+    if not ancestor.is_dir():
+        raise NotADirectoryError(f"OUT = {out} cannot be created: {ancestor} is a file")
+
+
+def _check_space(out: Path, needed: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise OSError(f"OUT = {out} needs {_size(needed)}, and {out.parent} has {_size(free)} left")
 
 
 def _size(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face model folder, each under its name only once it is complete.
+"""Writes the files of a Hugging Face model folder atomically.
 
 A file is written under another name, flushed to the disk and renamed. So a file that has its final
 name is complete, even if the process is killed at any moment.
@@ -31,7 +31,7 @@ _DTYPES = {
 
 
 @contextlib.contextmanager
-def complete(path: Path) -> Iterator[BinaryIO]:
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """A new file to write to, renamed to `path` after the block if that raises nothing."""
     partial = path.with_name(path.name + PARTIAL)
     with open(partial, "xb") as file:
@@ -47,7 +47,7 @@ def complete(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    with complete(path) as file:
+    with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
@@ -71,7 +71,7 @@ def write_safetensors(
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     expected = iter(part for tensor in tensors for part in tensor.parts)
-    with complete(path) as file:
+    with atomic_writer(path) as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for (name, value), part in zip(values, expected, strict=True):
             assert (name, value.dtype, value.shape) == part

@@ -12,7 +12,7 @@ from titan_fp8.export.tensors import HFTensor
 from titan_fp8.layouts import BLOCK
 
 
-def of(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
+def content(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     """The content of config.json.
 
     Raises:
@@ -37,7 +37,7 @@ def of(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     }
 
 
-def warnings(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
+def warnings_of(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
     """What other software may not compute as the run did."""
     found = []
     if run.name == "deepseek_v3" and run.args.moe_args.score_func != "sigmoid":

@@ -120,7 +120,7 @@ def into_shards(tensors: Iterable[HFTensor], limit: int) -> list[list[HFTensor]]
     return shards
 
 
-def produce(
+def converted_parts(
     tensors: Sequence[HFTensor], run: Run, saved: Checkpoint, limit: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and values of the tensors' parts, in order, one tensor at a time.
@@ -128,18 +128,18 @@ def produce(
     Of stacked experts at most `limit` bytes, or one expert, are read at once.
     """
     for source, group in itertools.groupby(tensors, key=lambda tensor: tensor.source):
-        run_of = list(group)
-        if run_of[0].expert is None:
-            (tensor,) = run_of
+        of_source = list(group)
+        if of_source[0].expert is None:
+            (tensor,) = of_source
             # No name here keeps the value while the next one is read.
             yield from _convert(
                 tensor, run.to_hf(source, saved.read(source))[tensor.name], run.scale_fmt
             )
             continue
-        expert_bytes = run_of[0].shape.numel() * saved.tensors[source].properties.dtype.itemsize
+        expert_bytes = of_source[0].shape.numel() * saved.tensors[source].properties.dtype.itemsize
         step = max(1, limit // expert_bytes)
-        for first in range(0, len(run_of), step):
-            some = run_of[first : first + step]
+        for first in range(0, len(of_source), step):
+            some = of_source[first : first + step]
             start = some[0].expert
             assert start is not None
             stacked = saved.read(source, range(start, start + len(some)))
