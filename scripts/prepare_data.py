@@ -155,7 +155,7 @@ def shuffled_pieces(texts: Iterable[str], size: int = PIECE) -> list[str]:
     return sorted(pieces, key=digest)
 
 
-def recipe(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
+def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
     """What determines the result: Python's version, this file, the options and the text."""
     text = hashlib.sha256()
     for part in parts:
@@ -234,7 +234,7 @@ def prepare(args: argparse.Namespace) -> None:
     parts = below(args.folders, args.held_out) if args.folders else library()
     if not all(part.characters() for part in parts):
         sys.exit("prepare_data: a part has no text: training and held-out part need files")
-    if stamp.exists() and stamp.read_text() == recipe(args, parts):
+    if stamp.exists() and stamp.read_text() == fingerprint(args, parts):
         print(f"data: {out} is prepared")
         return
     train, validation = (
@@ -253,7 +253,7 @@ def prepare(args: argparse.Namespace) -> None:
     report += describe(parts[1], validation, tokenizer)
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
     (out / "report.txt").write_text(report)
-    stamp.write_text(recipe(args, parts))
+    stamp.write_text(fingerprint(args, parts))
     print(f"data: {out} is new\n{report}", end="")
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-LARGEST_PART = 2**31
-"""The kernel counts the elements of a rank's part of a gradient in 32 bits."""
+PART_LIMIT = 2**31
+"""A rank's part of a gradient must have fewer elements: the kernel counts them in 32 bits."""
 
 
 def copy_by_kernel(copy_in: Callable) -> Callable:
@@ -36,7 +36,7 @@ def fits_kernel(gradients: Sequence[Tensor], buffer: Tensor, ranks: int) -> bool
         and g.is_contiguous()
         and g.shape[0]
         and g.shape[0] % ranks == 0
-        and g.numel() // ranks < LARGEST_PART
+        and g.numel() // ranks < PART_LIMIT
         for g in gradients
     )
 

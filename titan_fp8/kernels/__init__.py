@@ -1,8 +1,7 @@
 """The GPU kernels; the only package that imports triton.
 
-`hopper` holds the FP8 kernels. Any CUDA GPU runs `permute`, the row permutations, and `gradients`,
-which copies gradients for FSDP2.
-`for_device` says which kernels a device has.
+`hopper` has the FP8 kernels, which need a Hopper GPU. Any CUDA GPU runs those of `permute` (token
+rows) and `gradients` (copies for FSDP2). `for_device` says which FP8 kernels a device has.
 """
 
 import functools

@@ -66,8 +66,8 @@ class Memory:
         self.form: Form | None = None
         self.allocated_as = form_of(t)
 
-    def meets(self, other: "Memory") -> bool:
-        """Whether both exist at the same time."""
+    def overlaps(self, other: "Memory") -> bool:
+        """Whether the lifetimes of both overlap."""
         return self.first <= other.last and other.first <= self.last
 
 

@@ -6,12 +6,16 @@ strides and dtypes of its inputs. In Python this takes longer than many of the k
 second call (`record.py`). From then on a call allocates the outputs and one workspace for the
 temporaries, and one call into C does all launches, with the addresses of the new tensors.
 
-The function must depend on its arguments alone. It may allocate tensors, also zeros, take views,
-launch kernels of `launch.kernel`, which may write to its arguments, and call PyTorch ops that
-return a new tensor. A replay calls
-such an op again, between the launches before it and those after it; memory that the op reads is
-then a tensor, not a part of the workspace. If the function does anything else, or returns anything
-but fresh tensors or an empty tuple, every call runs in Python.
+What a function must do to be replayed:
+
+- It depends on its arguments alone.
+- It allocates tensors, also zeros, takes views, launches kernels of `launch.kernel`, and calls
+  PyTorch ops that return a new tensor. The kernels may write to its arguments.
+- It returns fresh tensors or an empty tuple.
+
+Every call of any other function runs in Python. A replay calls a PyTorch op again, between the
+launches before it and those after it. Memory that the op reads is a tensor of its own, not a part
+of the workspace.
 """
 
 import contextlib
@@ -191,7 +195,7 @@ def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
             continue
         offset = zeros
         for taken, other in sorted(placed, key=operator.itemgetter(0)):
-            if m.meets(other) and offset + m.size > taken:
+            if m.overlaps(other) and offset + m.size > taken:
                 offset = max(offset, taken + round_up(other.size, ALIGNMENT))
         placed.append((offset, m))
         offsets[i] = offset

@@ -42,6 +42,8 @@ def all_to_all_single_autograd(
 
 
 class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows; backward sends the gradient of each row back to where it came from."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
