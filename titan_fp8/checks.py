@@ -1,9 +1,9 @@
-"""Checks of arguments, configuration values and shards, and the report of a conversion.
+"""Checks of configuration values, arguments, modules and shards, and the report of a conversion.
 
 Every check raises a ValueError that names the argument or key, its value and what is allowed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,40 @@ def checked_offs(offs: Any, groups: int) -> Tensor:
             f"allowed is torch.int32 of shape ({groups},)"
         )
     return offs.contiguous()
+
+
+# Modules to convert
+
+
+def check_filter_fqns(
+    filter_fqns: Sequence[str], defaults: Collection[str], names: Iterable[str]
+) -> None:
+    """Every pattern must be part of the name of a module, unless it is one of the defaults."""
+    names = list(names)
+    for pattern in filter_fqns:
+        if pattern not in defaults and not any(pattern in name for name in names):
+            raise ValueError(
+                f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
+            )
+
+
+def check_fqns(fqns: Sequence[str], convertible: set[str], report: "ConversionReport") -> None:
+    """Every pattern of `fqns` must match experts that can be converted: be in `convertible`."""
+    candidates = report.converted or report.left
+    for pattern in fqns:
+        if pattern not in convertible:
+            raise ValueError(
+                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
+                + (f":\n{report}" if candidates else ", which has no grouped experts")
+            )
+
+
+def why_no_fp8_gemm(n: int, k: int) -> str | None:
+    """Why FP8 GEMMs cannot compute a linear with a weight (n, k); None if they can."""
+    for dim, size in (("N", n), ("K", k)):
+        if size % 16 or not size:
+            return f"{dim} = {size} is not a multiple of 16"
+    return None
 
 
 # Shards

@@ -28,9 +28,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from titan_fp8.checks import (
     ConversionReport,
     check_bool,
+    check_filter_fqns,
     check_patterns,
     check_recipe,
     check_shards,
+    why_no_fp8_gemm,
 )
 from titan_fp8.functional import fp8_linear
 from titan_fp8.gemms import SharedInput
@@ -169,12 +171,8 @@ def convert_linears(
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    for pattern in filter_fqns:
-        unused = not any(pattern in name for aliases in names.values() for name in aliases)
-        if unused and pattern not in DEFAULT_FILTER_FQNS:
-            raise ValueError(
-                f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
-            )
+    every_name = (name for aliases in names.values() for name in aliases)
+    check_filter_fqns(filter_fqns, DEFAULT_FILTER_FQNS, every_name)
     report = ConversionReport()
     for module, (name, *aliases) in names.items():
         if not isinstance(module, nn.Linear):
@@ -203,9 +201,8 @@ def _why_left(
     for pattern in filter_fqns:
         if any(pattern in name for name in names):
             return f'filtered by "{pattern}"'
-    for dim, size in (("N", linear.out_features), ("K", linear.in_features)):
-        if size % 16 or not size:
-            return f"{dim} = {size} is not a multiple of 16"
+    if reason := why_no_fp8_gemm(linear.out_features, linear.in_features):
+        return reason
     if linear.weight.dtype not in DTYPES:
         return f"{linear.weight.dtype} parameters"
     return None

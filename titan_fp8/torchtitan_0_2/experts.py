@@ -21,6 +21,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from titan_fp8.checks import (
     ConversionReport,
     check_bool,
+    check_fqns,
     check_patterns,
     check_recipe,
     check_shards,
@@ -127,7 +128,7 @@ def convert_experts(
     if not fqns:
         raise ValueError("fqns = []: it would convert nothing; name the experts to convert")
     report = ConversionReport()
-    matched = set()
+    convertible: set[str] = set()
     for name, module in list(model.named_modules()):
         if not _is_grouped_experts(module):
             continue
@@ -135,7 +136,7 @@ def convert_experts(
         hits = {pattern for pattern in fqns if pattern in name}
         reason = _why_left(module) if hits else "no pattern of fqns matches"
         if reason is None:
-            matched |= hits
+            convertible |= hits
             if recipe == BF16:
                 reason = 'recipe = "bf16"'
         if reason is not None:
@@ -151,13 +152,7 @@ def convert_experts(
         parent = model.get_submodule(name.rpartition(".")[0])
         module.dispatch_aligns = type(parent).__name__ != "DeepEPMoE"
         report.converted.append((name, shape, recipe))
-    candidates = report.converted or report.left
-    for pattern in fqns:
-        if pattern not in matched:
-            raise ValueError(
-                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if candidates else ", which has no grouped experts")
-            )
+    check_fqns(fqns, convertible, report)
     return report
 
 

@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import ConversionReport
+from titan_fp8.checks import ConversionReport, check_fqns
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.layouts import BLOCK
@@ -144,7 +144,7 @@ def convert_experts(
             another recipe.
     """
     report = ConversionReport()
-    matched = set()
+    convertible: set[str] = set()
     for fqn, config, parent, attribute in list(model.traverse(GroupedExperts.Config)):
         hits = {pattern for pattern in fqns if pattern in fqn}
         shape, reason = _describe(config)
@@ -154,7 +154,7 @@ def convert_experts(
         elif is_fp8:
             check_converted_once(fqn, config.recipe, recipe)
         if reason is None or is_fp8:
-            matched |= hits
+            convertible |= hits
         if reason is None and recipe == BF16:
             reason = 'recipe = "bf16"'
         if reason is not None:
@@ -166,13 +166,7 @@ def convert_experts(
         cls: Any = fp8_class(config._owner)
         replace(parent, attribute, derive(config, cls.Config, **settings))
         report.converted.append((fqn, shape, recipe))
-    candidates = report.converted or report.left
-    for pattern in fqns:
-        if pattern not in matched:
-            raise ValueError(
-                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if candidates else ", which has no grouped experts")
-            )
+    check_fqns(fqns, convertible, report)
     return report
 
 

@@ -21,7 +21,12 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from titan_fp8 import linear
-from titan_fp8.checks import ConversionReport, check_shard_sizes
+from titan_fp8.checks import (
+    ConversionReport,
+    check_filter_fqns,
+    check_shard_sizes,
+    why_no_fp8_gemm,
+)
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.recipe import BF16
 
@@ -131,11 +136,7 @@ def convert_linears(
             that is converted already, by another recipe.
     """
     names = [fqn for fqn, *_ in model.traverse(Module.Config, recurse=True)]
-    for pattern in filter_fqns:
-        if not any(pattern in name for name in names) and pattern not in DEFAULT_FILTER_FQNS:
-            raise ValueError(
-                f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
-            )
+    check_filter_fqns(filter_fqns, DEFAULT_FILTER_FQNS, names)
     report = ConversionReport()
     for fqn, config, parent, attribute in list(model.traverse(Linear.Config)):
         shape = f"{config.out_features} x {config.in_features}"
@@ -166,7 +167,4 @@ def _why_left(
     for pattern in filter_fqns:
         if pattern in fqn:
             return f'filtered by "{pattern}"'
-    for dim, size in (("N", config.out_features), ("K", config.in_features)):
-        if size % 16 or not size:
-            return f"{dim} = {size} is not a multiple of 16"
-    return None
+    return why_no_fp8_gemm(config.out_features, config.in_features)
