@@ -11,10 +11,11 @@ of the scores). They sum in FP32 and round once.
 
 `Permute` reorders rows, each of which has exactly one place. So both directions are gathers: by the
 token at each place (-1 for padding), or by the place of each token. Forward uses one index and
-backward the other. Padding is zero in both.
+backward the other. Padding is zero in both. `sort_by_expert` and `sort_back` are made of it; they
+run on the tokens that expert parallelism has exchanged.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,3 +91,41 @@ class Permute(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return _ops.gather_rows(g, inverse), None, None
+
+
+class Permutation(NamedTuple):
+    """A permutation of S tokens that pads each expert's, to R rows, and its inverse."""
+
+    tokens: Tensor
+    """(R,) int32: the token at each place, -1 for padding."""
+    places: Tensor
+    """(S,) int32: the place of each token."""
+
+
+def sort_by_expert(
+    x: Tensor, counts: Tensor, experts: int, ranks: int, length: int, alignment: int
+) -> tuple[Tensor, Permutation, Tensor]:
+    """Sorts the tokens x (S, dim), which come sorted by source rank, by local expert.
+
+    Args:
+        counts: (ranks · experts,) integers, the tokens from each rank for each expert, rank first.
+        length: R, at least the sum of the padded group sizes.
+        alignment: to whose multiples the tokens of each expert are padded.
+
+    Returns:
+        The rows (R, dim), the permutation for `sort_back`, and the padded group sizes (experts,),
+        int32.
+    """
+    *indices, sizes = _ops.places_of_tokens(counts, experts, ranks, x.shape[0], length, alignment)
+    permutation = Permutation(*indices)
+    return Permute.apply(x, *permutation), permutation, sizes
+
+
+def sort_back(y: Tensor, permutation: Permutation) -> Tensor:
+    """The inverse of `sort_by_expert`: rows y (R, dim) to tokens (S, dim)."""
+    return Permute.apply(y, permutation.places, permutation.tokens)
+
+
+def rows_of_slots(slots: Tensor, scores: Tensor) -> Tensor:
+    """`rows` (T, k) for `Expand` and `Combine`, from `slots` (R,) and the scores (T, k)."""
+    return _ops.invert_index(slots, scores.numel()).view_as(scores)

@@ -13,9 +13,7 @@ from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE
 
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
-from titan_fp8.permute import Combine, Expand
-
-_ops = torch.ops.titan_fp8
+from titan_fp8.permute import Combine, Expand, rows_of_slots
 
 
 class Routed(NamedTuple):
@@ -55,7 +53,7 @@ class GatherMoE(MoE):
             self.tokens_per_expert.add_(counts)
         # Under sequence parallelism these are only the slots of this rank's tokens.
         _, slots, counts = reorderer(scores, chosen)
-        rows = _ops.invert_index(slots, scores.numel()).view_as(scores)
+        rows = rows_of_slots(slots, scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
         return Routed(tokens, Expand.apply(tokens, slots, rows, before), counts, slots, rows, after)
 

@@ -3,7 +3,7 @@
 The all-to-all delivers a rank's tokens sorted by source rank. torchtitan's `_permute` sorts them by
 expert and pads each expert's group to a multiple of the alignment; `_unpermute` inverts it. Both
 scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
-row that stands for padding. Here both are gathers in both passes (`permute.Permute`).
+row that stands for padding. Here both are gathers in both passes (`titan_fp8/permute.py`).
 
 The indices equal those of torchtitan's `generate_permute_indices`, which computes them by some
 twenty operations on short vectors. Each of these passes through the dispatch mode of activation
@@ -11,15 +11,11 @@ checkpointing, in forward and again when recomputed; together they cost more CPU
 experts. Here the op `places_of_tokens` computes the indices, by one kernel on a GPU.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.permute import Permute
-
-_ops = torch.ops.titan_fp8
+from titan_fp8.permute import Permutation, sort_back, sort_by_expert
 
 
 def token_group_alignment() -> int:
@@ -29,15 +25,6 @@ def token_group_alignment() -> int:
     patches.py).
     """
     return getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-
-
-class Permutation(NamedTuple):
-    """A permutation with padding, and its inverse."""
-
-    tokens: Tensor
-    """(R,) int32: the token at each place, -1 for padding."""
-    places: Tensor
-    """(S,) int32: the place of each token."""
 
 
 def permute(
@@ -52,13 +39,12 @@ def permute(
     alignment = token_group_alignment()
     # The most rows that padding can lead to, so that their number needs no device sync.
     rows = -(-(x.shape[0] + num_local_experts * alignment) // alignment) * alignment
-    *permutation, sizes = _ops.places_of_tokens(
-        num_tokens_per_expert, num_local_experts, ep_degree, x.shape[0], rows, alignment
+    permuted, permutation, sizes = sort_by_expert(
+        x, num_tokens_per_expert, num_local_experts, ep_degree, rows, alignment
     )
-    permutation = Permutation(*permutation)
-    return x.shape, Permute.apply(x, *permutation), permutation, sizes
+    return x.shape, permuted, permutation, sizes
 
 
 def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:
     """torchtitan's `_unpermute`: rows (R, dim), sorted by expert, to `input_shape` (S, dim)."""
-    return Permute.apply(out, permutation.places, permutation.tokens)
+    return sort_back(out, permutation)

@@ -10,7 +10,7 @@ Without expert parallelism nobody pads, and the quantisers pad the groups themse
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,14 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.protocols.module import Module
 
-from titan_fp8.permute import Combine, Expand, Permute
-
-_ops = torch.ops.titan_fp8
-
-
-class Permutation(NamedTuple):
-    """A permutation with padding, and its inverse."""
-
-    tokens: Tensor
-    """(P,) int32: the token at each place, -1 for padding."""
-    places: Tensor
-    """(R,) int32: the place of each token."""
+from titan_fp8.permute import (
+    Combine,
+    Expand,
+    Permutation,
+    rows_of_slots,
+    sort_back,
+    sort_by_expert,
+)
 
 
 class GatherTokenDispatcher(AllToAllTokenDispatcher):
@@ -64,7 +60,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         """The tokens (T, D) as rows (N, D) sorted by expert, their slots (N,), and the scores."""
         slots = torch.argsort(topk_expert_ids_TK.flatten(), stable=True)
         scores = topk_scores_TK.float()
-        return Expand.apply(x_TD, slots, _rows(slots, scores), None), slots, scores
+        return Expand.apply(x_TD, slots, rows_of_slots(slots, scores), None), slots, scores
 
     def _permute(
         self,
@@ -77,11 +73,10 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         experts, tokens = counts.shape[0] // ranks, routed_input_RD.shape[0]
         # The most places that padding can lead to, so that their number needs no device sync.
         length = (tokens // self.pad_multiple + experts) * self.pad_multiple
-        *permutation, sizes = _ops.places_of_tokens(
-            counts, experts, ranks, tokens, length, self.pad_multiple
+        permuted, permutation, sizes = sort_by_expert(
+            routed_input_RD, counts, experts, ranks, length, self.pad_multiple
         )
-        permuted = Permute.apply(routed_input_RD, *permutation)
-        return routed_input_RD.shape, permuted, Permutation(*permutation), sizes
+        return routed_input_RD.shape, permuted, permutation, sizes
 
     def _unpermute(
         self,
@@ -89,7 +84,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         input_shape: torch.Size,
         permuted_indices: Permutation,
     ) -> Tensor:
-        return Permute.apply(routed_output_RD, permuted_indices.places, permuted_indices.tokens)
+        return sort_back(routed_output_RD, permuted_indices)
 
     def combine(
         self,
@@ -109,12 +104,9 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
                 routed_output_RD = self._combine_token_exchange(routed_output_RD, group, *splits)
         slots = metadata.token_indices_experts_sorted_N
         scores = metadata.topk_scores_experts_sorted_N
-        return Combine.apply(routed_output_RD, slots, _rows(slots, scores), scores).to(x_TD.dtype)
-
-
-def _rows(slots: Tensor, scores: Tensor) -> Tensor:
-    """The row of each slot (T, K): the inverse of `slots` (N,)."""
-    return _ops.invert_index(slots, scores.numel()).view_as(scores)
+        return Combine.apply(routed_output_RD, slots, rows_of_slots(slots, scores), scores).to(
+            x_TD.dtype
+        )
 
 
 def align_groups(routed: Any, alignment: int) -> int:
