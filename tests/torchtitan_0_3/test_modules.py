@@ -184,7 +184,7 @@ def test_experts_with_biases_are_observed():
     monitor = Monitor([1], lambda m: getattr(m, "health_freq", 0), last_step=2)
     for step in (1, 2):
         run(module)
-        monitor.after(
+        monitor.after_step(
             step,
             [module],
             lambda scalars, step, now: reports.update({step: scalars}),

@@ -1,12 +1,12 @@
 """Observes the steps of a run that are due, and reports each of them.
 
-An adapter calls `Monitor.after` after each step, on every rank. It starts the report of the step if
-it was observed, and observes the next one if it is due. So the first step after a start is never
-observed, and between observed steps nothing runs but that one call.
+An adapter calls `Monitor.after_step` after each step, on every rank. It starts the report of the
+step if it was observed, and observes the next one if it is due. So the first step after a start is
+never observed, and between observed steps nothing runs but that one call.
 
 A report needs results from the GPU, and making it takes CPU time. To keep the GPU busy meanwhile,
-`after` only starts to copy the results to the CPU, and makes the report after the next step. After
-the last step it makes the report at once.
+`after_step` only starts to copy the results to the CPU, and makes the report after the next step.
+After the last step it makes the report at once.
 
 Validation is not observed, nor is anything else that runs while the model is not in training mode.
 """
@@ -39,13 +39,13 @@ class Monitor:
     def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
         self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
         self.observer: Observer | None = None
-        self.finished: Callable[[int], None] | None = None
-        """Writes the report of the step that was observed last, given the present step."""
+        self.pending_report: Callable[[int], None] | None = None
+        """Writes the report of the step that was observed last, given the current step."""
         self.names: list[str] = []
         self._names_of: dict[frozenset[int], list[str]] = {}
         observe(None)
 
-    def after(
+    def after_step(
         self,
         step: int,
         models: Sequence[nn.Module],
@@ -56,14 +56,16 @@ class Monitor:
 
         Args:
             models: the parts of the model on this rank.
-            log: writes scalars, by tag, given the step that they are about and the present step.
+            log: writes scalars, by tag, given the step that they are about and the current one.
             device: one that the process group can reduce on.
         """
         self.flush(step)
         if self.observer is not None:
             observe(None)
             self.observer.finish()
-            self.finished = functools.partial(_report, self.observer, self.names, step, log, device)
+            self.pending_report = functools.partial(
+                _report, self.observer, self.names, step, log, device
+            )
             self.observer = None
         if step >= self.last_step:
             self.flush(step)
@@ -78,10 +80,10 @@ class Monitor:
             observe(self.observer.wrap)
 
     def flush(self, step: int) -> None:
-        """Writes the report that has not been written yet, on every rank."""
-        if self.finished is not None:
-            self.finished(step)
-            self.finished = None
+        """Writes the pending report, if there is one; call it on every rank, in `step`."""
+        if self.pending_report is not None:
+            self.pending_report(step)
+            self.pending_report = None
 
 
 def _report(
@@ -90,11 +92,11 @@ def _report(
     step: int,
     log: Callable[[dict[str, float], int, int], Any],
     device: torch.device,
-    now: int,
+    current_step: int,
 ) -> None:
     own = [layer.name for layer in observer.layers]
     report = Report.of_rank(names, own, *observer.table()).over_ranks(device)
-    log(report.metrics(), step, now)
+    log(report.metrics(), step, current_step)
     _logger.info(
         f"titan_fp8: FP8 health of step {step}, each figure for the worst operand\n{report}"
     )

@@ -38,7 +38,7 @@ def install(job_config: JobConfig) -> None:
             if self.job_config is job_config:
                 device = torch.device(utils.device_type)
                 write = functools.partial(write_scalars, self.logger)
-                monitor.after(step, self.model_parts, write, device)
+                monitor.after_step(step, self.model_parts, write, device)
             return should_log(self, step)
 
         return report_and_ask

@@ -53,10 +53,10 @@ def _reporting(train_step: Callable) -> Callable:
             # Where NaN came from is most needed now. Other errors may be this rank's alone, as this
             # one is in a pipeline, and a report of all ranks would wait forever.
             if str(error).startswith(NOT_FINITE) and not self.parallel_dims.pp_enabled:
-                monitor.after(self.step, self.model_parts, write, self.device)
+                monitor.after_step(self.step, self.model_parts, write, self.device)
                 monitor.flush(self.step)
             raise
-        monitor.after(self.step, self.model_parts, write, self.device)
+        monitor.after_step(self.step, self.model_parts, write, self.device)
 
     return train_and_report
 
