@@ -92,7 +92,7 @@ class FP8Linear(nn.Linear):
                 f"{self.fqn}: weight is a DTensor ({w.placements}) and the input is a "
                 f"{type(x).__name__}: both must be DTensors"
             )
-        per_dim = [_sharded_gemm(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
+        per_dim = [_placements(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)
         if x.placements != x_in:
             # A redistribute to equal placements is not a no-op: its backward would all-reduce each
@@ -131,7 +131,7 @@ class FP8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe}, emulate={self.emulate}"
 
 
-def _sharded_gemm(w: Placement, x: Placement, ndim: int) -> tuple[Placement, ...]:
+def _placements(w: Placement, x: Placement, ndim: int) -> tuple[Placement, ...]:
     """Along one mesh dimension, the placements of x as read, y, x's gradient and w's gradient."""
     if w.is_shard(0):
         return Replicate(), Shard(ndim - 1), Partial(), w

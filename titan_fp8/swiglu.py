@@ -80,9 +80,8 @@ class _FP8SwiGLU(torch.autograd.Function):
         if for_wgrad and offs is not None:
             x_MK = x_MK.to(spec.dtype)
             y_MN, *saved = ops.forward(x_MK, w1, w2, w3, offs, spec.aligned, emulate=emulate)
-            ctx.save_for_backward(w1, w2, w3, offs, *saved)
-            return y_MN
-        y_MN, *saved = _forward(x_MK, w1, w2, w3, offs, for_wgrad, spec)
+        else:
+            y_MN, *saved = _forward(x_MK, w1, w2, w3, offs, for_wgrad, spec)
         ctx.save_for_backward(w1, w2, w3, offs, *saved)
         return y_MN
 

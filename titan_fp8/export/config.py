@@ -29,6 +29,7 @@ def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> Jo
         if not Path(file).is_file():
             raise ValueError(f"--config = {file}: no such file")
         flags = [_CONFIG_FILE, file, *flags]
+    # torchtitan's command line takes --job.config-file for --job.config_file.
     given = {flag.partition("=")[0].replace("-", "_").replace("__", "--", 1) for flag in flags}
     if not given & {_CONFIG_FILE, _FLAVOR}:
         raise ValueError(

@@ -4,6 +4,7 @@ Like torchtitan's own, they replace configs in the tree of a model, before it is
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan.components.quantization import QuantizationConverter
@@ -175,7 +176,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
-def _seeing_fp8(has_quantization):  # type: ignore[no-untyped-def]
+def _seeing_fp8(has_quantization: Callable[..., bool]) -> Callable[..., bool]:
     """Wraps torchtitan's `has_quantization`, which knows only torchtitan's own classes."""
 
     @functools.wraps(has_quantization)

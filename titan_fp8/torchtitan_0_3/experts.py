@@ -29,7 +29,12 @@ from titan_fp8.layouts import BLOCK
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3.dispatcher import align_groups
-from titan_fp8.torchtitan_0_3.linear import check_converted_once, check_plan, replace
+from titan_fp8.torchtitan_0_3.linear import (
+    check_converted_once,
+    check_fsdp,
+    check_sharding,
+    replace,
+)
 
 
 class FP8Experts(GroupedExperts):
@@ -45,6 +50,7 @@ class FP8Experts(GroupedExperts):
     fsdp_all_gather: bool = False
 
     def __init__(self, config: Any):
+        # Before nn.Module registers parameters, as in FP8Linear.
         for name in ("recipe", "emulate", "fqn", "health_freq", "dispatch_aligns"):
             self.__dict__[name] = getattr(config, name)
         super().__init__(config)
@@ -53,7 +59,8 @@ class FP8Experts(GroupedExperts):
         """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
         # The biases of gpt_oss have two dimensions and take no part in GEMMs.
         weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == 3]
-        check_plan(self, weights, parallel_dims)
+        check_sharding(self, weights, parallel_dims)
+        check_fsdp(self, parallel_dims)
         super().parallelize(parallel_dims)
         self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
 

@@ -69,16 +69,16 @@ class FP8Linear(linear.FP8Linear, Linear):
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        check_plan(self, ("weight",), parallel_dims)
+        check_sharding(self, ("weight",), parallel_dims)
+        check_fsdp(self, parallel_dims)
         super().parallelize(parallel_dims)
         self.wrapper, self.tensor_parallel = vars(self).get("forward"), parallel_dims.tp_enabled
 
 
-def check_plan(module: Any, weights: Iterable[str], parallel_dims: ParallelDims) -> None:
+def check_sharding(module: Any, weights: Iterable[str], parallel_dims: ParallelDims) -> None:
     """ValueError if torchtitan's sharding gives a rank dims that are not multiples of 16.
 
-    Checks the named parameters of `module` before they are sharded, on every rank alike. Then
-    warns once if the module shall gather weights in FP8 and the plan has no FSDP.
+    Checks the named parameters of `module` before they are sharded, on every rank alike.
     """
     sharding = module._sharding_config
     layouts = {} if sharding is None else sharding.state_shardings
@@ -92,6 +92,10 @@ def check_plan(module: Any, weights: Iterable[str], parallel_dims: ParallelDims)
         placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
         shape = getattr(module, name).shape
         check_shard_sizes(f"{module.fqn}.{name}", shape, degrees, placements)
+
+
+def check_fsdp(module: Any, parallel_dims: ParallelDims) -> None:
+    """Warns once if a module shall gather its weights in FP8 and the plan has no FSDP."""
     if module.fsdp_all_gather and not parallel_dims.fsdp_enabled:
         warn_without_fsdp()
 
