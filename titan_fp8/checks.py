@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.ops import DTYPES
-from titan_fp8.recipe import RECIPE_NAMES
+from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 _DTYPES = set(DTYPES)
+PERMUTATIONS = ("gather", "host")
+"""The allowed values of `permutation`."""
 
 # Configuration values
 
@@ -43,6 +45,24 @@ def check_freq(key: str, value: object) -> None:
     """Allowed are numbers of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
+
+
+def check_switches(prefix: str, settings: Any) -> None:
+    """Checks what the settings of linears and of experts have in common besides the recipe."""
+    check_bool(f"{prefix} emulate", settings.emulate)
+    check_bool(f"{prefix} fsdp_all_gather", settings.fsdp_all_gather)
+    check_freq(f"{prefix} health_freq", settings.health_freq)
+
+
+def check_permutation(key: str, value: object) -> None:
+    """Allowed are the PERMUTATIONS, and None for the recipe's default."""
+    if value not in (None, *PERMUTATIONS):
+        raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, PERMUTATIONS))}")
+
+
+def permutation_of(permutation: str | None, recipe: str) -> str:
+    """The permutation that a setting chooses; by default bf16 runs have torchtitan's own."""
+    return permutation or ("host" if recipe == BF16 else "gather")
 
 
 # Arguments of a product

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.checks import ConversionReport
+from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.linear import convert_linears
 from titan_fp8.plan.checkpointing import block_of, repeated_shares, with_repeats
@@ -212,8 +212,7 @@ def _permutation(config: Any) -> str:
     if GROUPED_MM not in config.model.converters:
         return "host"
     linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
-    in_bf16 = (grouped.recipe or linear.recipe) == BF16
-    return grouped.permutation or ("host" if in_bf16 else "gather")
+    return permutation_of(grouped.permutation, grouped.recipe or linear.recipe)
 
 
 def _shapes(

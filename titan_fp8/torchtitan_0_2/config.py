@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -20,7 +20,13 @@ from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.checks import check_bool, check_freq, check_patterns, check_recipe
+from titan_fp8.checks import (
+    PERMUTATIONS,
+    check_patterns,
+    check_permutation,
+    check_recipe,
+    check_switches,
+)
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
 from titan_fp8.recipe import RECIPE_NAMES
 
@@ -28,7 +34,7 @@ LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
 RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
-PermutationName = Literal["gather", "host"]
+PermutationName = Literal[PERMUTATIONS]  # type: ignore[valid-type]
 
 
 class Origin(str, Enum):
@@ -71,9 +77,7 @@ class TitanFP8Linear:
     def __post_init__(self) -> None:
         check_recipe(f"[{LINEAR}] recipe", self.recipe)
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
-        check_bool(f"[{LINEAR}] emulate", self.emulate)
-        check_bool(f"[{LINEAR}] fsdp_all_gather", self.fsdp_all_gather)
-        check_freq(f"[{LINEAR}] health_freq", self.health_freq)
+        check_switches(f"[{LINEAR}]", self)
         _check_origin(LINEAR, self.origin)
 
 
@@ -116,16 +120,9 @@ class TitanFP8GroupedMM:
                 f"[{GROUPED_MM}] fqns = []: it would convert nothing; name the experts to convert "
                 f'or drop "{GROUPED_MM}" from model.converters'
             )
-        check_bool(f"[{GROUPED_MM}] emulate", self.emulate)
-        check_bool(f"[{GROUPED_MM}] fsdp_all_gather", self.fsdp_all_gather)
-        check_freq(f"[{GROUPED_MM}] health_freq", self.health_freq)
+        check_switches(f"[{GROUPED_MM}]", self)
         _check_origin(GROUPED_MM, self.origin)
-        allowed = get_args(PermutationName)
-        if self.permutation not in (None, *allowed):
-            raise ValueError(
-                f"[{GROUPED_MM}] permutation = {self.permutation!r}: allowed are "
-                + ", ".join(map(repr, allowed))
-            )
+        check_permutation(f"[{GROUPED_MM}] permutation", self.permutation)
 
 
 def _check_list(key: str, value: object) -> None:

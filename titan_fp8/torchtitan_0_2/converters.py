@@ -12,7 +12,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
-from titan_fp8.checks import ConversionReport
+from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
@@ -159,8 +159,7 @@ class GroupedMMConverter(_Converter):
         log_conversion("grouped experts", recipe, report)
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model, FP8GroupedExperts, GROUPED_MM)
-        default = "host" if recipe == BF16 else "gather"
-        if (section.permutation or default) == "gather":
+        if permutation_of(section.permutation, recipe) == "gather":
             self.permute_by_gathers(model, requested=section.permutation is not None)
             if recipe != BF16 and self.compiles:
                 self.compile_blocks(model)

@@ -13,7 +13,14 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
-from titan_fp8.checks import ConversionReport, check_bool, check_freq, check_patterns, check_recipe
+from titan_fp8.checks import (
+    ConversionReport,
+    check_patterns,
+    check_permutation,
+    check_recipe,
+    check_switches,
+    permutation_of,
+)
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.recipe import BF16, get_recipe
@@ -25,7 +32,6 @@ from titan_fp8.torchtitan_0_3.modules import fuse_feed_forwards, share_attention
 
 LINEAR = "FP8LinearConverter"
 EXPERTS = "FP8GroupedExpertsConverter"
-PERMUTATIONS = ("gather", "host")
 
 
 class FP8LinearConverter(QuantizationConverter):
@@ -54,9 +60,7 @@ class FP8LinearConverter(QuantizationConverter):
         def __post_init__(self) -> None:
             check_recipe(f"{LINEAR}: recipe", self.recipe)
             check_patterns(f"{LINEAR}: filter_fqns", self.filter_fqns)
-            check_bool(f"{LINEAR}: emulate", self.emulate)
-            check_bool(f"{LINEAR}: fsdp_all_gather", self.fsdp_all_gather)
-            check_freq(f"{LINEAR}: health_freq", self.health_freq)
+            check_switches(f"{LINEAR}:", self)
 
     def __init__(self, config: Config):
         self.config = config
@@ -119,14 +123,8 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                     f"{EXPERTS}: fqns = []: it would convert nothing; name the experts to convert "
                     "or leave the converter out"
                 )
-            check_bool(f"{EXPERTS}: emulate", self.emulate)
-            check_bool(f"{EXPERTS}: fsdp_all_gather", self.fsdp_all_gather)
-            check_freq(f"{EXPERTS}: health_freq", self.health_freq)
-            if self.permutation not in (None, *PERMUTATIONS):
-                raise ValueError(
-                    f"{EXPERTS}: permutation = {self.permutation!r}: allowed are "
-                    + ", ".join(map(repr, PERMUTATIONS))
-                )
+            check_switches(f"{EXPERTS}:", self)
+            check_permutation(f"{EXPERTS}: permutation", self.permutation)
 
     def __init__(self, config: Config):
         self.config = config
@@ -136,8 +134,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         config = self.config
         prepare(config.recipe, config.emulate)
         # First, since it decides the alignment that the experts may rely on.
-        default = "host" if config.recipe == BF16 else "gather"
-        if (config.permutation or default) == "gather":
+        if permutation_of(config.permutation, config.recipe) == "gather":
             self.permute_by_gathers(model_config)
         with errors_prefixed(f"{EXPERTS}:"):
             report = convert_experts(
