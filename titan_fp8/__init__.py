@@ -4,8 +4,11 @@ The public names are here; README.md shows how to use them. Importing this packa
 torchtitan nor triton: the plugin for torchtitan is `titan_fp8.plugin`.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
+from torch import nn
+
+from titan_fp8.checks import ConversionReport
 from titan_fp8.functional import QuantizedWeight, fp8_grouped_mm, fp8_linear, quantize_weight
 from titan_fp8.linear import FP8Linear, convert_linears
 
@@ -22,11 +25,20 @@ __all__ = [
 ]
 
 
-def convert_experts(model: Any, **options: Any) -> Any:
+def convert_experts(
+    model: nn.Module,
+    *,
+    recipe: str = "blockwise",
+    fqns: Sequence[str] = ("experts",),
+    emulate: bool = False,
+    compile_backend: str | None = None,
+) -> ConversionReport:
     """Converts the grouped experts of a torchtitan 0.2 model in place; needs torchtitan.
 
-    Options, result and errors: `titan_fp8.torchtitan_0_2.experts.convert_experts`.
+    Arguments, result and errors: `titan_fp8.torchtitan_0_2.experts.convert_experts`.
     """
     from titan_fp8.torchtitan_0_2.experts import convert_experts as convert
 
-    return convert(model, **options)
+    return convert(
+        model, recipe=recipe, fqns=fqns, emulate=emulate, compile_backend=compile_backend
+    )
