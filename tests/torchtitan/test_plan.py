@@ -31,6 +31,10 @@ EP_2 = (
     *("--parallelism.data_parallel_shard_degree", "2", "--training.dtype", "bfloat16"),
     *("--parallelism.expert_parallel_degree", "2"),
 )
+PP_4 = (
+    *("--parallelism.data_parallel_shard_degree", "2", "--training.global_batch_size", "-1"),
+    *("--parallelism.pipeline_parallel_degree", "4"),
+)
 RECIPE = "--quantize.linear.titan_fp8.recipe"
 GATHER = ("--quantize.linear.titan_fp8.fsdp_all_gather",)
 PLANS = {
@@ -183,7 +187,64 @@ def test_batches_pipelines_and_all_ranks():
     assert (run.dims.dp_shard, run.micro_batches, run.tokens) == (16, 2, 2 * 8192)
     piped = run_of("llama3_8b", (*flags, "--parallelism.pipeline_parallel_degree", "2"), 16)
     assert (piped.dims.dp_shard, piped.micro_batches, piped.tokens) == (8, 8, 8192)
-    assert piped.gathers == 1 and run.gathers == 2
+    assert not piped.reshards and run.reshards
+
+
+def test_fsdp_gathers_and_reduces_once_for_each_pipeline():
+    """As torchtitan with PP 2 and FSDP 2 does: its schedule keeps what it has gathered."""
+    h200 = times.load("h200")
+    accumulated = ("--training.global_batch_size", "32", "--training.local_batch_size", "4")
+    runs = {}
+    for size in ("1", "2", "4"):
+        micro = ("--parallelism.pipeline_parallel_microbatch_size", size)
+        runs[size] = run_of("llama3_8b", (*PP_4, *accumulated, *micro))
+    assert [(run.micro_batches, run.gathers, run.rounds) for run in runs.values()] == [
+        *((16, 4, 4), (8, 4, 4), (4, 4, 4))
+    ]
+    fsdp = [predict(run, h200).parts["FSDP"] for run in runs.values()]
+    assert fsdp == pytest.approx([fsdp[0]] * 3)
+    # Four pipelines, each of four micro-batches on four stages, fill and drain: 4 x (4 + 3).
+    looped = replace(runs["1"], stages=2)
+    ratio = predict(runs["1"], h200).parts["attention"] / predict(looped, h200).parts["attention"]
+    assert ratio == pytest.approx((1 + 3 / 4) / (1 + 3 / 8))
+
+
+def test_tokens_per_gpu(capsys):
+    config, printed = str(ROOT / "configs" / "llama3_8b.toml"), {}
+    whole = ("--parallelism.data_parallel_shard_degree", "1", "--training.global_batch_size", "-1")
+    for tp in ("1", "2"):
+        assert plan_main.main([config, *whole, "--parallelism.tensor_parallel_degree", tp]) == 0
+        last = next(line for line in capsys.readouterr().out.splitlines() if "Predicted" in line)
+        printed[tp] = float(last.split()[-4].replace(",", ""))
+    assert printed["2"] < printed["1"]  # two ranks share the same tokens
+
+
+def test_replicas_are_ddp_without_shards():
+    flags = ("--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size")
+    ddp = run_of("llama3_8b", (*flags, "-1", "--parallelism.data_parallel_shard_degree", "1"))
+    hsdp = run_of("llama3_8b", (*flags, "-1", "--parallelism.data_parallel_shard_degree", "4"))
+    assert "2 GPUs (DDP 2)" in ddp.description
+    assert "8 GPUs (HSDP 2, FSDP 4)" in hsdp.description
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_what_is_left_is_not_slower_than_bf16(gpu):
+    """Of linears that share an input, none pays to leave out alone."""
+    flags = ("--model.name", "qwen3", "--model.flavor", "1.7B", RECIPE, "rowwise")
+    flags += ("--parallelism.tensor_parallel_degree", "8", "--training.global_batch_size", "-1")
+    flags += ("--parallelism.data_parallel_shard_degree", "1", "--training.local_batch_size", "4")
+    run, of = run_of("llama3_8b", flags), times.load(gpu)
+    best = advice.without(run, advice.left_out(run, of))
+    assert speed(run, of) < 0.999 <= speed(best, of)
+
+
+def test_small_gemms_take_as_long_as_their_bytes():
+    h200 = times.load("h200")
+    for family, size in (("bf16", 2), ("blockwise", 1), ("rowwise", 1)):
+        moved = size * (16384 * 4096 + 64 * 4096) + 2 * 16384 * 64
+        assert h200.gemm_us(family, "mm", 0, 16384, 64, 4096) == h200.copy_us(moved)
+    assert h200.is_small(0, 16384, 64, 4096) and h200.is_small(8, 1024, 2048, 2048)
+    assert not h200.is_small(0, 1024, 512, 512) and not h200.is_small(8, 2048, 2048, 2048)
 
 
 def test_what_makes_fp8_worth_it():
@@ -195,7 +256,8 @@ def test_what_makes_fp8_worth_it():
     assert step.waiting and step.lead
     assert step.ms == pytest.approx(step.host + step.end - 0.8 * step.lead)
     found = "\n".join(advice.advice(few, h200))
-    assert f"The GPU waits {step.waiting:.0f} ms for the CPU" in found and "Leave out" in found
+    assert f"The GPU waits {step.waiting:.0f} ms for the CPU" in found
+    assert "FP8 pays for no layer here" in found
     assert "fsdp_all_gather = true would save the GPU" in found
     # With a CPU that takes no time the GPU decides, and FSDP's gathers can be halved.
     idle = dict.fromkeys(("bf16", "blockwise", "rowwise"), 0.0)
@@ -287,40 +349,6 @@ def test_what_was_not_measured_on_an_h100_is_said(capsys):
     assert h100.parts["optimizer"] == h200.parts["optimizer"]
 
 
-TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_parallel_degree", "1")
-
-
-@pytest.mark.parametrize(
-    "config, flags, message",
-    [
-        ("none", (), "no such file"),
-        ("llama3_8b", ("--gpu", "v100"), "--gpu = 'v100'"),
-        ("llama3_8b", ("--ngpu", "0"), "--ngpu = 0"),
-        ("llama3_8b", ("--ngpu", "7"), "!= WORLD_SIZE(7)"),
-        ("llama3_8b", ("--link_gbps", "0"), "--link_gbps = 0.0"),
-        ("llama3_8b", ("--out", "x.toml"), "needs --filter auto"),
-        ("llama3_8b", ("--parallelism.data_parallel_shard_degree", "-1"), "--ngpu"),
-        ("llama3_8b", ("--model.flavor", "9B"), "model.flavor = '9B'"),
-        ("llama3_8b", ("--model.name", "none"), "Models of torchtitan are 'deepseek_v3', "),
-        ("llama3_8b", ("--model.name", "flux", "--model.flavor", "flux-dev"), "no plan can"),
-        ("llama3_8b", ("--experimental.custom_import", "none.py"), "no plan can be made of "),
-        ("llama3_8b", ("--training.seq_len", "0"), "training.seq_len = 0: allowed are positive"),
-        ("llama3_8b", ("--training.local_batch_size", "0"), "training.local_batch_size = 0"),
-        ("llama3_8b", ("--training.global_batch_size", "24"), "size = 24: allowed are multi"),
-        ("llama3_8b", ("--parallelism.pipeline_parallel_degree", "64"), "model has 32 blocks"),
-        ("llama3_8b", ("--activation_checkpoint.selective_ac_option", "1x"), "'1x': allowed"),
-        ("llama3_8b", ("--filter", "auto", "--out", "none/x.toml"), "there is no folder none"),
-        ("llama3_8b", ("--training.seq_len", "8190", "--parallelism.tensor_parallel_degree", "4"),
-         "torchtitan refuses this plan"),
-        ("llama3_8b", ("--quantize.linear.titan_fp8.filter_fqns", "nothing"), "nothing"),
-        ("deepseek_v3_16b", TP_ODD, "training would stop at"),
-    ],
-)  # fmt: skip
-def test_bad_input(config, flags, message, capsys):
-    assert plan_main.main([str(ROOT / "configs" / f"{config}.toml"), *flags]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_sizes_that_keep_layers_in_bf16_are_named_once():
     run = run_of("llama3_8b", FSDP_2)
     reason = "K = 4104 is not a multiple of 16"
@@ -330,10 +358,3 @@ def test_sizes_that_keep_layers_in_bf16_are_named_once():
         "4104 is not a multiple of 16, so layers.*.attention.wq, layers.*.attention.wk must stay "
         "in bf16. With 4096 or 4112 they can run in FP8."
     ]
-
-
-def test_refused_shards_are_named_with_their_sizes():
-    run = run_of("deepseek_v3_16b", TP_ODD)
-    found = "\n".join(advice.advice(run, times.load("h200")))
-    assert "Training stops at layers.*.feed_forward.w1: N = 1368" in found
-    assert "layers.*.feed_forward.w1" in advice.left_out(run, times.load("h200"))

@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     cpu_host.prepare()
     from titan_fp8.plan.command import run
 
-    logging.disable(logging.WARNING)  # torchtitan's are about this machine, not about the run
+    # torchtitan's warnings are about this machine, and what it logs as an error it raises, too.
+    logging.disable(logging.ERROR)
     try:
         return run(options, flags)
     except (ValueError, OSError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_fp8.plan.costs import cost_of, layer_us
-from titan_fp8.plan.run import Layer, Run, sharing_inputs
+from titan_fp8.plan.run import SHARED_INPUTS, Layer, Run, sharing_inputs
 from titan_fp8.plan.step import Step, baseline, predict
 from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16, get_recipe
@@ -28,20 +28,32 @@ def refused(run: Run) -> list[Layer]:
 def left_out(run: Run, times: Times) -> list[str]:
     """Names of layers to leave in bf16.
 
-    First those that cannot run in FP8; then, one at a time, the layer without which the step is
-    shortest, as long as that makes the step shorter.
+    First those that cannot run in FP8; then, again and again, the layer or the group of layers
+    without which the step is shortest, as long as that makes the step shorter. Groups are layers
+    that read one input, which is quantised once, layers of one module, and all layers.
     """
     names = list(dict.fromkeys(layer.name for layer in refused(run)))
     current = without(run, names)
-    while candidates := {layer.name for layer in current.layers if layer.recipe != BF16}:
-        tried = {name: predict(without(current, [name]), times).ms for name in sorted(candidates)}
-        best = min(tried, key=lambda name: tried[name])
-        # Where the CPU limits the step, several layers may gain together what none gains alone.
+    while groups := list(_groups(current)):
+        tried = {group: predict(without(current, list(group)), times).ms for group in groups}
+        best = min(tried, key=lambda group: tried[group])
         if tried[best] > (1 - WORTH) * predict(current, times).ms:
             break
-        names.append(best)
-        current = without(current, [best])
+        names += best
+        current = without(current, list(best))
     return names
+
+
+def _groups(run: Run) -> Iterator[tuple[str, ...]]:
+    """Names of layers in FP8 that may gain more together than each alone; single ones first."""
+    names = sorted({layer.name for layer in run.layers if layer.recipe != BF16})
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        readers = next((shared for shared in SHARED_INPUTS if leaf in shared), (leaf,))
+        for key in ((name,), (parent, *readers), (parent,), ()):
+            groups[key].append(name)
+    yield from dict.fromkeys(map(tuple, sorted(groups.values(), key=len)))
 
 
 def without(run: Run, names: list[str]) -> Run:

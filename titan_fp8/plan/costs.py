@@ -75,7 +75,8 @@ def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
         cost = Cost()
         for name, n, k in (("w1", hidden, dim), ("w3", hidden, dim), ("w2", dim, hidden)):
             cost += _product(layer, n, k, name, 1.0 if name == "w2" else 0.5, times)
-    received = layer.elements * gathered_bytes(layer, run) * (1 - 1 / layer.ranks) * run.gathers
+    received = layer.elements * gathered_bytes(layer, run) * (1 - 1 / layer.ranks)
+    received *= run.gathers / run.micro_batches
     if layer.groups:
         host, weights = 3 * times.host_us("grouped", layer.recipe), 3
     else:
@@ -143,7 +144,7 @@ def gathered_bytes(layer: Layer, run: Run) -> float:
         return HIGH_PRECISION_BYTES
     if get_recipe(layer.recipe).has_weight_blocks:
         return 1
-    return 2 if run.gathers == 1 else 1.5
+    return 1.5 if run.reshards else 2
 
 
 def _padded(layer: Layer) -> int:

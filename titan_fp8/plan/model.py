@@ -27,6 +27,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.linear import convert_linears
+from titan_fp8.plan.batches import check_divisible, read_batches
 from titan_fp8.plan.checkpointing import block_of, repeated_shares, with_repeats
 from titan_fp8.plan.run import Layer, Run, sharing_inputs
 from titan_fp8.recipe import BF16, get_recipe
@@ -87,11 +88,17 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         )
     if config.experimental.custom_import:  # as torchtitan's trainer does
         importlib.import_module(config.experimental.custom_import)
+    batches = read_batches(config, dims)
     args = _model_args(config)
+    check_divisible(args, dims)
     model_cls = get_train_spec(config.model.name).model_cls
     with torch.device("meta"):
         converted: Any = model_cls(args)
         parallel: Any = model_cls(args)
+    if not hasattr(converted, "layers"):
+        raise ValueError(
+            f"model.name = {config.model.name!r}: the plan reads only models of transformer blocks"
+        )
     conversions = _convert(config, converted)
     training = config.training
     blocks = [block for _, block in converted.layers.named_children()]
@@ -100,8 +107,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
             f"parallelism.pipeline_parallel_degree = {dims.pp}: the model has {len(blocks)} blocks"
         )
     moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
-    batch, micro_batches = _batches(config, dims)
-    tokens = batch * training.seq_len // dims.cp
+    tokens = batches.sequences * training.seq_len // dims.cp
     top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
     split = dims.tp if dims.ep_enabled and dims.etp == 1 else 1
     rows = tokens * top_k // split if moe_blocks else 0
@@ -124,15 +130,19 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         dim=args.dim,
         tokens=tokens,
         rows=rows,
-        attention_flop=_attention_flop(args, len(blocks), batch, training.seq_len, dims),
-        micro_batches=micro_batches,
+        attention_flop=_attention_flop(
+            args, len(blocks), batches.sequences, training.seq_len, dims
+        ),
+        micro_batches=batches.micro_batches,
+        rounds=batches.rounds,
+        stages=batches.stages,
         parameters=parameters,
         dtype=training.dtype,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
         compiled=compiled,
         repeated_attention=attention,
         repeated_rest=rest,
-        gathers=_gathers(config, dims),
+        reshards=_reshards(config, dims),
         permutation=_permutation(config),
         log_freq=max(config.metrics.log_freq, 1),
         filter_fqns=tuple(config.quantize.linear.titan_fp8.filter_fqns),
@@ -188,26 +198,6 @@ def _layer(
     )
 
 
-def _batches(config: Any, dims: ParallelDims) -> tuple[int, int]:
-    """Sequences in a micro-batch of a rank, and its micro-batches per step."""
-    training, ranks = config.training, dims.dp_replicate * dims.dp_shard
-    batch, whole = training.local_batch_size, training.global_batch_size
-    for key in ("local_batch_size", "seq_len"):
-        if getattr(training, key) < 1:
-            raise ValueError(
-                f"training.{key} = {getattr(training, key)}: allowed are positive numbers"
-            )
-    if whole > 0 and whole % (batch * ranks):
-        raise ValueError(
-            f"training.global_batch_size = {whole}: allowed are multiples of {batch * ranks}, "
-            f"training.local_batch_size times {ranks} data-parallel ranks"
-        )
-    per_step = whole // ranks if whole > 0 else batch
-    if dims.pp_enabled:
-        batch = min(batch, config.parallelism.pipeline_parallel_microbatch_size)
-    return batch, max(1, per_step // batch)
-
-
 def _permutation(config: Any) -> str:
     if GROUPED_MM not in config.model.converters:
         return "host"
@@ -241,7 +231,10 @@ def _model_args(config: Any) -> Any:
         allowed = ", ".join(map(repr, spec.model_args))
         raise ValueError(f"model.flavor = {config.model.flavor!r}: allowed are {allowed}")
     args: Any = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
+    try:
+        args.update_from_config(config)
+    except (AssertionError, NotImplementedError) as error:
+        raise ValueError(f"torchtitan refuses this plan: {error}") from None
     return args
 
 
@@ -314,10 +307,9 @@ def _in_moe_block(model: nn.Module, name: str) -> bool:
     return bool(block) and bool(getattr(model.get_submodule(block), "moe_enabled", False))
 
 
-def _gathers(config: Any, dims: ParallelDims) -> int:
+def _reshards(config: Any, dims: ParallelDims) -> bool:
     policy = config.parallelism.fsdp_reshard_after_forward
-    reshards = policy == "always" or (policy == "default" and not dims.pp_enabled)
-    return 2 if reshards else 1
+    return bool(policy == "always" or (policy == "default" and not dims.pp_enabled))
 
 
 def _attention_flop(args: Any, blocks: int, batch: int, seq: int, dims: ParallelDims) -> float:
@@ -339,8 +331,9 @@ def _folded(layers: list[Layer]) -> tuple[Layer, ...]:
 
 
 def _describe(config: Any, dims: ParallelDims) -> str:
+    replicated = "HSDP" if dims.dp_shard * dims.cp > 1 else "DDP"
     degrees = {
-        "HSDP": dims.dp_replicate,
+        replicated: dims.dp_replicate,
         "FSDP": dims.dp_shard,
         "CP": dims.cp,
         "TP": dims.tp,

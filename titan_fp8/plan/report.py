@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from titan_fp8.plan.costs import gemm_us, quantise_us
-from titan_fp8.plan.run import Run
+from titan_fp8.plan.run import Layer, Run
 from titan_fp8.plan.step import Row, Step
 from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16
@@ -55,9 +55,11 @@ def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
     left = [
         f"{row.layer.name}: {row.layer.reason}" for row in step.rows if row.layer.recipe == BF16
     ]
-    tokens = run.tokens * run.micro_batches
+    # The ranks of TP and PP work on the same tokens.
+    tokens = run.tokens * run.micro_batches / (run.dims.tp * run.dims.pp)
+    shared = f", the same for {run.dims.tp} ranks of TP" * run.dims.tp_enabled
     lines = [
-        f"{run.description}, {run.micro_batches} x {run.tokens} tokens per rank and step, "
+        f"{run.description}, {run.micro_batches} x {run.tokens} tokens per rank and step{shared}, "
         f"{times.gpu}",
         "",
         *table([COLUMNS, *rows], left=(0, 3)),
@@ -65,11 +67,12 @@ def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
         *LEGEND,
         bullets("Left in high precision", left),
         *not_measured(run, times),
+        *extrapolated(step, times),
         "",
         *table(_parts(step, bf16), left=(0, 3, 4)),
         "",
         f"Predicted: {bf16.ms / step.ms:.2f}x of bf16, "
-        f"{1e3 * tokens / bf16.ms:,.0f} -> {1e3 * tokens / step.ms:,.0f} tokens/s per rank.",
+        f"{1e3 * tokens / bf16.ms:,.0f} -> {1e3 * tokens / step.ms:,.0f} tokens/s per GPU.",
     ]
     return "\n".join(lines)
 
@@ -104,6 +107,17 @@ def not_measured(run: Run, times: Times) -> list[str]:
     return [bullets(f"Not measured on {times.gpu}", lines)] if lines else []
 
 
+def extrapolated(step: Step, times: Times) -> list[str]:
+    """Lines that name the layers whose shapes are smaller than any that were measured."""
+    lines = [
+        f"{layer.name}: E,M,N,K = {_shape(layer)}"
+        for layer in (row.layer for row in step.rows)
+        if times.is_small(layer.groups, layer.m, layer.n, layer.k)
+    ]
+    title = "Smaller than any measured shape, so times may be too short"
+    return [bullets(title, lines)] if lines else []
+
+
 def bullets(title: str, items: Iterable[str]) -> str:
     items = list(items)
     wrapped = [textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  ") for item in items]
@@ -122,14 +136,17 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     ]
 
 
+def _shape(layer: Layer) -> str:
+    return ",".join(map(str, (*[layer.groups] * bool(layer.groups), layer.m, layer.n, layer.k)))
+
+
 def _cells(row: Row, run: Run) -> list[str]:
     layer, cost = row.layer, row.cost
-    shape = (layer.groups,) * bool(layer.groups) + (layer.m, layer.n, layer.k)
     converted = layer.recipe != BF16
     return [
         (layer.name if layer.count > 1 else layer.fqns[0]).removeprefix("layers.*."),
         str(layer.count),
-        ",".join(map(str, shape)),
+        _shape(layer),
         layer.recipe,
         f"{gemm_us(layer, row.bf16):,.0f}",
         f"{gemm_us(layer, cost):,.0f}" if converted else "",

@@ -84,13 +84,16 @@ class Run:
         rows: tokens that the experts of a rank see per micro-batch and block.
         attention_flop: forward FLOP of attention per micro-batch, all blocks.
         micro_batches: per step and rank.
+        rounds: gradient accumulation, times per step. Without pipeline parallelism each is one
+            micro-batch; with it, each is a pipeline that fills and drains.
+        stages: of the pipeline, per rank; 1 without one.
         parameters: {(elements, ranks): ...} elements per rank before FSDP2 shards them, by the
             number of ranks that it shards them over.
         dtype, reduce_bytes: of parameters, and bytes per element of reduced gradients.
         compiled: whether the blocks are compiled.
         repeated_attention, repeated_rest: the share of forward's attention, and of its other
             operations except GEMMs, that backward repeats.
-        gathers: all-gathers of a weight per micro-batch.
+        reshards: whether FSDP2 frees gathered weights after forward, and gathers them again.
         permutation: "gather", or "host" for torchtitan's.
         log_freq: torchtitan logs every so many steps, and then waits for the GPU.
         filter_fqns: those of the linear section.
@@ -106,13 +109,15 @@ class Run:
     rows: int
     attention_flop: float
     micro_batches: int
+    rounds: int
+    stages: int
     parameters: dict[int, int]
     dtype: str
     reduce_bytes: int
     compiled: bool
     repeated_attention: float
     repeated_rest: float
-    gathers: int
+    reshards: bool
     permutation: str
     log_freq: int
     filter_fqns: tuple[str, ...]
@@ -121,6 +126,11 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards parameters over several ranks."""
         return any(ranks > 1 for ranks in self.parameters)
+
+    @property
+    def gathers(self) -> int:
+        """All-gathers of a weight per step. A pipeline keeps what it has gathered."""
+        return 2 * self.micro_batches if self.reshards else self.rounds
 
 
 def sharing_inputs(layers: Iterable[Layer]) -> tuple[Layer, ...]:

@@ -136,7 +136,7 @@ def predict(run: Run, times: Times) -> Step:
 
 def _ms_per_us(run: Run) -> float:
     """ms of a step for each us of a micro-batch of the whole model, pipeline bubble included."""
-    bubble = 1 + (run.dims.pp - 1) / run.micro_batches
+    bubble = 1 + (run.dims.pp - 1) * run.rounds / run.micro_batches / run.stages
     return run.micro_batches * bubble / run.dims.pp / 1e3
 
 
@@ -186,7 +186,8 @@ def _gpu_forward_ms(run: Run, rows: tuple[Row, ...], parts: dict[str, float]) ->
     layers = sum(row.layer.count * forward_us(row.cost) for row in rows) * _ms_per_us(run)
     attention = parts["attention"] / _attention_passes(run)
     others = (parts["elementwise"] + parts["permutation"]) / 3 / _elementwise_passes(run)
-    collectives = parts["TP and EP"] / 2 + parts["FSDP"] / (run.gathers + 1)
+    gathers = run.gathers / 2 if run.reshards else run.gathers
+    collectives = parts["TP and EP"] / 2 + parts["FSDP"] * gathers / (run.gathers + run.rounds)
     return layers + attention + others + collectives
 
 
@@ -243,11 +244,11 @@ def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) 
     for elements, ranks, size, cast in weights:
         if ranks > 1:
             aside += run.gathers * times.copy_us(elements / ranks * (cast + 2 * size))
-            received = elements * (size * run.gathers + run.reduce_bytes)
+            received = elements * (size * run.gathers + run.reduce_bytes * run.rounds)
             aside += times.link_us(received * (1 - 1 / ranks))
             between += run.gathers * times.copy_us(elements * 2 * size)
-            between += elements * times.reduce_ps * (2 + run.reduce_bytes) / 6 / 1e6
-    steps = run.micro_batches / run.dims.pp / 1e3
-    aside, between = aside * steps, between * steps
+            reduced = elements * times.reduce_ps * (2 + run.reduce_bytes) / 6 / 1e6
+            between += run.rounds * reduced
+    aside, between = aside / run.dims.pp / 1e3, between / run.dims.pp / 1e3
     exposed = max(times.exposed * min(aside, computation), aside - computation)
     return exposed + between

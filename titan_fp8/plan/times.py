@@ -2,8 +2,9 @@
 
 A table (`tables/*.json`, written by `scripts/plan_table.py`) has the measured times of GEMMs and
 quantisers, and rates of the rest of a step. A GEMM runs at a mean of the measured rates (FLOP per
-us), weighted by how near the shapes are, on logarithmic axes; a quantiser's time is linear between
-measured sizes, and goes on so below them.
+us), weighted by how near the shapes are, on logarithmic axes, but not faster than a copy moves its
+operands and its output; a quantiser's time is linear between measured sizes, and goes on so below
+them.
 """
 
 import functools
@@ -68,7 +69,17 @@ class Times:
 
     def gemm_us(self, family: str, op: str, groups: int, m: int, n: int, k: int) -> float:
         """Time of a GEMM of m tokens, of all groups together."""
-        return _gemm_us(self, family, op, groups, m, n, k)
+        size, experts = 2 if family == BF16 else 1, max(groups, 1)
+        x, y, w = m * k, m * n, experts * n * k
+        moved = size * (x + w) + 2 * y if op == "mm" else size * (x + y) + 2 * w
+        return max(_gemm_us(self, family, op, groups, m, n, k), self.copy_us(moved))
+
+    def is_small(self, groups: int, m: int, n: int, k: int) -> bool:
+        """Whether a product is smaller than all that were measured, in one of its dimensions."""
+        measured = [row for row in self.gemm[BF16, "mm"] if bool(row[0]) == bool(groups)]
+        shapes = [_axes(*row[:4]) for row in measured]
+        smallest = [min(axis) for axis in zip(*shapes, strict=True)]
+        return any(size < low for size, low in zip(_axes(groups, m, n, k)[:3], smallest))
 
     def quantise_us(self, op: str, elements: float) -> float:
         """Time of a quantiser, whose name is that of its op, for so many elements of its input."""
