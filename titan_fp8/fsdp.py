@@ -355,7 +355,6 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
     for fqn, layer in model.named_modules():
         if not isinstance(layer, kind):
             continue
-        recipe, emulate = str(layer.recipe), bool(layer.emulate)
         for name, param in list(layer.named_parameters(recurse=False)):
             row = f"{fqn}.{name}", " x ".join(map(str, param.shape))
             if param.dim() < 2:
@@ -363,7 +362,21 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
             if len(owners[param]) > 1:
                 report.left.append((*row, "another module reads it, too"))
                 continue
-            weight = ShardedWeight(param.detach(), recipe, emulate)
-            setattr(layer, name, nn.Parameter(weight, requires_grad=param.requires_grad))
-            report.converted.append((*row, recipe))
+            _wrap(layer, name=name)
+            # Runs before the hook of FSDP2, which keeps the parameter that it finds.
+            layer.register_load_state_dict_post_hook(functools.partial(_wrap, name=name))
+            report.converted.append((*row, str(layer.recipe)))
     return report
+
+
+def _wrap(layer: nn.Module, *_: Any, name: str) -> None:
+    """Makes a weight of a layer a ShardedWeight, also if load_state_dict has assigned another."""
+    param = getattr(layer, name)
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if isinstance(local, ShardedWeight):
+        return
+    weight = ShardedWeight(local.detach(), str(layer.recipe), bool(layer.emulate))
+    if isinstance(param, DTensor):
+        param._local_tensor = weight
+    else:
+        setattr(layer, name, nn.Parameter(weight, requires_grad=param.requires_grad))

@@ -1,0 +1,101 @@
+"""Weights that FSDP2 gathers in FP8, in what users do besides training; on gloo ranks.
+
+Each test compares bits with those of gathers in high precision.
+"""
+
+from collections.abc import Callable
+
+import gloo
+import torch
+import torch.distributed as dist
+from op_calls import RECIPES
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from titan_fp8 import convert_linears, fsdp
+from titan_fp8.linear import FP8Linear
+from titan_fp8.requantise import requantise
+
+DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
+
+
+def build(recipe: str, fp8: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(3)))
+    convert_linears(model, recipe=recipe, filter_fqns=[])
+    if fp8:
+        fsdp.gather_in_fp8(model, FP8Linear)
+    return model
+
+
+def shard(model: nn.Sequential, apply: Callable = fully_shard) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    for module in (*model, model):
+        apply(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return model
+
+
+def batch(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    return torch.randn(2, 24, DIM, generator=generator)
+
+
+def train(model: nn.Sequential) -> list[Tensor]:
+    """The loss and the parameters of two steps."""
+    found = []
+    for seed in range(2):
+        loss = model(batch(seed)).float().square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+        model.zero_grad()
+        found += [loss.detach(), *(p.full_tensor() for p in model.parameters())]
+        requantise([model])
+    return found
+
+
+def gathered_in_fp8(model: nn.Sequential) -> bool:
+    return all(isinstance(block[1].weight._local_tensor, fsdp.ShardedWeight) for block in model)
+
+
+def compare(rank: int, use: Callable) -> None:
+    for recipe in RECIPES:
+        want, got = (use(recipe, fp8) for fp8 in (False, True))
+        assert len(got) == len(want) and all(map(torch.equal, got, want)), recipe
+
+
+# load_state_dict(assign=True)
+
+
+def plain_copy(value: DTensor) -> DTensor:
+    local = torch.empty(value.to_local().shape).copy_(value.to_local())
+    shape = {"shape": value.shape, "stride": value.stride()}
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **shape)
+
+
+def assign_plain_shards(recipe: str, fp8: bool) -> list[Tensor]:
+    model = shard(build(recipe, fp8))
+    found = train(model)
+    with torch.no_grad():
+        state = {name: plain_copy(value * 0.5) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert gathered_in_fp8(model) == fp8
+    return found + train(model)
+
+
+def assign_whole_weights_before_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
+    state = build(recipe, fp8=False).state_dict()
+    with torch.device("meta"):
+        model = build(recipe, fp8)
+    model.load_state_dict(state, assign=True)
+    shard(model)
+    assert gathered_in_fp8(model) == fp8
+    return train(model)
+
+
+def test_assigned_weights_are_gathered_in_fp8_too():
+    gloo.spawn(compare, 3, assign_plain_shards)
+    gloo.spawn(compare, 3, assign_whole_weights_before_fsdp)
