@@ -168,6 +168,8 @@ class ShardedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._can_decompose():  # Only in inference mode does this get ops made of other ops.
+            return func.decompose(*args, **(kwargs or {}))
         with no_dispatch():
             out = func(*args, **(kwargs or {}))
         # Ops of c10d write, too, but their schemas do not say so.
@@ -208,7 +210,8 @@ class ShardedWeight(Tensor):
             if reason is not None:
                 _warn(reason)
                 return (_padded(self.plain(), place),), None
-            with _on_default_stream(self.device):
+            # Its scales are written in place, which later steps cannot do to inference tensors.
+            with _on_default_stream(self.device), torch.inference_mode(False):
                 memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
             memory.values = weakref.ref(self)
         if memory.stale:

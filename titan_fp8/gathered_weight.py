@@ -84,6 +84,9 @@ class GatheredWeight(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         implementation = _IMPLEMENTATIONS.get(func)
+        if implementation is None and func._can_decompose():
+            # Only in inference mode does this get ops made of other ops.
+            return func.decompose(*args, **(kwargs or {}))
         if implementation is None:
             raise NotImplementedError(
                 f"{func} cannot read a weight that FSDP2 has gathered in FP8, only FP8 products "

@@ -99,3 +99,38 @@ def assign_whole_weights_before_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
 def test_assigned_weights_are_gathered_in_fp8_too():
     gloo.spawn(compare, 3, assign_plain_shards)
     gloo.spawn(compare, 3, assign_whole_weights_before_fsdp)
+
+
+# inference_mode
+
+
+def infer(model: nn.Sequential) -> list[Tensor]:
+    with torch.inference_mode():
+        return [model(batch(9)).clone()]
+
+
+def infer_before_and_after_writes(recipe: str, fp8: bool) -> list[Tensor]:
+    model = shard(build(recipe, fp8))
+    found = train(model) + infer(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 0.5
+    return found + infer(model) + train(model)
+
+
+def infer_only(recipe: str, fp8: bool) -> list[Tensor]:
+    model = shard(build(recipe, fp8))
+    return infer(model) + infer(model)
+
+
+def infer_with_assigned_weights(recipe: str, fp8: bool) -> list[Tensor]:
+    model = shard(build(recipe, fp8))
+    found = train(model)
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return found + infer(model) + train(model)
+
+
+def test_inference_mode():
+    for use in (infer_before_and_after_writes, infer_only, infer_with_assigned_weights):
+        gloo.spawn(compare, 3, use)
