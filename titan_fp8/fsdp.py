@@ -80,6 +80,7 @@ _COPIES = {
     _aten._to_copy.default,
     _aten.clone.default,
     _aten.empty_like.default,
+    _aten.new_empty.default,
     _aten.new_zeros.default,
 }
 
@@ -101,6 +102,9 @@ class _Memory:
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
         self.columns: ColumnsBuffer | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Memory":
+        return _Memory()  # The copy of a shard is quantised anew.
 
 
 class ColumnsBuffer:

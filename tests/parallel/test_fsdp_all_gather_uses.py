@@ -3,6 +3,7 @@
 Each test compares bits with those of gathers in high precision.
 """
 
+import copy
 from collections.abc import Callable
 
 import gloo
@@ -134,3 +135,28 @@ def infer_with_assigned_weights(recipe: str, fp8: bool) -> list[Tensor]:
 def test_inference_mode():
     for use in (infer_before_and_after_writes, infer_only, infer_with_assigned_weights):
         gloo.spawn(compare, 3, use)
+
+
+# deepcopy
+
+
+def copy_state_dict(recipe: str, fp8: bool) -> list[Tensor]:
+    model = shard(build(recipe, fp8))
+    train(model)
+    state = copy.deepcopy(model.state_dict())
+    found = train(model)
+    model.load_state_dict(state)
+    return found + train(model)
+
+
+def copy_model(recipe: str, fp8: bool) -> list[Tensor]:
+    model = build(recipe, fp8)
+    other = shard(copy.deepcopy(model))
+    shard(model)
+    assert gathered_in_fp8(other) == fp8
+    return train(model) + train(other)
+
+
+def test_deepcopy():
+    for use in (copy_state_dict, copy_model):
+        gloo.spawn(compare, 2, use)
