@@ -271,11 +271,13 @@ def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtyp
 
     FSDP2 cuts the sharded dimension into parts of ⌈size / ranks⌉; the last ones may be smaller.
     """
-    ranks = mesh.size()
+    # FSDP2's `replicate` gives each rank all of it. A shard has all of it only if it is one row.
+    replicated = shard.shape == whole and whole[0] > 1
+    ranks, rank = (1, 0) if replicated else (mesh.size(), mesh.get_local_rank())
     dim = next((d for d in range(len(whole)) if shard.shape[d] != whole[d]), 0)
     padded = list(whole)
     padded[dim] = -(-whole[dim] // ranks)
-    first = min(mesh.get_local_rank() * padded[dim], whole[dim])
+    first = min(rank * padded[dim], whole[dim])
     group = mesh.get_group() if ranks > 1 else None
     return Place(tuple(whole), dim, first, tuple(padded), dtype, group)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -81,7 +81,7 @@ def _plan_gathers(model: nn.Module) -> None:
         return
     _planned.add(model)
     states = {
-        module: fully_shard.state(module)  # type: ignore[attr-defined]
+        module: module._get_fsdp_state()
         for module in model.modules()
         if isinstance(module, FSDPModule)
     }

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from op_calls import RECIPES
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -160,3 +161,14 @@ def copy_model(recipe: str, fp8: bool) -> list[Tensor]:
 def test_deepcopy():
     for use in (copy_state_dict, copy_model):
         gloo.spawn(compare, 2, use)
+
+
+# replicate
+
+
+def train_replicas(recipe: str, fp8: bool) -> list[Tensor]:
+    return train(shard(build(recipe, fp8), replicate))
+
+
+def test_replicate():
+    gloo.spawn(compare, 2, train_replicas)
