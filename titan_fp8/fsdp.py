@@ -62,7 +62,9 @@ from titan_fp8.checks import ConversionReport
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
+from titan_fp8.patches import SHARD_MEMORY
 from titan_fp8.recipe import get_recipe
+from titan_fp8.shard_memory import compare_memory_of
 from titan_fp8.shards import Place, QuantisedShard, quantise
 
 _log = logging.getLogger(__name__)
@@ -355,7 +357,11 @@ def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
 
     Returns:
         The report on every weight of these layers.
+
+    Raises:
+        RuntimeError: this version of FSDP2 cannot be patched.
     """
+    SHARD_MEMORY.apply(compare_memory_of(ShardedWeight))
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):

@@ -245,6 +245,25 @@ PROFILER_RANGES = Patch(
     until="record_function costs nothing while no profiler runs.",
 )
 
+SHARD_MEMORY = Patch(
+    name="shard memory",
+    targets=(
+        Target(
+            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param",
+            ("self",),
+        ),
+    ),
+    why="Before the first forward and after load_state_dict, FSDP2 moves a shard that is smaller "
+    "than others to new, padded memory, unless it is in such memory already. It cannot tell of a "
+    "subclass of Tensor (shard_memory.py).",
+    without="If ranks have shards of different sizes, checkpoints would have initial weights with "
+    "fsdp_all_gather. Set fsdp_all_gather = false.",
+    versions=TORCH,
+    gain="Checkpoints are right, and training goes on after load_state_dict.",
+    until="FSDP2 compares the memory of subclasses, too.",
+    required=True,
+)
+
 CPU_DEVICE_TYPE = Patch(
     name="CPU device type",
     targets=(Target("torch._utils:_get_available_device_type", ()),),

@@ -172,3 +172,22 @@ def train_replicas(recipe: str, fp8: bool) -> list[Tensor]:
 
 def test_replicate():
     gloo.spawn(compare, 2, train_replicas)
+
+
+# Shards of different sizes
+
+
+def load_between_steps(recipe: str, fp8: bool) -> list[Tensor]:
+    model = shard(build(recipe, fp8))
+    early = model.state_dict()
+    found = train(model)
+    state = {name: value.detach().clone() for name, value in early.items()}
+    found += train(model)
+    model.load_state_dict(state)
+    requantise([model])
+    found += train(model)
+    return found + [value.full_tensor() for value in early.values()]
+
+
+def test_small_shards_keep_their_memory():
+    gloo.spawn(compare, 3, load_between_steps)

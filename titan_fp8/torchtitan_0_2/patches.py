@@ -14,6 +14,7 @@ from titan_fp8.patches import (
     PROFILER_RANGES,
     RECOMPUTABLE_QUANTISERS,
     SAC_POLICY,
+    SHARD_MEMORY,
     TORCH,
     Patch,
     Target,
@@ -195,6 +196,7 @@ ON_CONVERSION = (
     INPUT_STREAM,
     STEP_METRICS,
 )
+ON_FP8_GATHERS = (SHARD_MEMORY,)
 ON_CPU = (
     CPU_DEVICE_TYPE,
     CPU_DEVICE_MODULE,
@@ -203,5 +205,5 @@ ON_CPU = (
     CPU_PERMUTE_INDICES,
     CPU_SEED_WARNING,
 )
-PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_CPU)
+PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_FP8_GATHERS, *ON_CPU)
 """In the order of application: plugin.py's import, the converters, `titan_fp8.cpu_host`."""

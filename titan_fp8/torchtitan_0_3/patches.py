@@ -13,6 +13,7 @@ from titan_fp8.patches import (
     PROFILER_RANGES,
     RECOMPUTABLE_QUANTISERS,
     SAC_POLICY,
+    SHARD_MEMORY,
     Patch,
     Target,
 )
@@ -100,6 +101,7 @@ ON_CONVERSION = (
     CUDA_GRAPHS_CHECK,
     STEP_HEALTH,
 )
+ON_FP8_GATHERS = (SHARD_MEMORY,)
 ON_CPU = (
     CPU_DEVICE_TYPE,
     CPU_DEVICE_MODULE,
@@ -107,5 +109,5 @@ ON_CPU = (
     CPU_CONFIG,
     CPU_SEED_WARNING,
 )
-PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_CPU)
+PATCHES = (*ON_IMPORT, *ON_CONVERSION, *ON_FP8_GATHERS, *ON_CPU)
 """By when they are applied: the import of the adapter, the converters, `titan_fp8.cpu_host`."""
