@@ -92,7 +92,7 @@ class _Memory:
 
     Attributes:
         shard: the FP8 copy; None before the first gather.
-        gathered: what FSDP2 gathers of it, as a dtype that `_carrier` chooses.
+        gathered: what FSDP2 gathers of it, as the dtype `Place.carrier`.
         stale: True if the shard has been written to since it was quantised.
         values: the view that FSDP2 gathers; None before the first gather.
         columns: chooses the layouts of each gather; None: each moves all.
@@ -334,17 +334,7 @@ def quantise_together(weights: Sequence[ShardedWeight]) -> None:
     quantise(shards)
     for weight, (shard, _) in zip(weights, shards, strict=True):
         copies = (q for q in (shard.q, shard.q_columns) if q is not None)
-        weight.memory.gathered = tuple(q.view(_carrier(shard.place)) for q in copies)
-
-
-def _carrier(place: Place) -> torch.dtype:
-    """The dtype as which FSDP2 gathers the bytes of FP8 shards; not every op it calls supports FP8.
-
-    That of the unit's other parameters, if possible: if dtypes differ, FSDP2 views all of them as
-    bytes and copies these one by one. Where it looks at the shape of what it gathers, because
-    shards have different sizes or are not of the first dimension, that must be the shard's.
-    """
-    return place.dtype if place.is_even and place.dim == 0 else torch.uint8
+        weight.memory.gathered = tuple(q.view(shard.place.carrier) for q in copies)
 
 
 def gather_in_fp8(model: nn.Module, kind: type[nn.Module]) -> ConversionReport:
@@ -389,6 +379,12 @@ def _wrap(layer: nn.Module, *_: Any, name: str) -> None:
     param = getattr(layer, name)
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, ShardedWeight):
+        memory = local.memory
+        replaced = memory.values is not None and memory.values() is not local
+        if replaced and memory.shard is not None and not memory.shard.place.is_even:
+            # FSDP2 moves the shards of some ranks to new memory, so all ranks begin anew.
+            memory.shard = memory.values = memory.columns = None
+            memory.stale = True
         return
     weight = ShardedWeight(local.detach(), str(layer.recipe), bool(layer.emulate))
     if isinstance(param, DTensor):

@@ -56,6 +56,17 @@ class Place:
         return self.padded[self.dim] * ranks == self.whole[self.dim]
 
     @property
+    def carrier(self) -> torch.dtype:
+        """The dtype as which FSDP2 gathers FP8 shards; not every op that it calls supports FP8.
+
+        That of the unit's other parameters, if possible: if dtypes differ, FSDP2 views all of them
+        as bytes and copies these one by one. Where it looks at the shape of what it gathers,
+        because shards have different sizes or are not of the first dimension, that must be the
+        shard's.
+        """
+        return self.dtype if self.is_even and self.dim == 0 else torch.uint8
+
+    @property
     def first_row(self) -> int:
         """Where the shard begins along N."""
         return self.first if self.dim == len(self.whole) - 2 else 0

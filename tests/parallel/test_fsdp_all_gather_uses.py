@@ -189,5 +189,21 @@ def load_between_steps(recipe: str, fp8: bool) -> list[Tensor]:
     return found + [value.full_tensor() for value in early.values()]
 
 
+def evaluate_averages(recipe: str, fp8: bool) -> list[Tensor]:
+    """Assigns other weights for an evaluation, and then the same ones again."""
+    model = shard(build(recipe, fp8))
+    found = train(model)
+    own = dict(model.state_dict())
+    averages = {name: value.detach().clone().mul_(0.5) for name, value in own.items()}
+    for state in (averages, own, averages, own):
+        model.load_state_dict(state, assign=True)
+        found.append(model(batch(9)).detach())
+    return found + train(model)
+
+
 def test_small_shards_keep_their_memory():
     gloo.spawn(compare, 3, load_between_steps)
+
+
+def test_small_shards_that_are_replaced():
+    gloo.spawn(compare, 3, evaluate_averages)
