@@ -9,7 +9,7 @@ from typing import Any
 from titan_fp8.export import files, hf_config
 from titan_fp8.export.checkpoint import Checkpoint
 from titan_fp8.export.run import Run
-from titan_fp8.export.tensors import converted_parts, into_shards, plan_tensors
+from titan_fp8.export.tensors import HFTensor, converted_parts, into_shards, plan_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
@@ -44,14 +44,35 @@ def export(
     saved = Checkpoint(checkpoint)
     run = Run(config)
     tensors = plan_tensors(run, saved)
+    if not any(tensor.quantised for tensor in tensors):
+        raise ValueError(
+            f"{run.name} {run.flavor} has no weight to export in FP8: the sizes of all are no "
+            "multiples of 16, or the config leaves them out"
+        )
     model_config = hf_config.content(run, tensors)
     for warning in (*run.warnings, *hf_config.warnings_of(run, tensors)):
         log(f"warning: {warning}")
 
-    total = sum(tensor.nbytes for tensor in tensors)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _check_space(out, total)
+    _check_space(out, sum(tensor.nbytes for tensor in tensors))
     out.mkdir()
+    try:
+        _write(out, run, saved, tensors, model_config, shard_bytes, log)
+    except OSError as error:
+        raise OSError(f"OUT = {out} is incomplete, delete it: {error}") from error
+
+
+def _write(
+    out: Path,
+    run: Run,
+    saved: Checkpoint,
+    tensors: list[HFTensor],
+    model_config: dict[str, Any],
+    shard_bytes: int,
+    log: Callable[[str], None],
+) -> None:
+    """Write all files into the folder `out`."""
+    total = sum(tensor.nbytes for tensor in tensors)
     for source in run.tokenizer_files:
         with files.atomic_writer(out / source.name) as file:
             file.write(source.read_bytes())

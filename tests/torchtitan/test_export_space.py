@@ -1,0 +1,35 @@
+"""The export when the disk is too small."""
+
+import errno
+
+import pytest
+from exports import config_of, write_checkpoint
+
+from titan_fp8.export import exporter
+from titan_fp8.export.exporter import export
+
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+
+def test_too_little_space(monkeypatch, tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    usage = exporter.shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(exporter.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"needs 3\.7 MB, and .* has 1\.0 MB left"):
+        export(checkpoint, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_leaves_a_folder_that_the_error_names(monkeypatch, tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    out = tmp_path / "out"
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(exporter.files, "write_safetensors", write)
+    with pytest.raises(OSError, match=f"OUT = {out} is incomplete, delete it: .*No space left"):
+        export(checkpoint, out, config)
+    assert out.exists() and not (out / "config.json").exists()
