@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_fp8.fsdp import ShardedWeight
+from titan_fp8.sharded_weight import ShardedWeight
 
 
 def round_stochastically(x: Tensor, seed: Tensor) -> Tensor:

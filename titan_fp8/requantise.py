@@ -18,8 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from titan_fp8.fsdp import ColumnsBuffer, ShardedWeight, quantise_together
+from titan_fp8.columns_buffer import ColumnsBuffer
 from titan_fp8.recipe import get_recipe
+from titan_fp8.sharded_weight import ShardedWeight, quantise_together
 
 
 def requantise(models: Iterable[nn.Module]) -> None:

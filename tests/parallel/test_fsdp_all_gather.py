@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 
-from titan_fp8 import convert_linears, fsdp, requantise
+from titan_fp8 import convert_linears, fsdp, requantise, sharded_weight
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
 from titan_fp8.ops import direct
@@ -118,7 +118,7 @@ def assert_gathered_as_before(layer: nn.Module, whole: Tensor) -> None:
 
 
 def test_one_rank_copies_a_rowwise_weight_in_high_precision(caplog):
-    fsdp._warn.cache_clear()
+    sharded_weight._warn.cache_clear()
     with one_process():
         layer = Layer((48, 32), "rowwise")
         whole = layer.weight.detach().to(BF16)
@@ -191,14 +191,14 @@ def test_every_write_is_noticed(write):
 def counting() -> Iterator[list[int]]:
     """The number of shards in each call that quantises some."""
     calls: list[int] = []
-    quantise = fsdp.quantise
+    quantise = sharded_weight.quantise
 
     def counted(shards) -> None:
         shards = list(shards)
         calls.append(len(shards))
         quantise(shards)
 
-    with mock.patch.object(fsdp, "quantise", counted):
+    with mock.patch.object(sharded_weight, "quantise", counted):
         yield calls
 
 
@@ -311,7 +311,7 @@ def test_the_report_says_what_is_gathered(tmp_path, caplog, recipe):
         sharded = convert(config, build(config), ranks=2)
     kinds = [{type(p.data) for p in model.parameters()} for model in (alone, sharded)]
     fp8 = recipe != "bf16"
-    assert kinds == [{Tensor}, {Tensor, fsdp.ShardedWeight} if fp8 else {Tensor}]
+    assert kinds == [{Tensor}, {Tensor, sharded_weight.ShardedWeight} if fp8 else {Tensor}]
     assert caplog.text.count("changes nothing: the plan has no FSDP") == 2 * fp8
     gathered = re.findall(r"FSDP2 gathers (\d+) weights in FP8", caplog.text)
     assert gathered == (["14", "3"] if fp8 else [])

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
 from titan_fp8.requantise import requantise
+from titan_fp8.sharded_weight import ShardedWeight
 
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 
@@ -60,7 +61,7 @@ def train(model: nn.Sequential) -> list[Tensor]:
 
 
 def gathered_in_fp8(model: nn.Sequential) -> bool:
-    return all(isinstance(block[1].weight._local_tensor, fsdp.ShardedWeight) for block in model)
+    return all(isinstance(block[1].weight._local_tensor, ShardedWeight) for block in model)
 
 
 def compare(rank: int, use: Callable) -> None:

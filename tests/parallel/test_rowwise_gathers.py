@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 from torch.utils.checkpoint import checkpoint
 
 from titan_fp8 import convert_linears, fsdp
@@ -65,7 +66,7 @@ def columns_gathered(model: Model, calls: list[int]) -> None:
 
     def look(layer: nn.Module, _: object) -> None:
         columns = getattr(layer.weight, "q_columns", None)
-        if columns is not None and not fsdp.is_bw():
+        if columns is not None and not is_bw():
             calls.append(columns.untyped_storage().size())
 
     model.blocks[0][1].register_forward_pre_hook(look)

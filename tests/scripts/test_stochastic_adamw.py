@@ -17,6 +17,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
+from titan_fp8.sharded_weight import ShardedWeight
 
 LR = 5e-5
 
@@ -127,7 +128,10 @@ def train_sharded(model: nn.Module, optimizers: OptimizersContainer, steps: rang
         optimizers.step()
         optimizers.zero_grad()
     shards = [p.to_local() for p in model.parameters()]
-    assert [isinstance(shard, fsdp.ShardedWeight) for shard in shards] == [True, False] * 2
+    assert [isinstance(shard, ShardedWeight) for shard in shards] == [
+        True,
+        False,
+    ] * 2
     return [shard.detach().clone() for shard in shards]
 
 

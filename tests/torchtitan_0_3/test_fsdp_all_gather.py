@@ -11,10 +11,10 @@ import torch
 from gloo import spawn
 from torchtitan.models import gpt_oss, qwen3
 
-import titan_fp8.fsdp
-from titan_fp8.fsdp import ShardedWeight
+import titan_fp8.sharded_weight
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.health import observer
+from titan_fp8.sharded_weight import ShardedWeight
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 
 EP = ("--parallelism.expert_parallel_degree", 2)
@@ -27,7 +27,7 @@ class Counts:
     """The weights that FSDP2 has gathered in FP8, and the collective quantisations of shards."""
 
     def __enter__(self) -> "Counts":
-        new, quantise = GatheredWeight.__new__, titan_fp8.fsdp.quantise
+        new, quantise = GatheredWeight.__new__, titan_fp8.sharded_weight.quantise
         self.gathered = 0
 
         def gather(*args):
@@ -36,7 +36,7 @@ class Counts:
 
         self.patches = (
             mock.patch.object(GatheredWeight, "__new__", gather),
-            mock.patch.object(titan_fp8.fsdp, "quantise", wraps=quantise),
+            mock.patch.object(titan_fp8.sharded_weight, "quantise", wraps=quantise),
         )
         _, self.quantise = (patch.start() for patch in self.patches)
         return self

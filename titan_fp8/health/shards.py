@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_fp8.fsdp import ShardedWeight
 from titan_fp8.health.sampling import Sample, Sampler
 from titan_fp8.layouts import BLOCK
+from titan_fp8.sharded_weight import ShardedWeight
 
 
 def samples_of_shard(sampler: Sampler, weight: Any) -> Iterator[tuple[tuple[str, ...], Sample]]:

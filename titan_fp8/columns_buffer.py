@@ -1,0 +1,46 @@
+"""What FSDP2 gathers of a rowwise weight: rows and columns, or in forward the rows alone."""
+
+import weakref
+
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class ColumnsBuffer:
+    """Hides the buffer for the columns of a rowwise weight from FSDP2 in gathers before forward.
+
+    Autograd saves the weight in forward, and with it the buffers for rows and for columns. FSDP2
+    gathers into the buffers in `FSDPParam.all_gather_outputs`, and later resizes them to no bytes.
+    Forward reads rows only. So the columns' buffer may stay empty until backward's gather fills it.
+
+    Only if FSDP2 frees the weight after forward, and so gathers it for backward. It does not if
+    forward is recomputed in backward, or if a unit has several modules and only some of them run.
+    """
+
+    def __init__(self, unit: FSDPParamGroup, param: FSDPParam):
+        # Weak, to avoid a cycle: FSDP2's objects hold the shard, and its memory holds this object.
+        self._unit, self._param = weakref.ref(unit), weakref.ref(param)
+        self._hidden: list[Tensor] = []
+
+    def layouts_to_gather(self, layouts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Those of rows and columns to gather now. Without columns, hides their buffer."""
+        unit, param = self._unit(), self._param()
+        assert unit is not None and param is not None
+        self.restore()
+        # FSDP2 makes the buffers at the first gather, which therefore moves both layouts.
+        if len(layouts) != 2 or not param.all_gather_outputs:
+            return layouts
+        in_forward = unit._training_state == TrainingState.FORWARD and not is_bw()
+        if in_forward and unit._reshard_after_forward and len(unit.modules) == 1:
+            self._hidden = [param.all_gather_outputs.pop()]
+            return layouts[:1]
+        return layouts
+
+    def restore(self) -> None:
+        """Shows the buffer to FSDP2 again, after a gather."""
+        param = self._param()
+        if self._hidden and param is not None:
+            param.all_gather_outputs += self._hidden
+        self._hidden = []
