@@ -12,10 +12,11 @@ warm-up; all evaluations read the same held-out text. An FP8 arm passes if
 - the gap of its held-out loss has no trend over the last half of the steps;
 - nothing is NaN or Inf, and something differs from the baseline.
 
-The noise is the standard deviation of the difference of two bf16 arms, at an evaluation and the two
-before and after. It allows so much that an arm whose runs vary like bf16's exceeds it at one or
-more evaluations with a probability of 5 % (converge_stats.noise_factor). With fewer than three bf16
-arms the noise is not known, and the tolerances alone decide.
+The noise at an evaluation is the root mean square of the differences of all pairs of bf16 arms, at
+that evaluation, the two before and the two after. An arm may differ by a multiple of it. The
+multiple is chosen so that an arm that varies like bf16 exceeds it at one or more evaluations with a
+probability of 5 %, for loss and for accuracy (converge_stats.noise_factor). With fewer than three
+bf16 arms the noise is not known, and the tolerances alone decide.
 
 A gap has a trend if it moves away from zero by the test of Mann and Kendall, one-sided, exact, at a
 level of 5 %, and if it moves by more than a tenth of the tolerance and more than the gap of any two
@@ -23,9 +24,9 @@ bf16 arms does. The second condition is needed because the gaps of successive ev
 each other, which the test assumes they do not: those of two bf16 runs drift as well.
 docs/convergence.md has the reasons and sources.
 
-The control must fail, or the experiment cannot detect a difference. Perturbed bf16 arms are judged
-like FP8, by the noise of the other arms. If one fails, more bf16 arms are needed to know the noise.
-A resumed arm is compared with its twin.
+The control must differ, or the experiment cannot detect a difference. The arms bf16_ulp and
+bf16_rounding are judged like FP8, by the noise of the other bf16 arms. If one differs, more bf16
+arms are needed to know the noise. A resumed arm is compared with its twin.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
 if every arm has its expected result, 1 if not, 2 if the results cannot be read.

@@ -9,14 +9,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 class ColumnsBuffer:
-    """Hides the buffer for the columns of a rowwise weight from FSDP2 in gathers before forward.
+    """Hides the buffer for the columns of a rowwise weight from FSDP2 in the gathers for forward.
 
     Autograd saves the weight in forward, and with it the buffers for rows and for columns. FSDP2
     gathers into the buffers in `FSDPParam.all_gather_outputs`, and later resizes them to no bytes.
     Forward reads rows only. So the columns' buffer may stay empty until backward's gather fills it.
 
-    Only if FSDP2 frees the weight after forward, and so gathers it for backward. It does not if
-    forward is recomputed in backward, or if a unit has several modules and only some of them run.
+    The buffer is hidden only if FSDP2 frees the weight after forward, because only then it gathers
+    the weight again for backward. FSDP2 keeps the weight after a forward that is recomputed in
+    backward, and may keep it if a unit has several modules and only some of them run.
     """
 
     def __init__(self, unit: FSDPParamGroup, param: FSDPParam):
@@ -25,7 +26,7 @@ class ColumnsBuffer:
         self._hidden: list[Tensor] = []
 
     def layouts_to_gather(self, layouts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Those of rows and columns to gather now. Without columns, hides their buffer."""
+        """The layouts to gather now. If columns are left out, hides their buffer."""
         unit, param = self._unit(), self._param()
         assert unit is not None and param is not None
         self.restore()

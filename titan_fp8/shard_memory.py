@@ -1,12 +1,13 @@
-"""How FSDP2 finds out whether a shard is still where it has put it.
+"""Keeps FSDP2 from moving shards that nobody has replaced.
 
 Where ranks have shards of different sizes, FSDP2 pads the smaller ones. `reset_sharded_param` does
 that again before the first forward and after each load_state_dict, in case the shard has been
-replaced. If it has not, FSDP2 must not move it: a state dict made before, such as the one that
-torchtitan's checkpointer keeps, would no longer follow training. And with `fsdp_all_gather` the FP8
-copy belongs to the memory, so this rank would begin collectives that the others do not.
+replaced. If it has not, FSDP2 must not move it. A state dict made before, such as the one that
+torchtitan's checkpointer keeps, would no longer follow training. A moved shard also loses its FP8
+copy, so this rank would quantise it again and call collectives that the other ranks do not.
 
-FSDP2 compares the shard with its own view of the memory, but only if this view is a plain tensor.
+FSDP2 recognises its own memory only if its view of it is a plain tensor. `compare_memory_of` makes
+the view plain.
 """
 
 import functools

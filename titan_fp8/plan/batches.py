@@ -1,4 +1,4 @@
-"""How a rank's batch is cut into micro-batches and pipelines, and what torchtitan refuses there."""
+"""How a rank's batch is cut into micro-batches, and plans that torchtitan refuses later."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +12,10 @@ class Batches:
     """The work of a rank in a step.
 
     Attributes:
-        sequences: of a micro-batch.
+        sequences: in a micro-batch.
         micro_batches: per step.
-        rounds: gradient accumulation, times per step. Without pipeline parallelism each is one
-            micro-batch; with it, each is a pipeline that fills and drains.
+        rounds: how often a step accumulates gradients. Without pipeline parallelism a round is one
+            micro-batch; with it, a round fills and drains the pipeline once.
         stages: of the pipeline, per rank; 1 without one.
     """
 

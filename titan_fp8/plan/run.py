@@ -84,8 +84,8 @@ class Run:
         rows: tokens that the experts of a rank see per micro-batch and block.
         attention_flop: forward FLOP of attention per micro-batch, all blocks.
         micro_batches: per step and rank.
-        rounds: gradient accumulation, times per step. Without pipeline parallelism each is one
-            micro-batch; with it, each is a pipeline that fills and drains.
+        rounds: how often a step accumulates gradients. Without pipeline parallelism a round is one
+            micro-batch; with it, a round fills and drains the pipeline once.
         stages: of the pipeline, per rank; 1 without one.
         parameters: {(elements, ranks): ...} elements per rank before FSDP2 shards them, by the
             number of ranks that it shards them over.
