@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_fp8.plan.costs import cost_of, layer_us
-from titan_fp8.plan.run import SHARED_INPUTS, Layer, Run, sharing_inputs
+from titan_fp8.plan.run import Layer, Run, readers_of_input, sharing_inputs
 from titan_fp8.plan.step import Step, baseline, predict
 from titan_fp8.plan.times import Times
 from titan_fp8.recipe import BF16, get_recipe
@@ -49,9 +49,8 @@ def _groups(run: Run) -> Iterator[tuple[str, ...]]:
     names = sorted({layer.name for layer in run.layers if layer.recipe != BF16})
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in names:
-        parent, _, leaf = name.rpartition(".")
-        readers = next((shared for shared in SHARED_INPUTS if leaf in shared), (leaf,))
-        for key in ((name,), (parent, *readers), (parent,), ()):
+        readers = readers_of_input(name)
+        for key in ((name,), readers, readers[:1], ()):
             groups[key].append(name)
     yield from dict.fromkeys(map(tuple, sorted(groups.values(), key=len)))
 

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.checks import ConversionReport, permutation_of
+from titan_fp8.checks import ConversionReport, permutation_of, why_no_fp8_gemm
 from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.linear import convert_linears
 from titan_fp8.plan.batches import check_divisible, read_batches
@@ -188,7 +188,7 @@ def _layer(
         k=shape[-1],
         recipe=recipe,
         reason=reason,
-        fits=shape[-2] % 16 == 0 and shape[-1] % 16 == 0,
+        fits=why_no_fp8_gemm(shape[-2], shape[-1]) is None,
         share=1.0,
         fused=_is_fused(converted, name, recipe, is_experts, dims),
         in_moe=_in_moe_block(converted, name),

@@ -137,7 +137,8 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 
 
 def _shape(layer: Layer) -> str:
-    return ",".join(map(str, (*[layer.groups] * bool(layer.groups), layer.m, layer.n, layer.k)))
+    groups = (layer.groups,) if layer.groups else ()
+    return ",".join(map(str, (*groups, layer.m, layer.n, layer.k)))
 
 
 def _cells(row: Row, run: Run) -> list[str]:

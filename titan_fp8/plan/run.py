@@ -142,7 +142,11 @@ def sharing_inputs(layers: Iterable[Layer]) -> tuple[Layer, ...]:
     return tuple(replace(layer, share=layer.n / widths[_input_of(layer)]) for layer in layers)
 
 
+def readers_of_input(name: str) -> tuple[str, ...]:
+    """The module that a layer is in, and the names of its linears that read the layer's input."""
+    parent, _, leaf = name.rpartition(".")
+    return parent, *next((names for names in SHARED_INPUTS if leaf in names), (leaf,))
+
+
 def _input_of(layer: Layer) -> tuple:
-    parent, _, leaf = layer.name.rpartition(".")
-    readers = next((names for names in SHARED_INPUTS if leaf in names), (leaf,))
-    return parent, readers, layer.k, layer.in_moe, layer.count, layer.recipe
+    return readers_of_input(layer.name), layer.k, layer.in_moe, layer.count, layer.recipe
