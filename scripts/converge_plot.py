@@ -8,6 +8,7 @@ import matplotlib
 import numpy as np
 from compare_loss import compare
 from converge_arms import BASELINE
+from converge_stats import Differences
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -53,16 +54,19 @@ def training(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> None:
 def training_gap(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> None:
     """Its gap to the baseline, for arms that read the same text in the same order."""
     base = arms[BASELINE].run
+    bf16: dict[int, float] = {}  # the largest gap of a bf16 arm by step
     for name, each in arms.items():
         if name == BASELINE or each.arm.reordered:
             continue
         gap = compare(base, each.run, last=max(1, max(base.series["loss"]) // 20))
         axes.plot(gap.smooth_steps, gap.smooth, lw=1.2, **styles[name])
         if each.arm.role == "bf16":
-            band = np.maximum.accumulate(np.abs(gap.smooth))
-            axes.fill_between(
-                gap.smooth_steps, -band, band, color="gray", alpha=0.15, label="bf16 up to here"
-            )
+            for step, value in zip(gap.smooth_steps, np.abs(gap.smooth)):
+                bf16[step] = max(value, bf16.get(step, 0.0))
+    if bf16:
+        steps = sorted(bf16)
+        band = np.maximum.accumulate([bf16[step] for step in steps])
+        axes.fill_between(steps, -band, band, color="gray", alpha=0.15, label="bf16 up to here")
     axes.set(title="Gap of the training loss, smoothed", ylabel="%")
 
 
@@ -73,18 +77,27 @@ def held_out(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> None:
     axes.set(title="Held-out loss", ylabel="nats per token")
 
 
-def measured(axes: Axes, index: int, judged: list[Any], styles: dict[str, Any]) -> None:
-    """One quantity of all judged arms, and what is allowed."""
+def measured(
+    axes: Axes, index: int, arms: dict[str, Any], judged: list[Any], styles: dict[str, Any]
+) -> None:
+    """One quantity of all arms against their references, and what is allowed."""
     widest = with_bars(judged)
     measure = widest.measures[index]
-    low = 0 if measure.name == "expert load" else -measure.bars
-    axes.fill_between(widest.steps, low, measure.bars, color="tab:green", alpha=0.15)
-    for each in judged:
-        values = each.measures[index].values
-        axes.plot(each.steps, values, marker=".", lw=1.2, **styles[each.run.name])
-    limit = max(float(np.nanmax(each.measures[index].bars)) for each in judged)
+    low = 0 if measure.name == "expert load" else -1
+    axes.fill_between(widest.steps, low * measure.bars, measure.bars, color="tab:green", alpha=0.15)
+    curves = {each.run.name: (each.steps, each.measures[index].values) for each in judged}
+    base = arms[BASELINE].held_out
+    for name, each in arms.items():
+        if name not in {BASELINE, *curves}:
+            steps = np.array([step for step in widest.steps if step in each.held_out])
+            values = getattr(Differences(each.held_out, base, steps), measure.quantity)
+            curves[name] = steps, values
+    for name in sorted(curves, key=list(arms).index):
+        axes.plot(*curves[name], marker=".", lw=1.2, **styles[name])
     # A control that is far off would flatten everything else.
-    axes.set_ylim(-4 * limit if np.any(low) else 0, 4 * limit)
+    shown = [values for name, (_, values) in curves.items() if arms[name].arm.role != "control"]
+    limit = 1.25 * np.nanmax(np.abs(np.concatenate([measure.bars, *shown])))
+    axes.set_ylim(low * limit, limit)
     axes.set(title=f"{measure.name.capitalize()}: difference, allowed shaded", ylabel=measure.unit)
 
 
@@ -104,7 +117,7 @@ def draw(arms: dict[str, Any], judged: list[Any], out: Path) -> None:
     held_out(grid[1, 0], arms, styles)
     for index, axes in enumerate((grid[1, 1], grid[2, 0], grid[2, 1])):
         if index < len(with_bars(judged).measures):
-            measured(axes, index, judged, styles)
+            measured(axes, index, arms, judged, styles)
         else:
             axes.set_axis_off()
     for axes in grid.flat:

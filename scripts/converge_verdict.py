@@ -77,9 +77,14 @@ class ArmRun:
 
 @dataclass
 class Measure:
-    """How far an arm is from its reference in one quantity, at each judged step, and may be."""
+    """How far an arm is from its reference in one quantity, at each judged step, and may be.
+
+    Attributes:
+        quantity: its attribute of `Differences`.
+    """
 
     name: str
+    quantity: str
     unit: str
     values: np.ndarray
     bars: np.ndarray
@@ -225,7 +230,7 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     for name, unit, key, tolerance in quantities:
         values, of_bf16 = getattr(ours, key), [getattr(pair, key) for pair in pairs]
         bars = allowed(of_bf16, len(bf16), tolerance, key, len(steps))
-        measures.append(Measure(name, unit, values, bars))
+        measures.append(Measure(name, key, unit, values, bars))
         if key != "load" and late.any():
             means = [each[late].mean(keepdims=True) for each in of_bf16]
             bar = allowed(means, len(bf16), tolerance, key, 1)[0]
