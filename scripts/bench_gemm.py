@@ -1,4 +1,4 @@
-"""The FP8 GEMMs alone, with operands that are quantised already, on one Hopper GPU.
+"""The FP8 GEMMs alone, with operands that are quantized already, on one Hopper GPU.
 
     python scripts/bench_gemm.py [--json FILE] [--only dense|grouped]
 
@@ -34,7 +34,7 @@ except ImportError:
     deep_gemm = None
 
 ERROR = 2.5e-3
-"""Bound on the relative error against the FP32 product of the dequantised operands. Most of it is
+"""Bound on the relative error against the FP32 product of the dequantized operands. Most of it is
 the rounding of the result to bf16."""
 FAST_ERROR = 7168 / 32 * 2**-13
 """The same for sums that stay in the tensor cores: each of the K / 32 additions keeps about 14 bits
@@ -42,7 +42,7 @@ FAST_ERROR = 7168 / 32 * 2**-13
 ROWS = 128
 """Rows of each result that are checked."""
 ABOUT = (
-    "GEMMs alone, operands quantised beforehand: speed, share of the fastest tensorwise FP8 GEMM, "
+    "GEMMs alone, operands quantized beforehand: speed, share of the fastest tensorwise FP8 GEMM, "
     "and ratio to bf16 and to other libraries."
 )
 

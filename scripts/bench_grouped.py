@@ -1,4 +1,4 @@
-"""Forward and backward of grouped layers in FP8 and in bf16, quantisers included, on one GPU.
+"""Forward and backward of grouped layers in FP8 and in bf16, quantizers included, on one GPU.
 
     python scripts/bench_grouped.py [--json FILE] [--only products|experts]
 
@@ -11,8 +11,8 @@ There are two kinds of layer:
 
 "ends" tells where groups end: at uneven multiples of the recipe's alignment, to which torchtitan
 pads ("x128" or "x16"), or anywhere ("any"). At multiples of 128 the layer is told so. "FP8 weight"
-is one that FSDP2 has gathered in FP8, so it is not quantised. If torchao is installed, its rowwise
-product is timed as well, compiled, because the compiler fuses its quantisers. "MiB kept" is what
+is one that FSDP2 has gathered in FP8, so it is not quantized. If torchao is installed, its rowwise
+product is timed as well, compiled, because the compiler fuses its quantizers. "MiB kept" is what
 forward saves for backward, without weights.
 
 A layer with a wrong result gets no time.
@@ -48,7 +48,7 @@ ANY = 1
 """The alignment of groups that end anywhere."""
 ABOUT = (
     "Forward and backward of grouped products and of whole expert layers (w1, w3, SwiGLU, w2), "
-    "quantisers included."
+    "quantizers included."
 )
 
 Shape = tuple[int, int, int, int]
@@ -140,7 +140,7 @@ def product_rows() -> Iterator[Row]:
             cases |= {ANY: [*RECIPES]}
         for alignment, recipes in cases.items():
             for row in products(shape, weight, alignment, recipes):
-                yield labelled("product", shape, alignment, row, gemms=3)
+                yield labeled("product", shape, alignment, row, gemms=3)
 
 
 def experts_rows() -> Iterator[Row]:
@@ -150,10 +150,10 @@ def experts_rows() -> Iterator[Row]:
         weights = tuple(random_weight(e, *s) for s in ((hidden, dim), (dim, hidden), (hidden, dim)))
         for alignment, recipes in aligned_recipes().items():
             for row in experts(shape, weights, alignment, recipes):
-                yield labelled("experts", shape, alignment, row, gemms=9)
+                yield labeled("experts", shape, alignment, row, gemms=9)
 
 
-def labelled(name: str, shape: Shape, alignment: int, row: Row, gemms: int) -> Row:
+def labeled(name: str, shape: Shape, alignment: int, row: Row, gemms: int) -> Row:
     """`row` with labels in front and the TFLOPS of `gemms` products of that shape."""
     _, m, n, k = shape
     us = row["us"]

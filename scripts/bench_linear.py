@@ -1,13 +1,13 @@
-"""Forward and backward of a linear layer in FP8 and in bf16, quantisers included, on one GPU.
+"""Forward and backward of a linear layer in FP8 and in bf16, quantizers included, on one GPU.
 
     python scripts/bench_linear.py [--json FILE] [--shape M,N,K]
 
 "% roofline" compares the speed with that of an ideal layer: its three GEMMs run one after the other
 at the rate of the fastest library FP8 GEMM of this run (cuBLAS 1x128 by 128x128, cuBLAS rowwise, or
-DeepGEMM if it is installed), and its quantisers move their bytes at the copy bandwidth of this run.
+DeepGEMM if it is installed), and its quantizers move their bytes at the copy bandwidth of this run.
 
 If torchao is installed, its layers are timed as well: rowwise and tensorwise compiled, because the
-compiler fuses their quantisers; the blockwise prototype, which has its own kernels, eager.
+compiler fuses their quantizers; the blockwise prototype, which has its own kernels, eager.
 "MiB kept" is what forward saves for backward, without weights.
 
 A layer with a wrong result gets no time.
@@ -39,7 +39,7 @@ from titan_fp8.recipe import BF16, RECIPES
 
 KINDS = (BF16, *RECIPES)
 TORCHAO = ("torchao blockwise", "torchao rowwise", "torchao tensorwise")
-ABOUT = "Forward and backward of a linear layer, quantisers included."
+ABOUT = "Forward and backward of a linear layer, quantizers included."
 
 
 def make_layer(kind: str, weight: Tensor) -> Layer:
@@ -95,14 +95,14 @@ def library_gemm(m: int, n: int, k: int) -> Callable[[], Tensor]:
 
 
 def roofline_us(m: int, n: int, k: int, gbps: float) -> float:
-    """Three GEMMs at library rate, and quantisers at copy bandwidth.
+    """Three GEMMs at library rate, and quantizers at copy bandwidth.
 
     x and g are read and written once (2 bytes in, 1 + 1 out), W is read by fprop and by dgrad.
     """
     gemms = library_gemm(m, n, k), library_gemm(m, k, n), library_gemm(n, k, m)
     gemms_us = median_us([lambda: [gemm() for gemm in gemms]])
-    quantised = 4 * m * k + 4 * m * n + 6 * n * k
-    return gemms_us + quantised / gbps / 1e3
+    quantized = 4 * m * k + 4 * m * n + 6 * n * k
+    return gemms_us + quantized / gbps / 1e3
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
-from titan_fp8.patches import RECOMPUTABLE_QUANTISERS
+from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.recomputation import with_recomputable_quantisers
+from titan_fp8.recomputation import with_recomputable_quantizers
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
@@ -33,7 +33,7 @@ def make_block(kind: str, compiled: bool) -> Layer:
         titan_fp8.convert_linears(block, recipe=kind)
         fuse_feed_forwards(block)
         share_attention_inputs(block)
-        RECOMPUTABLE_QUANTISERS.apply(with_recomputable_quantisers)
+        RECOMPUTABLE_QUANTIZERS.apply(with_recomputable_quantizers)
     head_dim = ARGS.dim // ARGS.n_heads
     freqs = precompute_freqs_cis(head_dim, TOKENS, ARGS.rope_theta, ARGS.rope_scaling_args).cuda()
     run = torch.compile(block, fullgraph=True) if compiled else block

@@ -25,7 +25,7 @@ from pathlib import Path
 import bench_common
 from summarize_trace import complete_events, gathered_bytes, idle_share
 from tables import Row
-from titan_logs import COLOUR, SPEED_FROM_STEP, InputError, read_run
+from titan_logs import COLOR, SPEED_FROM_STEP, InputError, read_run
 
 from titan_fp8.recipe import BF16, RECIPE_NAMES
 
@@ -166,7 +166,7 @@ def run(plan: Plan, recipe: str, steps: int, folder: Path) -> str | None:
 
 
 def last_error(log: Path) -> str:
-    lines = COLOUR.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
+    lines = COLOR.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (errors or lines or ["no output"])[-1].strip()[-120:]
 

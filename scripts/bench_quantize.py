@@ -1,4 +1,4 @@
-"""The quantisers on one Hopper GPU: time, GB/s and share of the copy bandwidth of the same run.
+"""The quantizers on one Hopper GPU: time, GB/s and share of the copy bandwidth of the same run.
 
     python scripts/bench_quantize.py [--json FILE]
 
@@ -8,7 +8,7 @@ that end anywhere does not count. "groups" is the number of groups: their ends a
 (16 for rowwise scales), or with a * they are anywhere.
 
 "x compiler", for SwiGLU and its gradient, is the speedup over torch.compile: a compiled kernel that
-writes h (or da, db and h) in bf16, followed by our quantisers that read it.
+writes h (or da, db and h) in bf16, followed by our quantizers that read it.
 
 An op gets no time unless its result equals the reference's bit for bit, on the same kind of input
 with fewer rows. SwiGLU is checked on inputs whose sigmoid is 1, because the kernel approximates it
@@ -43,7 +43,7 @@ BLOCKWISE = ("quantize_1x128", "quantize_128x1_t", "quantize_1x128_128x1_t")
 ROWWISE = ("quantize_row", "quantize_col_t", "quantize_row_col_t")
 WEIGHT_OPS = ("quantize_128x128", "quantize_128x128_t", "quantize_row", "quantize_weight_col_t")
 ABOUT = (
-    "Quantisers, and SwiGLU fused with quantisation: time and share of the copy bandwidth. Groups "
+    "Quantizers, and SwiGLU fused with quantization: time and share of the copy bandwidth. Groups "
     "end at multiples of 128 (rowwise: 16), or with a * anywhere."
 )
 
@@ -96,7 +96,7 @@ def compiled_swiglu_backward(dh: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, 
 
 
 def by_compiler(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """What the SwiGLU op computes from these inputs, with a compiled kernel and our quantisers."""
+    """What the SwiGLU op computes from these inputs, with a compiled kernel and our quantizers."""
     if len(inputs) == 2:
         return hopper.quantize_1x128(compiled_swiglu(*inputs))
     da, db, h = compiled_swiglu_backward(*inputs)
@@ -146,7 +146,7 @@ def main() -> None:
     copy = copy_gbps()
     rows = [measure(case, copy) for case in cases()]
     facts = {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the ends": SEED}
-    report(rows, arguments.json, "Quantisers", ABOUT, **facts)
+    report(rows, arguments.json, "Quantizers", ABOUT, **facts)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ and held_out.jsonl, and the verdict of converge_verdict.py. The same command con
 stopped: finished arms are not run again, and others resume from their last checkpoint.
 --minutes stops it after that time. The checkpoints of a finished arm are deleted.
 
-With --no-checkpoints every arm initialises its weights from the TOML's seed and cannot be resumed:
+With --no-checkpoints every arm initializes its weights from the TOML's seed and cannot be resumed:
 for models whose checkpoints take longer than the run.
 
 Exit status: that of the verdict; 2 for bad arguments; 3 if it was stopped, or arms failed.

@@ -12,26 +12,26 @@ from converge_stats import Differences
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {"baseline": "black", "bf16": "dimgray", "control": "tab:red"}
+COLORS = {"baseline": "black", "bf16": "dimgray", "control": "tab:red"}
 OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 LINES = {"bf16": ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1))), "resumed": (":",)}
 
 
 def styles_of(arms: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """How to draw each arm: bf16 in black and gray, the control in red, others in other colours."""
+    """How to draw each arm: bf16 in black and gray, the control in red, others in other colors."""
     styles, seen = {}, Counter[str]()
     for name, each in arms.items():
         role = each.arm.role
-        kind = role if role in COLOURS else "other"
-        colour = COLOURS.get(role, OTHERS[seen["other"] % len(OTHERS)])
+        kind = role if role in COLORS else "other"
+        color = COLORS.get(role, OTHERS[seen["other"] % len(OTHERS)])
         lines = LINES.get(role, ("-",))
-        styles[name] = {"color": colour, "ls": lines[seen[kind] % len(lines)], "label": name}
+        styles[name] = {"color": color, "ls": lines[seen[kind] % len(lines)], "label": name}
         seen[kind] += 1
     return styles
 
 
 def with_bars(judged: list[Any]) -> Any:
-    """The judgement whose bars are shown: of FP8 or the control, with the most evaluations.
+    """The judgment whose bars are shown: of FP8 or the control, with the most evaluations.
 
     Those of a perturbed bf16 arm are computed without it.
     """
@@ -106,7 +106,7 @@ def draw(arms: dict[str, Any], judged: list[Any], out: Path) -> None:
 
     Args:
         arms: `ArmRun` by name.
-        judged: the `Judgement`s on them.
+        judged: the `Judgment`s on them.
     """
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(13, 12), dpi=110, layout="constrained")

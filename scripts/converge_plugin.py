@@ -2,7 +2,7 @@
 
 It is titan_fp8.plugin, with additions:
 
-- two flavours: "1B" of llama3 and "2B" of deepseek_v3, each a small copy of its production model;
+- two flavors: "1B" of llama3 and "2B" of deepseek_v3, each a small copy of its production model;
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
 - the model converter "converge.control", which degrades the gradients of an arm that must fail;
 - an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py).

@@ -10,7 +10,7 @@ import numpy as np
 from compare_loss import percent
 from titan_logs import InputError
 
-NEIGHBOURS = 2
+NEIGHBORS = 2
 """Evaluations on either side whose differences count."""
 
 
@@ -78,17 +78,17 @@ def noise(pairs: list[np.ndarray]) -> np.ndarray:
     """The standard deviation of the difference of two bf16 arms at each evaluation.
 
     Args:
-        pairs: the differences of any two bf16 arms. Those of NEIGHBOURS count, too, because with
+        pairs: the differences of any two bf16 arms. Those of NEIGHBORS count, too, because with
             few arms a single evaluation says little.
     """
     return np.sqrt(average_neighbours(np.nan_to_num(np.square(pairs), posinf=0.0).mean(0)))
 
 
 def average_neighbours(values: np.ndarray) -> np.ndarray:
-    """Each value of the last dimension averaged with its NEIGHBOURS on either side."""
-    margins = [(0, 0)] * (values.ndim - 1) + [(NEIGHBOURS, NEIGHBOURS)]
+    """Each value of the last dimension averaged with its NEIGHBORS on either side."""
+    margins = [(0, 0)] * (values.ndim - 1) + [(NEIGHBORS, NEIGHBORS)]
     padded = np.pad(values, margins, constant_values=np.nan)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBOURS + 1, axis=-1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * NEIGHBORS + 1, axis=-1)
     return np.nanmean(windows, -1)
 
 

@@ -146,7 +146,7 @@ class Trend:
 
 
 @dataclass
-class Judgement:
+class Judgment:
     """What is found about an arm.
 
     Attributes:
@@ -213,7 +213,7 @@ def allowed(
     return np.maximum(tolerance, factor * noise(pairs))
 
 
-def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings) -> Judgement:
+def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings) -> Judgment:
     """Compares an arm with its reference, by the noise of `bf16`, where all have evaluations."""
     everywhere = set.intersection(*(set(each.held_out) for each in (run, reference, *bf16)))
     steps = np.array(sorted(step for step in everywhere if step > settings.warmup), dtype=int)
@@ -239,7 +239,7 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     faults = [each.fault(steps) for each in measures]
     faults += [*(each.fault() for each in averages), trend.fault(), non_finite(run)]
     found = [each for each in faults if each]
-    result = Judgement(run, reference, steps, measures, averages, trend, found)
+    result = Judgment(run, reference, steps, measures, averages, trend, found)
     result.unjudged += incomplete(run, settings)
     if trend.p is None and not result.faults:
         result.unjudged.append(f"fewer than {FEWEST} evaluations in the last half")
@@ -277,7 +277,7 @@ def read_arms(results: Path) -> dict[str, ArmRun]:
     }
 
 
-def judgements(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgement]:
+def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]:
     bf16 = [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
     for name, each in arms.items():
         if each.arm.role in ("fp8", "control"):
@@ -291,7 +291,7 @@ def judgements(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgemen
             raise InputError(f"{name} has no twin: the arm {each.arm.twin!r} has no evaluation")
 
 
-def summary(judged: list[Judgement]) -> list[Row]:
+def summary(judged: list[Judgment]) -> list[Row]:
     """One row for each arm, with each quantity where it is worst."""
     rows = []
     for each in judged:
@@ -312,7 +312,7 @@ def summary(judged: list[Judgement]) -> list[Row]:
     return rows
 
 
-def by_step(arms: dict[str, ArmRun], judged: list[Judgement]) -> list[Row]:
+def by_step(arms: dict[str, ArmRun], judged: list[Judgment]) -> list[Row]:
     """At each evaluation: the baseline's held-out loss, and the gaps of the other arms to it."""
     base = arms[BASELINE].held_out
     widest = converge_plot.with_bars(judged)
@@ -350,7 +350,7 @@ def report(results: Path) -> bool:
     if settings is None:
         raise InputError(f"{results} has no experiment: converge.sh makes one")
     arms = read_arms(results)
-    judged = list(judgements(arms, settings))
+    judged = list(judgments(arms, settings))
     if not judged:
         raise InputError(f"{results} has only bf16 arms: nothing to judge")
     lines = list(notes(results, arms, settings))

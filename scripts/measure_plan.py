@@ -3,7 +3,7 @@
     python scripts/measure_plan.py --json docs/benchmarks/plan/measure_h100.json
     python scripts/plan_table.py
 
-Times of the GEMMs in bf16 and FP8 and of the quantisers over a range of shapes, copy bandwidth,
+Times of the GEMMs in bf16 and FP8 and of the quantizers over a range of shapes, copy bandwidth,
 attention, and the CPU time of layers. The second command writes the tables in
 titan_fp8/plan/tables/. Results are not checked here: bench_gemm.py and bench_quantize.py check the
 same kernels.
@@ -49,7 +49,7 @@ GROUPED = ((1408, 2048), (2048, 1408), (2048, 7168))
 """(N, K) of experts: DeepSeek-V3 16B's, and 671B's."""
 ELEMENTS = (1 << 20, 1 << 23, 1 << 26, 1 << 28)
 WIDTH = 2048
-"""Features of what is quantised."""
+"""Features of what is quantized."""
 HALF = 1 << 31
 """The bytes that a set of inputs may take."""
 ATTENTION = (1, 32, 8192, 128)
@@ -77,9 +77,9 @@ def gemm(kind: str, op: str, e: int, m: int, n: int, k: int) -> Product:
     g, x = randn(m, n), randn(m, k)
     if kind == BF16:
         return lambda: torch._grouped_mm(g.T, x, offs=offs) if e else g.T @ x
-    quantise = hopper.quantize_col_t if kind == "rowwise" else hopper.quantize_128x1_t
+    quantize = hopper.quantize_col_t if kind == "rowwise" else hopper.quantize_128x1_t
     wgrad = hopper.rowwise_wgrad if kind == "rowwise" else hopper.blockwise_wgrad
-    columns = *quantise(g, offs), *quantise(x, offs)
+    columns = *quantize(g, offs), *quantize(x, offs)
     return lambda: wgrad(*columns, offs)
 
 
@@ -103,7 +103,7 @@ def gemm_rows() -> Iterator[list]:
         yield [kind, op, *shape, kernel_us([gemm(kind, op, *shape) for _ in range(count)])]
 
 
-def quantise_times() -> dict[str, list[list[float]]]:
+def quantize_times() -> dict[str, list[list[float]]]:
     """{op: [elements, us]}; of SwiGLU, elements of h."""
     inputs = {"swiglu_1x128": 2, "swiglu_backward_1x128_128x1_t": 3}
     ops = (
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     parts: dict[str, Callable[[], object]] = {
         "copy_gbps": copy_gbps,
         "gemm": lambda: list(gemm_rows()),
-        "quantise": quantise_times,
+        "quantize": quantize_times,
         "attention_tflops": attention_tflops,
         "host": lambda: host_times(facts["commit"]),
     }

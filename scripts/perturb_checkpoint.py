@@ -33,7 +33,7 @@ def load(folder: Path) -> dict[str, Tensor]:
 
 
 def perturbed(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x with every element but zeros moved to a neighbour; integers unchanged."""
+    """x with every element but zeros moved to a neighbor; integers unchanged."""
     if not x.is_floating_point():
         return x
     up = torch.randint(2, x.shape, generator=generator, dtype=torch.int8).bool()

@@ -164,7 +164,7 @@ def text_of(table: dict) -> str:
         if key == "gemm":
             rows = ",\n  ".join(json.dumps(row) for row in value)
             lines.append(f' "gemm": [\n  {rows}\n ]')
-        elif key in ("sources", "quantise", "host"):
+        elif key in ("sources", "quantize", "host"):
             rows = ",\n  ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
             lines.append(f' "{key}": {{\n  {rows}\n }}')
         else:

@@ -4,7 +4,7 @@
 
 A RUN is a dump folder, a TensorBoard folder or an event file of a torchtitan run with `health_freq`
 (see titan_logs.py). Each picture has a row for each layer and a column for each step that was
-observed. A layer has the colour of its worst operand. Crosses mark steps in which an operand of the
+observed. A layer has the color of its worst operand. Crosses mark steps in which an operand of the
 layer held NaN or Inf. The last picture, for experts, shows how uneven their tokens were.
 
 Exit status: 0; 2 if there is nothing to draw.
@@ -44,7 +44,7 @@ FORMATS: dict[str, Any] = {
     "2^": "2^{x:.0f}",
     "x": "{x:.1f} x",
 }
-"""Of numbers at a colour bar."""
+"""Of numbers at a color bar."""
 
 
 @dataclass

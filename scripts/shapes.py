@@ -154,7 +154,7 @@ SMALL_QUANTIZE = (
     (0, 64),
     (128, 576),
 )
-"""(M, K) of quantisers on the CPU."""
+"""(M, K) of quantizers on the CPU."""
 
 SEED = 0
 """Of the random group ends."""

@@ -1,6 +1,6 @@
 """AdamW for bf16 parameters that rounds new weights stochastically.
 
-With lr = 5e-5 a typical update is a tenth of the distance between two neighbouring bf16 numbers at
+With lr = 5e-5 a typical update is a tenth of the distance between two neighboring bf16 numbers at
 a weight of 0.02. Rounding to nearest loses most such updates; stochastic rounding keeps them in
 expectation (arXiv 2010.06192), for models whose FP32 parameters do not fit.
 """
@@ -14,7 +14,7 @@ from titan_fp8.sharded_weight import ShardedWeight
 
 
 def round_stochastically(x: Tensor, seed: Tensor) -> Tensor:
-    """Rounds FP32 to one of the two neighbouring bf16 numbers, so that the mean is x.
+    """Rounds FP32 to one of the two neighboring bf16 numbers, so that the mean is x.
 
     Args:
         x: FP32, (n,), n < 2^31.

@@ -20,7 +20,7 @@ KINDS = {
     "NCCL": r"nccl",
     "inductor": r"^triton_(?!tem_)",  # templates (tem) are FlexAttention
     "FP8 GEMM": r"^(blockwise|rowwise)_|e4m3",
-    "quantisers": r"^(quantize|transpose_fp8)_",
+    "quantizers": r"^(quantize|transpose_fp8)_",
     "SwiGLU": r"^swiglu_",
     "FSDP copies": r"^copy_gradient_|chunk_cat|split_with_sizes_copy",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
@@ -33,7 +33,7 @@ KINDS = {
 """Kinds of kernels and patterns of their names; the first match counts.
 
 The kernels of this project start with blockwise_ or rowwise_ (GEMMs), quantize_, transpose_fp8_
-(weights gathered in FP8, which take the place of quantising them), swiglu_, permute_ or
+(weights gathered in FP8, which take the place of quantizing them), swiglu_, permute_ or
 copy_gradient_, after the modules that they are in. zero_empty_groups belongs to PyTorch's grouped
 GEMM.
 """

@@ -1,7 +1,7 @@
 """Reads the metrics of a torchtitan run, from TensorBoard event files or from its log.
 
 A run is named by its dump folder, by the TensorBoard folder in it, by a dated folder or an event
-file in that, or by a log file. Event files hold FP32 values. A log holds five decimals, colour
+file in that, or by a log file. Event files hold FP32 values. A log holds five decimals, color
 codes, and a line per step from each rank that prints.
 
 torchtitan names its TensorBoard folders by date and minute. A resumed run adds a folder, so the
@@ -33,7 +33,7 @@ TAGS = {
 EMULATED = "FP8 is emulated"
 SPEED_FROM_STEP = 6
 """The steps before it compile and warm up."""
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 NUMBER = r"(-?(?:\d+\.\d+|nan|inf))"
 STEP_LINE = re.compile(
     rf"(validate )?step: *(\d+) +loss: *{NUMBER}(?=\s)(?: +grad_norm: *{NUMBER}(?=\s))?"
@@ -95,7 +95,7 @@ def read_events(path: Path) -> list[Scalar]:
 
 def read_log(text: str) -> Iterator[Scalar]:
     """The scalars of a log, with the position as time; a truncated last line is skipped."""
-    for place, match in enumerate(STEP_LINE.finditer(COLOUR.sub("", text))):
+    for place, match in enumerate(STEP_LINE.finditer(COLOR.sub("", text))):
         validate, step, loss, grad_norm, memory, tps = match.groups()
         tps = tps and tps.replace(",", "")
         values = {"loss": loss, "grad_norm": grad_norm, "memory": memory, "tps": tps}

@@ -93,7 +93,7 @@ def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
 
 
 def check_devices(x: Tensor, **others: Any) -> None:
-    """Tensors and quantised weights must be on x's device; kernels do not check addresses."""
+    """Tensors and quantized weights must be on x's device; kernels do not check addresses."""
     for name, t in others.items():
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")

@@ -3,13 +3,13 @@
 To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under their own names:
 
 - forward: FSDP2 all-gathers the parameters in `mixed_precision_param`, bf16 by default. fprop
-  quantises the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
-- backward: FSDP2 gathers again, and dgrad quantises the weight as gathered then.
+  quantizes the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
+- backward: FSDP2 gathers again, and dgrad quantizes the weight as gathered then.
 - gradients: wgrad returns the gradient in the dtype of the gathered weight, and FSDP2
   reduce-scatters it in `mixed_precision_reduce`, FP32 by default. `gradient_copies.py` copies it
   into FSDP2's buffer.
 
-With `fsdp_all_gather = true` each rank quantises its shard instead, and the gathers move FP8.
+With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
 Gradients, and what the optimizer and checkpoints see, do not change. This uses FSDP2's own
 extension: if the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`, FSDP2 gathers what the first returns, and the second makes the unsharded
@@ -17,20 +17,20 @@ parameter from it. `gather_in_fp8` replaces the weights of FP8 layers by `Sharde
 have both (`sharded_weight.py`):
 
     ShardedWeight      high precision, a shard: what the optimizer, clipping and checkpoints see
-      | fsdp_pre_all_gather: quantises the shard (`shards.py`), if it has been written to since
+      | fsdp_pre_all_gather: quantizes the shard (`shards.py`), if it has been written to since
       v
     all-gather         one per FSDP2 unit: weights in FP8, other parameters as without titan_fp8
       | fsdp_post_all_gather
       v
     GatheredWeight     what the layer multiplies by (`gathered_weight.py`)
 
-Rowwise recipes quantise rows for fprop and columns for dgrad. Backward's gathers move both, as many
+Rowwise recipes quantize rows for fprop and columns for dgrad. Backward's gathers move both, as many
 bytes as in bf16, because a forward that is recomputed in backward reads rows. Forward's gathers
 move the rows alone, half of that, if FSDP2 frees the weight after forward (`columns_buffer.py`).
 
 The ranks that share a 128x128 block or a column agree on its scale by a collective. At its gather a
-shard that has been written to is quantised with a collective of its own. The adapters avoid that:
-between a step of the optimizer and the next gather they call `requantise.py`, which quantises all
+shard that has been written to is quantized with a collective of its own. The adapters avoid that:
+between a step of the optimizer and the next gather they call `requantize.py`, which quantizes all
 shards of a model together, with one collective per process group.
 """
 

@@ -3,12 +3,12 @@
     fp8_linear       x (..., K), w (N, K)                  y = x Wᵀ + b
     fp8_grouped_mm   x (M, K), w (E, N, K), offs (E,)      each group of rows with its own W
 
-Both run one autograd function; a dense product has one group. Forward quantises x along its rows
+Both run one autograd function; a dense product has one group. Forward quantizes x along its rows
 for fprop and along its columns for wgrad, from one read, and saves the FP8 columns for backward
-instead of x. If several products read one input, it is quantised once: torch.compile merges the
+instead of x. If several products read one input, it is quantized once: torch.compile merges the
 equal calls, and eager code passes a `SharedInput`.
 
-A weight in high precision is quantised by the op that multiplies by it: in forward, and again in
+A weight in high precision is quantized by the op that multiplies by it: in forward, and again in
 backward, from the parameter as it is then. No FP8 copy of a weight outlives its GEMM, so nothing
 stale is read after FSDP2 has freed and gathered the parameter again, and torch.compile has no copy
 to keep. A weight that is in FP8 already comes as a `QuantizedWeight`.
@@ -45,7 +45,7 @@ class QuantizedWeight(NamedTuple):
     """A weight that is already in FP8, in the layouts of both GEMMs that read it.
 
     Attributes:
-        recipe: the name of the recipe that it was quantised by.
+        recipe: the name of the recipe that it was quantized by.
         rows: q (N, K) or (E, N, K), e4m3, and its FP32 scale, for fprop.
         columns: the transposed q (K, N) or (E, K, N) and its scale, for dgrad.
     """
@@ -70,7 +70,7 @@ Weight = Tensor | QuantizedWeight
 def quantize_weight(
     weight: Tensor, *, recipe: str = "blockwise", emulate: bool = False
 ) -> QuantizedWeight:
-    """Quantise a weight once, for products that read it many times.
+    """Quantize a weight once, for products that read it many times.
 
     Args:
         weight: (N, K) or (E, N, K), bfloat16 or float32, N and K multiples of 16.
@@ -124,7 +124,7 @@ def _forward(
 
 
 class _Operands(NamedTuple):
-    """The operands of a product that are already quantised.
+    """The operands of a product that are already quantized.
 
     Attributes:
         x_rows, x_columns: those of x; x_columns is () if backward computes no dW.
@@ -140,8 +140,8 @@ class _Operands(NamedTuple):
 class _FP8Product(torch.autograd.Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
-    Without `operands`, forward quantises x, and its columns if `for_wgrad`. With them it does not
-    read x; w is None if the weight is quantised, too.
+    Without `operands`, forward quantizes x, and its columns if `for_wgrad`. With them it does not
+    read x; w is None if the weight is quantized, too.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ class _FP8Product(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g_MN: Tensor) -> Any:
-        # A quantised weight (w is None) gets no gradient. So these are its columns, for dgrad, or
+        # A quantized weight (w is None) gets no gradient. So these are its columns, for dgrad, or
         # the columns of x, for wgrad, never both.
         offs, w, *columns = ctx.saved_tensors
         spec = ctx.spec
@@ -201,7 +201,7 @@ def products(
     spec: Spec,
     shared: SharedInput | None = None,
 ) -> list[Tensor]:
-    """y (M, N) of x (..., K) and each of the weights; x is quantised once for all of them."""
+    """y (M, N) of x (..., K) and each of the weights; x is quantized once for all of them."""
     x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     trained = [isinstance(w, Tensor) and w.requires_grad for w in weights]
     for_wgrad = torch.is_grad_enabled() and any(trained)
@@ -231,7 +231,7 @@ def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
     if not isinstance(weight, QuantizedWeight):
         return weight
     if weight.recipe != recipe:
-        raise ValueError(f"{name} was quantised for {weight.recipe!r}: the recipe is {recipe!r}")
+        raise ValueError(f"{name} was quantized for {weight.recipe!r}: the recipe is {recipe!r}")
     return None
 
 
@@ -249,7 +249,7 @@ def fp8_linear(
     Args:
         x: (..., K), bfloat16 or float32; any leading dimensions, also none or empty ones.
         weight: (N, K), N and K multiples of 16. It has x's dtype, except under autocast, which
-            casts x and weight before they are quantised. A `QuantizedWeight` gets no gradient.
+            casts x and weight before they are quantized. A `QuantizedWeight` gets no gradient.
         bias: (N,) or None, added to the product in y's dtype.
         recipe: a name of `titan_fp8.recipe.RECIPES`, such as "blockwise" (DeepSeek-V3,
             arXiv 2412.19437) or "rowwise".

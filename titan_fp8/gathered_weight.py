@@ -3,7 +3,7 @@
 The tensor has the shape and dtype of the weight in high precision, requires grad, and gets its
 gradient in that dtype. Its values exist in FP8 only: q and scales, in the layout of the parameter.
 An FP8 product is called with it as with any weight. `__torch_dispatch__` then calls the op of
-`ops/gathered.py`, which reads q instead of quantising a weight. Since the products do not change,
+`ops/gathered.py`, which reads q instead of quantizing a weight. Since the products do not change,
 neither does what they save, how torch.compile traces them and what activation checkpointing sees.
 
 Views that FSDP2, DTensor and nn.Parameter make are supported; any other op is an error.
@@ -28,7 +28,7 @@ class GatheredWeight(Tensor):
     Attributes:
         q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again.
         s: the scales of q, as fprop reads them.
-        q_columns: the weight quantised along its columns, of the weight's shape; the op of dgrad
+        q_columns: the weight quantized along its columns, of the weight's shape; the op of dgrad
             transposes it. None if q serves for both, as with blocks of 128x128.
         s_t: the scales that dgrad reads.
     """
@@ -112,7 +112,7 @@ def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any
 
 
 # These take the arguments of the ops for weights in high precision and call those for FP8 weights.
-# Recipe options such as scale_fmt are dropped: the weight is quantised already.
+# Recipe options such as scale_fmt are dropped: the weight is quantized already.
 
 
 def _fprop(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:

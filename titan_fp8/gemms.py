@@ -4,9 +4,9 @@
     dgrad   dx (M, K) = g  W      reads the rows of g and the columns of W
     wgrad   dW (N, K) = gᵀ x      reads the columns of g and of x
 
-Here and below, the "rows" of a matrix are the matrix quantised along its rows, and its "columns"
-are its transpose, quantised along the columns of the original (`layouts.py`). A weight in high
-precision is quantised by the op that multiplies by it.
+Here and below, the "rows" of a matrix are the matrix quantized along its rows, and its "columns"
+are its transpose, quantized along the columns of the original (`layouts.py`). A weight in high
+precision is quantized by the op that multiplies by it.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Spec(NamedTuple):
         recipe_name: the name of its recipe.
         emulate: compute in FP32 by the reference.
         aligned: every group end is a multiple of 128.
-        dtype: of y; the operands are cast to it before they are quantised.
+        dtype: of y; the operands are cast to it before they are quantized.
     """
 
     recipe_name: str
@@ -46,7 +46,7 @@ def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec)
 
     Args:
         x_rows: the rows of x (M, K).
-        w: (N, K) or (E, N, K) in high precision, or the rows of a quantised weight.
+        w: (N, K) or (E, N, K) in high precision, or the rows of a quantized weight.
     """
     layout = offs, spec.aligned, spec.dtype
     if isinstance(w, Tensor):
@@ -65,7 +65,7 @@ def dgrad(
 
     Args:
         g_rows: the rows of g (M, N).
-        w: (N, K) or (E, N, K) in high precision, or the columns of a quantised weight.
+        w: (N, K) or (E, N, K) in high precision, or the columns of a quantized weight.
     """
     layout = offs, spec.aligned, out_dtype
     if isinstance(w, Tensor):
@@ -125,7 +125,7 @@ def product_backward(
 ) -> tuple[Tensor, Tensor]:
     """All of a product's backward: dx (M, K) and dW (N, K) or (E, N, K), from g (M, N).
 
-    One op, because nothing else reads g quantised, and every op costs CPU time.
+    One op, because nothing else reads g quantized, and every op costs CPU time.
 
     Args:
         w, w_scale: the weight in high precision and None; or q, laid out as the weight, and the
@@ -144,10 +144,10 @@ def product_backward(
 
 
 class SharedInput:
-    """Quantises x once for products that read it one after the other.
+    """Quantizes x once for products that read it one after the other.
 
     x must not change until the last of them has run. Under torch.compile there is nothing to share:
-    the compiler merges equal quantisations.
+    the compiler merges equal quantizations.
     """
 
     def __init__(self, x: Tensor):

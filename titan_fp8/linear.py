@@ -1,12 +1,12 @@
 """FP8Linear, an nn.Linear whose three GEMMs run in FP8, and the conversion of a model's linears.
 
 Conversion changes a module's class in place. Its parameters stay the high-precision tensors that
-they were, under their own names, so initialisation, FSDP2, the optimizer and checkpoints see no
+they were, under their own names, so initialization, FSDP2, the optimizer and checkpoints see no
 difference. FSDP2 gathers the high-precision weight and frees it as for any nn.Linear; each forward
-and each backward quantises the weight that it finds.
+and each backward quantizes the weight that it finds.
 
 Under tensor parallelism the weight is a DTensor. Each rank multiplies its local shards and
-quantises them locally. The placements follow from the weight's, as PyTorch's parallel styles expect
+quantizes them locally. The placements follow from the weight's, as PyTorch's parallel styles expect
 them:
 
     weight        input x        output y    gradient of x    gradient of weight
@@ -48,7 +48,7 @@ _shared: ContextVar[SharedInput | None] = ContextVar("shared", default=None)
 
 @contextlib.contextmanager
 def shared_input(x: Tensor) -> Iterator[None]:
-    """Inside this context all FP8Linears that are called with x, the same object, quantise it once.
+    """Inside this context all FP8Linears that are called with x, the same object, quantize it once.
 
     For modules that own such linears, as attention owns wq, wk and wv. x must not change inside.
     """

@@ -194,8 +194,8 @@ CHECKPOINT_RANGES = Patch(
     until="SAC_IGNORED_OPS has the ops of the profiler.",
 )
 
-RECOMPUTABLE_QUANTISERS = Patch(
-    name="recomputable quantisers",
+RECOMPUTABLE_QUANTIZERS = Patch(
+    name="recomputable quantizers",
     targets=(Target("torch._functorch.partitioners:get_default_op_list", ()),),
     relies_on=(
         Target("torch._functorch.partitioners:OpTypes", ("fusible_ops", "recomputable_ops", ...)),

@@ -6,7 +6,7 @@ A layer y = x Wᵀ has three GEMMs, and each contracts another dimension:
     dgrad   dx = g  W      contracts N      g is the left operand, W the right
     wgrad   dW = gᵀ x      contracts M      gᵀ is the left operand, xᵀ the right
 
-Scales run along the contracted dimension, so x, W and g are each quantised twice: along their rows
+Scales run along the contracted dimension, so x, W and g are each quantized twice: along their rows
 and, transposed, along their columns.
 
 `RECIPES` is the only list of recipes. The TOML's keys, the layers, the policy of activation
@@ -43,8 +43,8 @@ class Scaling(Enum):
 class Gemm:
     """One of the three GEMMs: the scaling of both operands, and the op.
 
-    The ops of fprop and dgrad are given the weight in high precision and quantise it; `mm` of the
-    recipe is the same GEMM for a weight that is quantised already.
+    The ops of fprop and dgrad are given the weight in high precision and quantize it; `mm` of the
+    recipe is the same GEMM for a weight that is quantized already.
     """
 
     left: Scaling
@@ -57,8 +57,8 @@ class FeedForwardOps:
     """The ops of a feed-forward that writes h, da and db in FP8 only (`swiglu.py`).
 
     Attributes:
-        swiglu: h of a and b, quantised along its rows.
-        swiglu_backward: da, db and h, quantised as the GEMMs of backward read them.
+        swiglu: h of a and b, quantized along its rows.
+        swiglu_backward: da, db and h, quantized as the GEMMs of backward read them.
         dgrad_pair: dx, the sum of two dgrads.
         forward: all of forward, for grouped experts.
         backward: all of backward, dense or grouped.
@@ -80,11 +80,11 @@ class Recipe:
         fprop, dgrad, wgrad: the three GEMMs.
         scale_fmt: the format of scales, "fp32", or "ue8m0" for powers of two.
         alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
-            multiples of 128 the quantisers need not pad the groups again.
-        rows, columns, rows_and_columns: quantisers of x and g: `rows` for fprop and dgrad,
+            multiples of 128 the quantizers need not pad the groups again.
+        rows, columns, rows_and_columns: quantizers of x and g: `rows` for fprop and dgrad,
             `columns` for wgrad, `rows_and_columns` for both from one read.
-        weight, weight_t: quantisers of W for fprop and, transposed, for dgrad.
-        mm: the GEMM of fprop and dgrad for a weight that is quantised already.
+        weight, weight_t: quantizers of W for fprop and, transposed, for dgrad.
+        mm: the GEMM of fprop and dgrad for a weight that is quantized already.
         feed_forward: the ops of the fused feed-forward, if there are any.
     """
 

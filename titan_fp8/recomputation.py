@@ -3,11 +3,11 @@
 AOTAutograd traces forward and backward into one joint graph, and its min-cut partitioner chooses
 the tensors that forward saves for backward.
 
-Quantised inputs. The wgrad of a linear layer reads the transposed FP8 copy of its input, which
-forward's quantiser has written. The partitioner never recomputes a custom op, so it would save that
+Quantized inputs. The wgrad of a linear layer reads the transposed FP8 copy of its input, which
+forward's quantizer has written. The partitioner never recomputes a custom op, so it would save that
 copy. But most inputs of a transformer's linears are available in backward anyway, in bf16:
 attention saves its output, and one pointwise kernel recomputes the output of RMSNorm or SwiGLU from
-tensors that are saved. `with_recomputable_quantisers` adds our quantisers to the ops that the
+tensors that are saved. `with_recomputable_quantizers` adds our quantizers to the ops that the
 partitioner may recompute. It then weighs them like any pointwise op, and saves the FP8 copy only
 where that is the smallest tensor to save, as for an input of the graph.
 
@@ -17,7 +17,7 @@ unmarked, and a block would save the outputs of all its FP8 GEMMs. The pass `Com
 them.
 
 If all blocks are checkpointed, the first correction is left out. In blocks that are compiled in
-parts (activation_checkpointing.py) a part has no marks, and recomputing a quantiser there would add
+parts (activation_checkpointing.py) a part has no marks, and recomputing a quantizer there would add
 to the recomputation of the whole block.
 """
 
@@ -36,8 +36,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from titan_fp8.recipe import RECIPES, op_of
 
 _aten = torch.ops.aten
-_QUANTISERS = {op_of(recipe.rows_and_columns).overloadpacket for recipe in RECIPES.values()}
-"""The quantisers that write the copies of an input for fprop and for wgrad from one read."""
+_QUANTIZERS = {op_of(recipe.rows_and_columns).overloadpacket for recipe in RECIPES.values()}
+"""The quantizers that write the copies of an input for fprop and for wgrad from one read."""
 
 _VIEWS_AND_CASTS = {
     _aten.view.default,
@@ -51,8 +51,8 @@ _VIEWS_AND_CASTS = {
 }
 
 
-def with_recomputable_quantisers(get_default_op_list: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps the partitioner's list of op kinds, so that it may recompute our quantisers.
+def with_recomputable_quantizers(get_default_op_list: Callable[[], Any]) -> Callable[[], Any]:
+    """Wraps the partitioner's list of op kinds, so that it may recompute our quantizers.
 
     They have to count as fusible, too. The partitioner bans the recomputation of other ops whose
     results backward reads from memory.
@@ -63,8 +63,8 @@ def with_recomputable_quantisers(get_default_op_list: Callable[[], Any]) -> Call
         kinds = get_default_op_list()
         return dataclasses.replace(
             kinds,
-            recomputable_ops=kinds.recomputable_ops | _QUANTISERS,
-            fusible_ops=kinds.fusible_ops | _QUANTISERS,
+            recomputable_ops=kinds.recomputable_ops | _QUANTIZERS,
+            fusible_ops=kinds.fusible_ops | _QUANTIZERS,
         )
 
     return op_list

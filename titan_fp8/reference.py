@@ -1,12 +1,12 @@
 """Every op in plain PyTorch: the definition of the numerics, the CPU path and the emulation.
 
-Quantisation. The elements of a block share one scale, s = max(amax, 1e-12) / 448, kept in FP32.
+Quantization. The elements of a block share one scale, s = max(amax, 1e-12) / 448, kept in FP32.
 x is approximated by q · s, where q = e4m3(x · (1 / s)), rounded to nearest even. Every step is one
 correctly rounded FP32 operation, so the result is the same to the bit on every machine, and the GPU
 kernels must match it. A NaN in a block makes its scale NaN, an Inf makes it Inf: every element of
-the block then dequantises to a non-finite value.
+the block then dequantizes to a non-finite value.
 
-GEMMs multiply the dequantised operands in FP32 and round once, to `out_dtype`. Products on tensor
+GEMMs multiply the dequantized operands in FP32 and round once, to `out_dtype`. Products on tensor
 cores differ from that in the order of summation only.
 
 `layouts.py` describes the layouts of operands and scales, and what `offs` and `aligned` mean.
@@ -56,7 +56,7 @@ def cast(x: Tensor, s: Tensor) -> Tensor:
     return (x * (torch.ones_like(s) / s)).to(E4M3)
 
 
-# Blockwise quantisers
+# Blockwise quantizers
 
 
 def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def quantize_128x128_t(w: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, T
     return q.mT.contiguous(), to_layout_128x128(s.mT)
 
 
-# SwiGLU and its gradient, quantised
+# SwiGLU and its gradient, quantized
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def swiglu_backward_1x128_128x1_t(
     )
 
 
-# Rowwise quantisers
+# Rowwise quantizers
 
 
 def quantize_row(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def transpose_fp8(q: Tensor) -> Tensor:
     return q.mT.contiguous()
 
 
-# Dequantisers: not ops, but what the GEMMs below and the tests mean by q · s
+# Dequantizers: not ops, but what the GEMMs below and the tests mean by q · s
 
 
 def dequantize_1x128(q: Tensor, s: Tensor) -> Tensor:

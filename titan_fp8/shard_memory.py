@@ -4,9 +4,9 @@ Where ranks have shards of different sizes, FSDP2 pads the smaller ones. `reset_
 that again before the first forward and after each load_state_dict, in case the shard has been
 replaced. If it has not, FSDP2 must not move it. A state dict made before, such as the one that
 torchtitan's checkpointer keeps, would no longer follow training. A moved shard also loses its FP8
-copy, so this rank would quantise it again and call collectives that the other ranks do not.
+copy, so this rank would quantize it again and call collectives that the other ranks do not.
 
-FSDP2 recognises its own memory only if its view of it is a plain tensor. `compare_memory_of` makes
+FSDP2 recognizes its own memory only if its view of it is a plain tensor. `compare_memory_of` makes
 the view plain.
 """
 

@@ -1,9 +1,9 @@
 """A weight, or FSDP2's shard of it, that is gathered in FP8; `fsdp.py` says how it is used.
 
-A ShardedWeight is an ordinary tensor that remembers how it is to be quantised. Its
+A ShardedWeight is an ordinary tensor that remembers how it is to be quantized. Its
 `__torch_dispatch__` computes every op as on a plain tensor. The result keeps the class after the
 ops by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes are recorded, because
-version counters do not count those that DTensor makes. A shard is quantised at the first gather
+version counters do not count those that DTensor makes. A shard is quantized at the first gather
 after a write, so once a step, also with several micro-batches. Its FP8 copy then stays in memory:
 one byte per element of the shard, two with a rowwise recipe.
 """
@@ -28,7 +28,7 @@ from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import get_recipe
-from titan_fp8.shards import Place, QuantisedShard, quantise
+from titan_fp8.shards import Place, QuantizedShard, quantize
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
@@ -56,27 +56,27 @@ class _Memory:
     Attributes:
         shard: the FP8 copy; None before the first gather.
         gathered: what FSDP2 gathers of it, as the dtype `Place.carrier`.
-        stale: True if the shard has been written to since it was quantised.
+        stale: True if the shard has been written to since it was quantized.
         values: the view that FSDP2 gathers; None before the first gather.
         columns: chooses the layouts of each gather; None: each moves all.
     """
 
     def __init__(self) -> None:
-        self.shard: QuantisedShard | None = None
+        self.shard: QuantizedShard | None = None
         self.gathered: tuple[Tensor, ...] = ()
         self.stale = True
         self.values: weakref.ref[ShardedWeight] | None = None
         self.columns: ColumnsBuffer | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Memory":
-        return _Memory()  # The copy of a shard is quantised anew.
+        return _Memory()  # The copy of a shard is quantized anew.
 
 
 class ShardedWeight(Tensor):
     """A weight, or FSDP2's shard of it, that is gathered in FP8.
 
     Attributes:
-        recipe, emulate: how it is quantised.
+        recipe, emulate: how it is quantized.
         memory: what all views of the shard share.
     """
 
@@ -143,11 +143,11 @@ class ShardedWeight(Tensor):
                 return (_padded(self.plain(), place),), None
             # Its scales are written in place, which later steps cannot do to inference tensors.
             with _on_default_stream(self.device), torch.inference_mode(False):
-                memory.shard = QuantisedShard(self.recipe, self.emulate, place, self.device)
+                memory.shard = QuantizedShard(self.recipe, self.emulate, place, self.device)
             memory.values = weakref.ref(self)
         if memory.stale:
             with _on_default_stream(self.device):
-                quantise_together([self])
+                quantize_together([self])
         layouts = memory.gathered
         if memory.columns is not None:
             layouts = memory.columns.layouts_to_gather(layouts)
@@ -212,7 +212,7 @@ def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtyp
 def _why_high_precision(recipe: str, place: Place) -> str | None:
     """Why a weight at `place` is gathered in high precision; None if it is gathered in FP8."""
     if place.dtype not in DTYPES:
-        return f"{place.dtype} weights are not quantised"
+        return f"{place.dtype} weights are not quantized"
     if place.dim == len(place.whole) - 1:
         return "its last dimension is sharded"
     if place.group is None and not get_recipe(recipe).has_weight_blocks:
@@ -248,7 +248,7 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(default)
 
 
-def quantise_together(weights: Sequence[ShardedWeight]) -> None:
+def quantize_together(weights: Sequence[ShardedWeight]) -> None:
     """Brings the FP8 copies of the weights up to date."""
     shards = []
     for weight in weights:
@@ -256,7 +256,7 @@ def quantise_together(weights: Sequence[ShardedWeight]) -> None:
         assert memory.shard is not None
         shards.append((memory.shard, weight.plain()))
         memory.gathered, memory.stale = (), False  # The new copies may take the old ones' memory.
-    quantise(shards)
+    quantize(shards)
     for weight, (shard, _) in zip(weights, shards, strict=True):
         copies = (q for q in (shard.q, shard.q_columns) if q is not None)
         weight.memory.gathered = tuple(q.view(shard.place.carrier) for q in copies)

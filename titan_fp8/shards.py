@@ -1,11 +1,11 @@
-"""Quantises shards of weights, with the same result as quantising the whole weights.
+"""Quantizes shards of weights, with the same result as quantizing the whole weights.
 
 A rank has some rows of a weight (N, K), or some experts of (E, N, K), or some rows of each expert.
-It quantises them alone, except for blocks that span several ranks: 128x128 blocks at the edge of a
+It quantizes them alone, except for blocks that span several ranks: 128x128 blocks at the edge of a
 shard, and with rowwise recipes every column. The scale of such a block is the largest of the scales
 of its parts, so the ranks agree on it by a maximum:
 
-1. Each rank quantises the blocks that it has to itself. It computes the scales of its parts of
+1. Each rank quantizes the blocks that it has to itself. It computes the scales of its parts of
    128x128 blocks, and the absolute maxima of its parts of columns. All of these go into a table for
    the whole weight, which is zero elsewhere.
 2. One all-reduce takes the maximum over the ranks, of the tables of all weights at once. Then every
@@ -38,7 +38,7 @@ class Place:
         dim: the dimension that is sharded, not the last.
         first: where the shard begins along it.
         padded: the shape of the largest shard; the others are padded to it when they are gathered.
-        dtype: what the weight is cast to before it is quantised.
+        dtype: what the weight is cast to before it is quantized.
         group: the ranks that share the weight; None if this rank has all of it.
     """
 
@@ -78,14 +78,14 @@ class Place:
         return table[self.first : self.first + size]
 
 
-class QuantisedShard:
+class QuantizedShard:
     """The FP8 copies of one rank's shard, and the scales of the whole weight.
 
     The scales are always updated in place, because gathered weights refer to them.
 
     Attributes:
-        q: the shard as fprop reads it, padded; None before the first quantisation.
-        q_columns: rowwise, the shard quantised along its columns, for dgrad; else None.
+        q: the shard as fprop reads it, padded; None before the first quantization.
+        q_columns: rowwise, the shard quantized along its columns, for dgrad; else None.
         s, s_t: the scales of the whole weight, for fprop and dgrad.
         table: what the ranks agree on. Blockwise, the scales, of which `s` is a view; rowwise, the
             scales of the rows, and then the absolute maxima of the columns.
@@ -134,15 +134,15 @@ class _Edge:
         s: the scales of the blocks, (..., ⌈K/128⌉), in the shard's table.
     """
 
-    shard: QuantisedShard
+    shard: QuantizedShard
     x: Tensor
     q: Tensor
     s: Tensor
 
 
 @torch.no_grad()
-def quantise(shards: Iterable[tuple[QuantisedShard, Tensor]]) -> None:
-    """Quantises shards, given with their values in high precision.
+def quantize(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
+    """Quantizes shards, given with their values in high precision.
 
     Runs one collective per process group, whose ranks must all call this with their shards of the
     same weights, in the same order.
@@ -153,9 +153,9 @@ def quantise(shards: Iterable[tuple[QuantisedShard, Tensor]]) -> None:
     copies: list[tuple[Tensor, Tensor]] = []
     for shard, x in shards:
         if shard.blockwise:
-            edges += _quantise_blocks(shard, x, copies)
+            edges += _quantize_blocks(shard, x, copies)
         else:
-            _quantise_rows(shard, x, copies)
+            _quantize_rows(shard, x, copies)
     _copy(copies)
     _scale_edges(edges)
     _agree([shard for shard, _ in shards])
@@ -172,10 +172,10 @@ def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(destinations, sources)
 
 
-def _quantise_blocks(
-    shard: QuantisedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]
+def _quantize_blocks(
+    shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]
 ) -> list[_Edge]:
-    """Quantises the blocks whose rows all belong to x, and returns the rest.
+    """Quantizes the blocks whose rows all belong to x, and returns the rest.
 
     Appends to `copies` the copies that the caller has to make, as (destination, source).
     """
@@ -241,8 +241,8 @@ def _cast_edges(edges: list[_Edge]) -> None:
             edge.q.copy_(own)
 
 
-def _quantise_rows(shard: QuantisedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Quantises the rows of x and takes the maxima of its columns; `copies` as for blocks."""
+def _quantize_rows(shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Quantizes the rows of x and takes the maxima of its columns; `copies` as for blocks."""
     place = shard.place
     shard.q = None
     if not x.numel():
@@ -255,7 +255,7 @@ def _quantise_rows(shard: QuantisedShard, x: Tensor, copies: list[tuple[Tensor, 
     copies.append((table[..., place.whole[-2] :], amax))
 
 
-def _finish_rowwise(shards: list[tuple[QuantisedShard, Tensor]]) -> None:
+def _finish_rowwise(shards: list[tuple[QuantizedShard, Tensor]]) -> None:
     """Sets the scales, and casts the columns, once the ranks agree on the maxima of columns."""
     if not shards:
         return
@@ -276,7 +276,7 @@ def _finish_rowwise(shards: list[tuple[QuantisedShard, Tensor]]) -> None:
             shard.q_columns = shard.new_q()
 
 
-def _padded(q: Tensor, shard: QuantisedShard) -> Tensor:
+def _padded(q: Tensor, shard: QuantizedShard) -> Tensor:
     """q, padded with zeros to the shape of the largest shard."""
     if q.shape == shard.place.padded:
         return q
@@ -285,7 +285,7 @@ def _padded(q: Tensor, shard: QuantisedShard) -> Tensor:
     return padded
 
 
-def _agree(shards: list[QuantisedShard]) -> None:
+def _agree(shards: list[QuantizedShard]) -> None:
     """Sets each table to its maximum over the ranks that share its weight."""
     groups = defaultdict(list)
     for shard in shards:

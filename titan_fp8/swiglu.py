@@ -1,13 +1,13 @@
 """The gated feed-forward, y = W2 (silu(W1 x) · W3 x), as one autograd function.
 
-Only the next GEMM reads h = silu(a) · b, where a = W1 x and b = W3 x, and it reads it quantised.
+Only the next GEMM reads h = silu(a) · b, where a = W1 x and b = W3 x, and it reads it quantized.
 The same holds for da and db in backward. With a blockwise recipe the SwiGLU ops write them in FP8
 directly, so h, da and db never exist in high precision. Forward saves a, b and the FP8 columns of
 x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
 round twice: h, da, db, and dx, whose two products are one GEMM. Recipes without these ops, and
-weights that are quantised already, run as three separate products.
+weights that are quantized already, run as three separate products.
 """
 
 from typing import Any
@@ -99,9 +99,9 @@ class _FP8SwiGLU(torch.autograd.Function):
             return *gradients, *(None for _ in others)
         g_rows, g_columns = quantize_operands(g_MN, offs, True, needs_dw2, spec)
         dh_MH = dgrad(g_rows, w2, offs, spec, spec.dtype)
-        quantised = ops.swiglu_backward(dh_MH, a_MH, b_MH, offs, spec.aligned, emulate=emulate)
+        quantized = ops.swiglu_backward(dh_MH, a_MH, b_MH, offs, spec.aligned, emulate=emulate)
         # Pairs of q and its scale.
-        da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantised[::2], quantised[1::2])
+        da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantized[::2], quantized[1::2])
         dx_MK = dw1 = dw2 = dw3 = None
         if needs_dw1:
             dw1 = wgrad(da_columns, x_columns, offs, spec, w1.dtype)

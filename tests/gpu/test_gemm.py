@@ -1,4 +1,4 @@
-"""The GEMM kernels on a Hopper GPU, against the FP64 product of their dequantised operands.
+"""The GEMM kernels on a Hopper GPU, against the FP64 product of their dequantized operands.
 
 Each test draws fresh inputs. Their rows and columns differ in size by orders of magnitude, so that
 a scale read from the wrong place shows. Outputs hold NaN before the launch, so that an element that
@@ -59,7 +59,7 @@ def dequantize_128x128(q: Tensor, s: Tensor) -> Tensor:
 
 
 def product_by_rows(a: Tensor, b: Tensor, groups: list) -> Tensor:
-    """(M, N) in FP64 of dequantised a (M, K) and b (E, N, K)."""
+    """(M, N) in FP64 of dequantized a (M, K) and b (E, N, K)."""
     y = a.new_zeros(a.shape[0], b.shape[1])
     for (rows, _), w in zip(groups, b, strict=True):
         y[rows] = a[rows] @ w.T
@@ -183,7 +183,7 @@ RECIPES = [
     (hopper.rowwise_mm, hopper.rowwise_wgrad)
     + (reference.quantize_row, reference.quantize_col_t, reference.quantize_row),
 ]
-"""For blockwise and rowwise: both GEMMs, and the quantisers of rows, columns and weights."""
+"""For blockwise and rowwise: both GEMMs, and the quantizers of rows, columns and weights."""
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["blockwise", "rowwise"])
 
 
@@ -225,7 +225,7 @@ def test_nan_stays_in_what_depends_on_it(recipe, ends):
 
 @pytest.mark.parametrize("ends", [None, (100, 300)], ids=str)
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
-def test_fprop_and_dgrad_quantise_their_weight(recipe, ends):
+def test_fprop_and_dgrad_quantize_their_weight(recipe, ends):
     m, n, k, offs = 333, 272, 400, ends_of(ends)
     w = uneven(*([] if ends is None else [2]), k, n).mT
     row, weight, weight_t = {
@@ -233,14 +233,14 @@ def test_fprop_and_dgrad_quantise_their_weight(recipe, ends):
         "rowwise": (hopper.quantize_row, hopper.quantize_row, hopper.quantize_weight_col_t),
     }[recipe]
     mm = getattr(hopper, f"{recipe}_mm")
-    for product, quantise, width in (("fprop", weight, k), ("dgrad", weight_t, n)):
+    for product, quantize, width in (("fprop", weight, k), ("dgrad", weight_t, n)):
         a = row(uneven(m, width))
         got = getattr(ops, f"{recipe}_{product}")(*a, w, offs)
-        assert torch.equal(got, mm(*a, *quantise(w.contiguous()), offs))
+        assert torch.equal(got, mm(*a, *quantize(w.contiguous()), offs))
 
 
 @pytest.mark.parametrize("ends", [None, (100, 300)], ids=str)
-def test_dgrad_pair_quantises_its_weights(ends):
+def test_dgrad_pair_quantizes_its_weights(ends):
     m, n, k, offs = 333, 272, 400, ends_of(ends)
     pair, operands = [], []
     for _ in range(2):

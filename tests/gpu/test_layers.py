@@ -1,11 +1,11 @@
 """Whole layers on the kernels: equal to the emulation, one graph, no wait for the device.
 
-Kernels and emulation quantise alike, bit for bit. Their products differ by how the tensor cores add
+Kernels and emulation quantize alike, bit for bit. Their products differ by how the tensor cores add
 and by the rounding of the output to bf16, at most 2^-9 of a value. `CLOSE` allows for both, and not
 for a scale that is off by a factor or a block that is skipped. If one product is the input of the
 next, differences in the last bit of the first flip roundings to e4m3: `CLOSE_AFTER_TWO` allows for
 sums that are off by 3e-4 of their mean size, which give an error of 8e-3 in emulation. An h that is
-not quantised at all gives 2.6e-2.
+not quantized at all gives 2.6e-2.
 """
 
 import copy

@@ -115,8 +115,8 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def quantiser_inputs(offs: Tensor | None) -> dict[str, tuple]:
-    """Arguments of each quantiser: activations, gradients and weights."""
+def quantizer_inputs(offs: Tensor | None) -> dict[str, tuple]:
+    """Arguments of each quantizer: activations, gradients and weights."""
     x = normal(M, K)
     w = normal(N, K) if offs is None else normal(EXPERTS, N, K)
     return {
@@ -139,7 +139,7 @@ def quantiser_inputs(offs: Tensor | None) -> dict[str, tuple]:
 
 def gemm_inputs(offs: Tensor | None) -> dict[str, tuple]:
     """Arguments of each GEMM."""
-    of = quantiser_inputs(offs)
+    of = quantizer_inputs(offs)
     x, g, w = of["quantize_1x128"][0], normal(M, N), of["quantize_128x128"][0]
     fprop = (*hopper.quantize_1x128(x), *hopper.quantize_128x128(w))
     dgrad = (*hopper.quantize_1x128(g), *hopper.quantize_128x128_t(w))
@@ -172,10 +172,10 @@ def permutation_inputs() -> dict[str, tuple]:
     }
 
 
-QUANTISERS = sorted(
+QUANTIZERS = sorted(
     name for name in hopper.__all__ if name.startswith(("quantize", "swiglu", "transpose"))
 )
-GEMMS = sorted(set(hopper.__all__) - set(QUANTISERS))
+GEMMS = sorted(set(hopper.__all__) - set(QUANTIZERS))
 each_layout = pytest.mark.parametrize("ends", [None, (1000, 1000, 2500, 4000)], ids=str)
 
 
@@ -184,10 +184,10 @@ def half_of_the_sms() -> int:
 
 
 @each_layout
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_quantisers(name, ends):
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantizers(name, ends):
     offs = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
-    args = quantiser_inputs(offs)[name]
+    args = quantizer_inputs(offs)[name]
     check(lambda: getattr(hopper, name)(*args), half_of_the_sms())
 
 

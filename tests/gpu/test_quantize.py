@@ -1,7 +1,7 @@
-"""The quantiser kernels equal the reference, bit for bit.
+"""The quantizer kernels equal the reference, bit for bit.
 
 Equal means the same bytes, strides and dtypes; NaN by position. Every tile of the input has its own
-magnitude, so a scale taken from a neighbour shows. Outputs hold NaN before each launch, so an
+magnitude, so a scale taken from a neighbor shows. Outputs hold NaN before each launch, so an
 element that is not written shows.
 """
 

@@ -1,4 +1,4 @@
-"""The recipes on the kernels: power-of-two scales to the bit, quantised weights, every recipe."""
+"""The recipes on the kernels: power-of-two scales to the bit, quantized weights, every recipe."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_power_of_two_scales_of_swiglu():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_every_recipe_is_its_emulation_and_takes_quantised_weights(recipe, grouped):
+def test_every_recipe_is_its_emulation_and_takes_quantized_weights(recipe, grouped):
     m, n, k = 640, 272, 400
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     shape = (3, n, k) if grouped else (n, k)
@@ -91,5 +91,5 @@ def test_every_recipe_is_its_emulation_and_takes_quantised_weights(recipe, group
     for got, want in zip(kernels, emulated, strict=True):
         error = (got.double() - want.double()).norm() / want.double().norm()
         assert error < bound
-    quantised = titan_fp8.quantize_weight(w.detach(), recipe=recipe)
-    assert all(map(torch.equal, step(quantised, (x,)), kernels[:2]))
+    quantized = titan_fp8.quantize_weight(w.detach(), recipe=recipe)
+    assert all(map(torch.equal, step(quantized, (x,)), kernels[:2]))

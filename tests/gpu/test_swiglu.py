@@ -1,7 +1,7 @@
 """The SwiGLU kernels against the reference: h, da and db to one bf16 ulp, all else to the bit.
 
-The kernels return h, da and db only quantised. So each scale must be that of an amax within one ulp
-of the reference's, and each q must be between the casts, with that scale, of the bf16 neighbours of
+The kernels return h, da and db only quantized. So each scale must be that of an amax within one ulp
+of the reference's, and each q must be between the casts, with that scale, of the bf16 neighbors of
 the reference's value. If a block has one value other than zero, its scale determines the value to
 the bit. Where σ is exactly 1, nothing is approximated and all outputs equal the reference's.
 """
@@ -35,7 +35,7 @@ def saturated(a: Tensor) -> Tensor:
     return (20 + 70 * torch.rand(a.shape, device="cuda")).to(BF16)
 
 
-def neighbour(x: Tensor, step: int) -> Tensor:
+def neighbor(x: Tensor, step: int) -> Tensor:
     """The bf16 number `step` ulps above x if that is finite, else x."""
     bits = x.view(torch.int16).int()
     rank = torch.where(bits < 0, -(bits & 0x7FFF), bits) + step
@@ -52,12 +52,12 @@ def assert_close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], x: Ten
     if not x.numel():
         return
     amax = pad_blocks(x, -1).unflatten(-1, (-1, 128)).abs().amax(-1)
-    allowed = [reference.scale_of(neighbour(amax, step).float()) for step in (-1, 0, 1)]
+    allowed = [reference.scale_of(neighbor(amax, step).float()) for step in (-1, 0, 1)]
     finite = want_s.isfinite()
     assert torch.equal(s.isfinite(), finite) and torch.equal(s.isnan(), want_s.isnan())
     assert torch.stack([s == scale for scale in allowed])[:, finite].any(0).all()
     s = s.repeat_interleave(128, -1)[:, : x.shape[1]]
-    low, high = (reference.cast(neighbour(x, step).float(), s).float() for step in (-1, 1))
+    low, high = (reference.cast(neighbor(x, step).float(), s).float() for step in (-1, 1))
     q, want_q = q.float(), want_q.float()
     same = (q == want_q) | (q.isnan() & want_q.isnan())
     wrong = ~torch.where(s.isfinite(), (low <= q) & (q <= high), same)

@@ -42,7 +42,7 @@ MODELS = {
     "qwen3_moe": ("qwen3", "export_moe"),
     "deepseek_v3": ("deepseek_v3", "export"),
 }
-"""torchtitan's name and flavour of each model."""
+"""torchtitan's name and flavor of each model."""
 
 SHARD_BYTES = 300_000
 """Several files for each model, several experts to a file."""
@@ -89,17 +89,17 @@ def exported(folder: Path, model: str, text: Path, *flags: object) -> tuple[Run,
     return Run(config), checkpoint, folder / "out"
 
 
-def expected_tensors(run: Run, checkpoint: Path, quantised: set[str]) -> dict[str, Tensor]:
+def expected_tensors(run: Run, checkpoint: Path, quantized: set[str]) -> dict[str, Tensor]:
     """All tensors that an export must hold, from the checkpoint by DCP's own planner.
 
-    `quantised` are names of weights in the checkpoint.
+    `quantized` are names of weights in the checkpoint.
     """
     state = {name: torch.empty_like(meta, device="cpu") for name, meta in run.state.items()}
     dcp.load(state, checkpoint_id=checkpoint)
     result = {}
     for source, value in state.items():
         for name, tensor in run.to_hf(source, value).items():
-            if source in quantised:
+            if source in quantized:
                 q, s = quantize_128x128(tensor.to(run.dtype), scale_fmt=run.scale_fmt)
                 result |= {name: q, f"{name}_scale_inv": s}
             else:
@@ -107,7 +107,7 @@ def expected_tensors(run: Run, checkpoint: Path, quantised: set[str]) -> dict[st
     return result
 
 
-def dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights with their scales multiplied in, all in FP32."""
     return {
         name: dequantize_128x128(tensor, scale)
@@ -119,6 +119,6 @@ def dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fp8_weights(run: Run) -> set[str]:
-    """The weights in the checkpoint that a default export quantises, by their names alone."""
+    """The weights in the checkpoint that a default export quantizes, by their names alone."""
     left = ("output", "router.gate", "tok_embeddings", "norm", "bias")
     return {name for name in run.state if not any(part in name for part in left)}

@@ -54,10 +54,10 @@ def dump(root, name, losses, date="20260101-0000", **tags):
     return root / name
 
 
-def log_line(step, loss, memory="70.11GiB(78.80%)", tps="10,123", rank="", colour=True):
+def log_line(step, loss, memory="70.11GiB(78.80%)", tps="10,123", rank="", color=True):
     """The line that torchtitan logs at a step."""
     c = [f"\033[{n}m" for n in (31, 32, "38;2;180;60;0", "38;2;54;234;195", 34, 36, 35, 39)]
-    red, green, orange, turquoise, blue, cyan, magenta, reset = c if colour else [""] * 8
+    red, green, orange, turquoise, blue, cyan, magenta, reset = c if color else [""] * 8
     return (
         f"{rank}[titan] 2026-01-01 00:00:01,234 - root - INFO - {red}step: {step:2}  "
         f"{green}loss: {loss:8.5f}  {orange}grad_norm:  1.2345  {turquoise}memory: {memory}  "

@@ -1,6 +1,6 @@
-"""The numerics against the oracle: quantisers to the bit, products within a derived tolerance.
+"""The numerics against the oracle: quantizers to the bit, products within a derived tolerance.
 
-Quantisers run as ops and products through `fp8_linear` and `fp8_grouped_mm` with autograd, so these
+Quantizers run as ops and products through `fp8_linear` and `fp8_grouped_mm` with autograd, so these
 checks judge what a layer calls. `test_mutations.py` breaks the reference and expects them to fail.
 """
 
@@ -15,8 +15,8 @@ from titan_fp8 import fp8_grouped_mm, fp8_linear
 from titan_fp8.recipe import get_recipe
 
 RECIPES = ("blockwise", "rowwise", "rowwise_with_gw_hp", "blockwise_pow2")
-QUANTISING = ("blockwise", "rowwise", "blockwise_pow2")
-"""One recipe for each way of quantising."""
+QUANTIZING = ("blockwise", "rowwise", "blockwise_pow2")
+"""One recipe for each way of quantizing."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -96,7 +96,7 @@ def check_columns(
 def check_both(
     recipe: str, x: torch.Tensor, ends: Sequence[int] | None = None, aligned: bool = False
 ) -> None:
-    """The quantiser of rows and columns in one is those of either."""
+    """The quantizer of rows and columns in one is those of either."""
     offs = None if ends is None else offsets(ends)
     ops = get_recipe(recipe)
     separate = *ops.rows(x), *ops.columns(x, offs, aligned)
@@ -219,7 +219,7 @@ def awkward(r: int, c: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_every_value(recipe: str) -> None:
-    """Each e4m3 value, each midpoint of two, and their FP32 neighbours, in a block of scale 1."""
+    """Each e4m3 value, each midpoint of two, and their FP32 neighbors, in a block of scale 1."""
     midpoints = (oracle.GRID[1:] + oracle.GRID[:-1]) / 2
     x = np.concatenate([oracle.GRID, midpoints]).astype(np.float32)
     x = np.concatenate([x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(448))])
@@ -295,7 +295,7 @@ def check_non_finite(recipe: str, spot: tuple, value: float, gemms: tuple = GEMM
 
 
 def check_autocast(recipe: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
-    """Inputs are cast, then quantised; gradients get their own dtypes, rounded once from FP32."""
+    """Inputs are cast, then quantized; gradients get their own dtypes, rounded once from FP32."""
     x, w, g = dense_case(140, 48, 144)
     x, w, g, bias = x.to(x_dtype), w.to(w_dtype), g.bfloat16(), patchwork(1, 48)[0].to(w_dtype)
     with torch.autocast("cpu", torch.bfloat16):

@@ -131,12 +131,12 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
 
 def backward_calls(g, x, w, offs, aligned):
     """The backward of a product, for each recipe, and with a weight that is FP8 already."""
-    quantised = {
+    quantized = {
         "blockwise": (ops.quantize_128x1_t(x, offs, aligned), ops.quantize_128x128_t(w)),
         "rowwise": (ops.quantize_col_t(x, offs, aligned), ops.quantize_weight_col_t(w)),
     }
     for recipe in RECIPES:
-        columns, (_, sw_t) = quantised["rowwise" if recipe.startswith("rowwise") else "blockwise"]
+        columns, (_, sw_t) = quantized["rowwise" if recipe.startswith("rowwise") else "blockwise"]
         if recipe == "rowwise_with_gw_hp":
             columns = x.bfloat16(), None
         layout = offs, aligned, torch.bfloat16, torch.float32, recipe

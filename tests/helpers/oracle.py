@@ -1,6 +1,6 @@
 """The FP8 products once more, in NumPy, from the definition alone: nothing of titan_fp8 is used.
 
-Quantising follows the definition to the bit: e4m3 is a grid of 127 numbers and their negatives, a
+Quantizing follows the definition to the bit: e4m3 is a grid of 127 numbers and their negatives, a
 value goes to the nearest, of two equally near to the one with the even code; scales are single FP32
 operations. The products are FP64, of operands that FP64 holds exactly (4 bits of q times 24 of s),
 so an implementation may differ by its own rounding alone; `Product.tolerance` says how much.
@@ -174,7 +174,7 @@ class Product:
     def tolerance(self, dtype: torch.dtype, roundings: int = 1) -> np.ndarray:
         """How far an FP32 product, rounded to `dtype`, may be from `value`, element by element.
 
-        With u = 2^-24: dequantising rounds each operand once and each of the n products and n sums
+        With u = 2^-24: dequantizing rounds each operand once and each of the n products and n sums
         rounds once more, in whatever order, so the FP32 result is off by at most γ Σ|a||b| with
         γ = (n + 2)u / (1 - (n + 2)u) (Higham, Accuracy and Stability, §3.1). A kernel that scales
         partial sums, not operands, rounds no more often: n + 2 becomes n + 2⌈n/128⌉ at most, and

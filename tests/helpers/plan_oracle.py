@@ -2,7 +2,7 @@
 
 Under tensor parallelism every rank reads the whole input of a region and the ranks' outputs are
 summed. So `Sliced` calls the module for each share of the tokens once for each rank, with the
-slices of the weights that the rank holds, and autograd sums the gradients. Linears quantise their
+slices of the weights that the rank holds, and autograd sums the gradients. Linears quantize their
 operands as they get them and multiply in FP32. Nothing here uses DTensor, collectives or titan_fp8.
 
 Sums run in the order of the ranks where that is easy. Elsewhere a sum may differ in its last bit,
@@ -56,7 +56,7 @@ class _Product(torch.autograd.Function):
 
 
 def linear(x: Tensor, w: Tensor, recipe: str) -> Tensor:
-    """x (..., K) times the transpose of w (N, K), with quantised operands in all three GEMMs."""
+    """x (..., K) times the transpose of w (N, K), with quantized operands in all three GEMMs."""
     return _Product.apply(x.flatten(0, -2), w, recipe).unflatten(0, x.shape[:-1])
 
 

@@ -1,9 +1,9 @@
 """What each rank runs in the tests of parallel plans.
 
-A rank builds, converts and parallelises the model as torchtitan does from a configuration, then
+A rank builds, converts and parallelizes the model as torchtitan does from a configuration, then
 runs one forward and backward on its share of the batch.
 
-The models are torchtitan's debug flavours with two layers and with dimensions whose halves are
+The models are torchtitan's debug flavors with two layers and with dimensions whose halves are
 multiples of 16 but not of 128, so that the blocks of a shard are not blocks of the whole tensor.
 The routing is fixed, since a token near a tie may go to another expert after any rounding error. It
 is uneven and leaves two experts without tokens.

@@ -42,7 +42,7 @@ COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:
-    """Adds a copy of a torchtitan flavour with two layers, four experts and other changes."""
+    """Adds a copy of a torchtitan flavor with two layers, four experts and other changes."""
     args = flavors[like]
     if moe_args := getattr(args, "moe_args", None):
         changes["moe_args"] = dataclasses.replace(moe_args, num_experts=4, top_k=2)

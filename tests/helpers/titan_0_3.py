@@ -102,7 +102,7 @@ def parse(config: str, *arguments: object) -> Trainer.Config:
     return parsed
 
 
-def initialise(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     """Gives every parameter values that depend on its name alone, however it is sharded.
 
     DTensor has no random numbers for CPU meshes.
@@ -124,13 +124,13 @@ def initialise(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def trainer(config: Trainer.Config) -> Iterator[Trainer]:
-    """torchtitan's trainer, its model initialised, in the current process group."""
+    """torchtitan's trainer, its model initialized, in the current process group."""
     # As torchtitan's init_distributed does, which finds a process group and returns.
     torch.autograd.set_multithreading_enabled(False)
     built = Trainer(config)
     try:
         for part in built.model_parts:
-            initialise(part)
+            initialize(part)
         yield built
     finally:
         built.close()

@@ -1,4 +1,4 @@
-"""Every quantiser kernel, in each configuration in use, compiles for Hopper without a spill.
+"""Every quantizer kernel, in each configuration in use, compiles for Hopper without a spill.
 
 The tests call the ops on CPU tensors with launches replaced by compilations, so they compile
 exactly what would run. They print registers (`pytest -s`).

@@ -1,4 +1,4 @@
-"""The blockwise quantisers with power-of-two scales compile for Hopper without a spill."""
+"""The blockwise quantizers with power-of-two scales compile for Hopper without a spill."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def record_kernels(patch, results: list) -> None:
 
 
 @pytest.mark.parametrize(
-    "quantiser, inputs",
+    "quantizer, inputs",
     [
         (quantize_blockwise.quantize_1x128, 1),
         (quantize_blockwise.quantize_128x1_t, 1),
@@ -31,14 +31,14 @@ def record_kernels(patch, results: list) -> None:
         (swiglu_quantize.swiglu_backward_1x128_128x1_t, 3),
     ],
 )
-def test_an_unknown_format_is_named(monkeypatch, quantiser, inputs):
+def test_an_unknown_format_is_named(monkeypatch, quantizer, inputs):
     """In the words of the reference, and before a launch."""
     compiled = []
     record_kernels(monkeypatch, compiled)
     x = torch.empty(QUANTIZE[0], dtype=torch.bfloat16)
     message = "scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"
     with pytest.raises(ValueError, match=message):
-        quantiser(*inputs * (x,), scale_fmt="e8m0")
+        quantizer(*inputs * (x,), scale_fmt="e8m0")
     with pytest.raises(ValueError, match=message):
         reference.scale_of(x, "e8m0")
     assert not compiled

@@ -86,7 +86,7 @@ def test_launches_of_a_product(launches, recipe, grouped):
     assert got == LAUNCHES[recipe, grouped], dict(launches)
 
 
-def test_a_shared_input_is_quantised_once(launches):
+def test_a_shared_input_is_quantized_once(launches):
     x, *weights = (
         torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         for shape in ((M, K), (N, K), (N, K), (N, K))

@@ -12,8 +12,8 @@ from titan_fp8.kernels.launch import TensorMap, for_triton
 BIND = create_function_from_signature(example.signature, example.params, make_backend(HOPPER))
 
 
-def specialisation(values: dict) -> list:
-    """The properties of arguments and options that Triton specialises on."""
+def specialization(values: dict) -> list:
+    """The properties of arguments and options that Triton specializes on."""
     _, specialization, options = BIND(**{name: for_triton(v) for name, v in values.items()})
     return [specialization, options]
 
@@ -51,7 +51,7 @@ def test_the_first_launch_passes_its_arguments_to_triton(triton_launches):
 )
 def test_arguments_that_share_a_kernel(cuda, triton_launches, name, other):
     first, second = arguments(), arguments(**{name: other})
-    assert specialisation(first) == specialisation(second)
+    assert specialization(first) == specialization(second)
     start(first)
     start(second)
     assert len(triton_launches) == 1 and cuda.record.launches == 1
@@ -89,7 +89,7 @@ def test_arguments_that_share_a_kernel(cuda, triton_launches, name, other):
 )
 def test_arguments_that_need_another_kernel(cuda, triton_launches, name, other, positional):
     first, second = arguments(), arguments(**{name: other})
-    assert specialisation(first) != specialisation(second)
+    assert specialization(first) != specialization(second)
     for values in (first, second):
         start(values, positional=positional)
     assert len(triton_launches) == 2 and not cuda.record.launches
@@ -101,7 +101,7 @@ def test_arguments_that_need_another_kernel(cuda, triton_launches, name, other, 
 
 def test_numbers_have_five_specialisations(cuda, triton_launches):
     kinds = [arguments(m=m) for m in (1, 47, 48, 2**31, 2**31 + 1)]
-    traits = [specialisation(values) for values in kinds]
+    traits = [specialization(values) for values in kinds]
     assert all(traits.count(of_kind) == 1 for of_kind in traits)
     for values in [*kinds, *kinds]:
         start(values)

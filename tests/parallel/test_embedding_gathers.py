@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_fp8.requantise import requantise, requantise_in_forward
+from titan_fp8.requantize import requantize, requantize_in_forward
 
 VOCABULARY, DIM = 40, 16
 
@@ -62,7 +62,7 @@ def train(unit: str, told: Callable | None = None) -> tuple[list[Tensor], int]:
 def compare(rank: int) -> None:
     for unit in UNITS:
         parameters, received = train(unit)
-        for told in (requantise, requantise_in_forward):
+        for told in (requantize, requantize_in_forward):
             got, fewer = train(unit, told)
             assert all(map(torch.equal, got, parameters)), (unit, told)
             saved = VOCABULARY * DIM if unit == "alone" else 0

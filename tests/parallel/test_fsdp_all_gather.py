@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchtitan.distributed import ParallelDims
 
-from titan_fp8 import convert_linears, fsdp, requantise, sharded_weight
+from titan_fp8 import convert_linears, fsdp, requantize, sharded_weight
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
 from titan_fp8.ops import direct
@@ -72,7 +72,7 @@ def assert_equal(got: Tensor, want: Tensor, what: object) -> None:
 
 
 def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
-    """FSDP2 gathers what quantising the whole weight gives."""
+    """FSDP2 gathers what quantizing the whole weight gives."""
     ops = get_recipe(layer.recipe)
     layer.unshard()
     w = layer.weight
@@ -151,7 +151,7 @@ def test_a_weight_that_others_read_is_left():
     assert model["b"].weight is model["a"].weight
 
 
-# Writes, after each of which the shard has to be quantised again.
+# Writes, after each of which the shard has to be quantized again.
 
 
 def write_by_optimizer(model: nn.Module, w: Tensor, **options: bool) -> None:
@@ -189,16 +189,16 @@ def test_every_write_is_noticed(write):
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[int]]:
-    """The number of shards in each call that quantises some."""
+    """The number of shards in each call that quantizes some."""
     calls: list[int] = []
-    quantise = sharded_weight.quantise
+    quantize = sharded_weight.quantize
 
     def counted(shards) -> None:
         shards = list(shards)
         calls.append(len(shards))
-        quantise(shards)
+        quantize(shards)
 
-    with mock.patch.object(sharded_weight, "quantise", counted):
+    with mock.patch.object(sharded_weight, "quantize", counted):
         yield calls
 
 
@@ -211,7 +211,7 @@ STEPS, MICROBATCHES, LAYERS = 3, 2, 3
 def train(
     recipe: str, widths: tuple[int, ...], fp8: bool, together: Callable | None = None
 ) -> tuple:
-    """Losses, parameters, bytes gathered, and the shards quantised by each call."""
+    """Losses, parameters, bytes gathered, and the shards quantized by each call."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)) for k, n in itertools.pairwise(widths)]
     model = nn.Sequential(*blocks)
@@ -251,7 +251,7 @@ def compare_training(rank: int) -> None:
     for recipe, widths in itertools.product(RECIPES, [(256, 512, 256, 512), (272, 144, 176, 48)]):
         losses, parameters, sent, calls = train(recipe, widths, fp8=False)
         assert not calls
-        for together in (requantise.requantise, requantise.requantise_in_forward, None):
+        for together in (requantize.requantize, requantize.requantize_in_forward, None):
             what = recipe, widths, together
             got = train(recipe, widths, fp8=True, together=together)
             assert torch.stack(got[0]).equal(torch.stack(losses)), what
@@ -259,20 +259,20 @@ def compare_training(rank: int) -> None:
             assert_fewer_bytes(recipe, got[2] / sent, planned=together is not None)
             # Once a step, not once a micro-batch. The first gathers are each on their own.
             first = LAYERS * [1]
-            after = {requantise.requantise: STEPS, requantise.requantise_in_forward: STEPS - 1}
+            after = {requantize.requantize: STEPS, requantize.requantize_in_forward: STEPS - 1}
             expected = first + after[together] * [LAYERS] if together else STEPS * first
             assert got[3] == expected, what
 
 
-def test_training_is_the_same_with_half_the_bytes_and_one_quantisation_a_step():
+def test_training_is_the_same_with_half_the_bytes_and_one_quantization_a_step():
     gloo.spawn(compare_training, 2)
 
 
-@pytest.mark.parametrize("stages, name", [(1, "requantise_in_forward"), (2, "requantise")])
-def test_when_shards_are_quantised(tmp_path, monkeypatch, stages, name):
+@pytest.mark.parametrize("stages, name", [(1, "requantize_in_forward"), (2, "requantize")])
+def test_when_shards_are_quantized(tmp_path, monkeypatch, stages, name):
     """Pipeline schedules may gather before the forward of a stage begins."""
     model, calls = nn.Linear(1, 1), []
-    for each in ("requantise", "requantise_in_forward"):
+    for each in ("requantize", "requantize_in_forward"):
         monkeypatch.setattr(
             converters, each, lambda models, each=each: calls.append((each, models))
         )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
-from titan_fp8.requantise import requantise
+from titan_fp8.requantize import requantize
 from titan_fp8.sharded_weight import ShardedWeight
 
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
@@ -56,7 +56,7 @@ def train(model: nn.Sequential) -> list[Tensor]:
                 p -= 0.1 * p.grad
         model.zero_grad()
         found += [loss.detach(), *(p.full_tensor() for p in model.parameters())]
-        requantise([model])
+        requantize([model])
     return found
 
 
@@ -185,7 +185,7 @@ def load_between_steps(recipe: str, fp8: bool) -> list[Tensor]:
     state = {name: value.detach().clone() for name, value in early.items()}
     found += train(model)
     model.load_state_dict(state)
-    requantise([model])
+    requantize([model])
     found += train(model)
     return found + [value.full_tensor() for value in early.values()]
 

@@ -1,8 +1,8 @@
 """FP8 under torchtitan's parallel plans, one forward and backward each, on gloo ranks.
 
 Every plan starts from one seed checkpoint and gets the same global batch. Its logits and gradients
-are compared with the oracle of `plan_oracle`, which quantises the slices that the ranks hold, and
-with the unsharded FP8 model, whose quantisation blocks are others.
+are compared with the oracle of `plan_oracle`, which quantizes the slices that the ranks hold, and
+with the unsharded FP8 model, whose quantization blocks are others.
 """
 
 import statistics
@@ -59,7 +59,7 @@ def gather(plan: Plan, ranks: list[Result]) -> Result:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-def test_a_plan_quantises_what_each_rank_holds(plan, folder, capsys):
+def test_a_plan_quantizes_what_each_rank_holds(plan, folder, capsys):
     spawn(plan_ranks.run_plan, plan.ranks, plan, folder)
     learned = plan_ranks.has_whole_router_gradient(plan)
     ranks = [read(folder / f"{plan.name}-{rank}.pt") for rank in range(plan.ranks)]

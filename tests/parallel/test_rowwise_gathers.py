@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
-from titan_fp8.requantise import requantise
+from titan_fp8.requantize import requantize
 
 DIM, STEPS = 64, 4
 
@@ -163,7 +163,7 @@ def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], 
     model, found, calls = sharded(fp8), [], []
     columns_gathered(model, calls)
     if early:
-        requantise([model])
+        requantize([model])
     for step in range(STEPS):
         loss = way(model, step).float().square().mean()
         loss.backward()
@@ -174,7 +174,7 @@ def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], 
                     p -= 0.1 * p.grad
         found.append(loss.detach())
         model.zero_grad()
-        requantise([model])
+        requantize([model])
     return found, calls
 
 
@@ -210,7 +210,7 @@ def read_columns_that_were_not_gathered(rank: int) -> None:
             else contextlib.nullcontext()
         ):
             model(batch(step)).float().sum().backward()
-        requantise([model])
+        requantize([model])
         model.norm.set_modules_to_forward_prefetch([model.blocks[0]])
 
 

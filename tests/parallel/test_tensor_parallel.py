@@ -1,6 +1,6 @@
 """FP8Linear alone under the parallel styles of PyTorch and torchtitan, on two gloo ranks.
 
-y and all gradients are compared with an oracle that quantises the slices of each rank, and the
+y and all gradients are compared with an oracle that quantizes the slices of each rank, and the
 placements with those of nn.Linear. Weights whose shards FP8 GEMMs cannot take are refused.
 """
 
@@ -176,7 +176,7 @@ def test_a_sharded_linear_sums_what_its_slices_give(case, recipe, with_bias, res
             assert error < 1e-6, name
 
 
-# nn.Linear passes a partial gradient on as it is; quantisation needs the sum.
+# nn.Linear passes a partial gradient on as it is; quantization needs the sum.
 @pytest.mark.parametrize("with_bias", (True, False), ids=("bias", "no bias"))
 @pytest.mark.parametrize("case", [case for case in CASES if not case.partial], ids=str)
 def test_placements_are_those_of_a_dense_linear(case, with_bias, results):

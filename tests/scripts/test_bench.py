@@ -71,11 +71,11 @@ def test_uneven_ends(groups, alignment):
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
         ("blockwise_wgrad_kernel", "FP8 GEMM"),
         ("rowwise_fprop_dgrad_kernel", "FP8 GEMM"),
-        ("quantize_1x128_kernel", "quantisers"),
+        ("quantize_1x128_kernel", "quantizers"),
         ("swiglu_backward_kernel", "SwiGLU"),
         ("permute_gather_kernel", "permutation"),
-        ("transpose_fp8_kernel", "quantisers"),
-        ("quantize_columns_one_pass_kernel", "quantisers"),
+        ("transpose_fp8_kernel", "quantizers"),
+        ("quantize_columns_one_pass_kernel", "quantizers"),
         ("blockwise_fprop_dgrad_kernel", "FP8 GEMM"),
         ("rowwise_wgrad_kernel", "FP8 GEMM"),
         ("triton_poi_fused_index_put_3", "inductor"),
@@ -107,7 +107,7 @@ def test_a_file_that_is_not_a_trace(text, tmp_path, monkeypatch, capsys):
 
 def test_kernels_of_ours_have_a_kind():
     """The kind of a kernel follows from the module that it is in."""
-    kinds = {"gemm": "FP8 GEMM", "quantize": "quantisers", "transpose": "quantisers"}
+    kinds = {"gemm": "FP8 GEMM", "quantize": "quantizers", "transpose": "quantizers"}
     kinds |= {"swiglu": "SwiGLU", "permute": "permutation", "gemm_bf16": "grouped GEMM"}
     kinds |= {"gradients": "FSDP copies"}
     found = pkgutil.walk_packages(kernels.__path__, "titan_fp8.kernels.")

@@ -66,7 +66,7 @@ def test_a_measured_gpu_gets_a_table(measure_plan, monkeypatch, tmp_path):
     times.load.cache_clear()
     assert h100.gpu == FACTS["card"] and h100.copy_gbps == 2000
     assert h100.gemm.keys() == h200.gemm.keys() and len(h100.gemm["bf16", "mm"]) == 5
-    assert h100.quantise.keys() <= h200.quantise.keys()
+    assert h100.quantize.keys() <= h200.quantize.keys()
     for family, op in h100.gemm:
         assert h100.gemm_us(family, op, 0, 32, 16, 32) == pytest.approx(10, rel=1e-3)
     # What was not measured there follows the bandwidth of the copy, or is that of the H200.
@@ -95,7 +95,7 @@ def test_interpolation():
         )
     for low, high in itertools.pairwise((1024, 1 << 20, 1 << 26, 1 << 27, 1 << 30)):
         op = "quantize_1x128"
-        assert 0 < h200.quantise_us(op, low) < h200.quantise_us(op, high)
+        assert 0 < h200.quantize_us(op, low) < h200.quantize_us(op, high)
     with pytest.raises(ValueError, match="--gpu = 'a100': allowed are .*'h200', of which"):
         times.load("a100")
 

@@ -40,7 +40,7 @@ def test_rounding_repeats_and_depends_on_the_seed():
     x = torch.randn(10_000)
     y = round_stochastically(x, seed(3))
     assert torch.equal(y, round_stochastically(x, seed(3)))
-    # A number at a random place between its neighbours is rounded differently in a third of cases.
+    # A number at a random place between its neighbors is rounded differently in a third of cases.
     different = (y != round_stochastically(x, seed(4))).float().mean().item()
     assert different == pytest.approx(1 / 3, abs=0.02)
 

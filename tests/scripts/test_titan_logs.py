@@ -82,11 +82,11 @@ def test_logs_of_many_ranks(tmp_path):
     assert rows["tokens/s ratio"][1] == rows["peak memory ratio"][1] == "0.500"
 
 
-@pytest.mark.parametrize("colour", [True, False])
-def test_log_against_log(tmp_path, colour):
-    a = write_log(tmp_path / "a.log", curve(range(1, 41)), colour=colour)
+@pytest.mark.parametrize("color", [True, False])
+def test_log_against_log(tmp_path, color):
+    a = write_log(tmp_path / "a.log", curve(range(1, 41)), color=color)
     losses = curve(range(1, 41), 0.1)
-    b = write_log(tmp_path / "b.log", losses, colour=colour, memory="35.05GiB(39.40%)")
+    b = write_log(tmp_path / "b.log", losses, color=color, memory="35.05GiB(39.40%)")
     status, rows, _ = compare(a, b)
     assert status == 0
     assert rows["tokens/s ratio"][1] == "1.000" and rows["peak memory ratio"][1] == "0.500"

@@ -1,4 +1,4 @@
-"""Attention quantises the input that its projections share once, in eager mode."""
+"""Attention quantizes the input that its projections share once, in eager mode."""
 
 import copy
 
@@ -29,7 +29,7 @@ def gradients(attention: nn.Module, x: Tensor, *args: object) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_llama3_attention_quantises_its_input_once(tmp_path, recipe):
+def test_llama3_attention_quantizes_its_input_once(tmp_path, recipe):
     flag = f"--{LINEAR}.recipe", recipe
     model = converted(job(tmp_path, "llama3", *flag, converters=(LINEAR,)))
     attention = materialised(next(iter(of_type(model, SharedInputAttention).values())))
@@ -58,7 +58,7 @@ def test_every_attention_shares_its_input(tmp_path, name):
     assert share_attention_inputs(model) == 0  # already
 
 
-def test_another_input_and_another_recipe_are_quantised_apart():
+def test_another_input_and_another_recipe_are_quantized_apart():
     linears = [nn.Linear(64, 32, bias=False) for _ in range(3)]
     for linear, recipe in zip(linears, ("blockwise", "blockwise", "rowwise"), strict=True):
         titan_fp8.convert_linears(nn.Sequential(linear), recipe=recipe)

@@ -1,7 +1,7 @@
 """Exports hold the reference's FP8 weights, and other software reads them to the same values.
 
-What reads them: the safetensors package, PyTorch's reader of quantised checkpoints, the FP8
-dequantisation of transformers, and torchtitan, whose next run starts from them.
+What reads them: the safetensors package, PyTorch's reader of quantized checkpoints, the FP8
+dequantization of transformers, and torchtitan, whose next run starts from them.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import gloo
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from exports import MODELS, SHARD_BYTES, config_of, dequantised, expected_tensors, fp8_weights
+from exports import MODELS, SHARD_BYTES, config_of, dequantized, expected_tensors, fp8_weights
 from titan import one_process, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -56,14 +56,14 @@ def read_files(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_reader_finds_the_reference(model, tmp_path, text):
     run, checkpoint, out = exports.exported(tmp_path, model, text)
-    assert run.quantised == fp8_weights(run) and len(list(out.glob("*.safetensors"))) > 2
+    assert run.quantized == fp8_weights(run) and len(list(out.glob("*.safetensors"))) > 2
     expected = expected_tensors(run, checkpoint, fp8_weights(run))
 
     found = read_files(out)
     assert found.keys() == expected.keys()
     assert all(same(found[name], tensor) for name, tensor in expected.items())
 
-    values = dequantised(expected)
+    values = dequantized(expected)
     target = {name: torch.full_like(tensor, torch.nan) for name, tensor in values.items()}
     dcp.load(target, storage_reader=QuantizedHuggingFaceStorageReader(str(out)))
     assert all(same(target[name], tensor) for name, tensor in values.items())
@@ -85,20 +85,20 @@ def test_every_reader_finds_the_reference(model, tmp_path, text):
 
 
 def test_short_last_blocks(tmp_path, text):
-    """320 = 2.5 x 128 rows and columns, which transformers 5 cannot dequantise."""
+    """320 = 2.5 x 128 rows and columns, which transformers 5 cannot dequantize."""
     run, checkpoint, out = exports.exported(
         tmp_path, "llama3", text, "--model.flavor", "export_ragged"
     )
     expected = expected_tensors(run, checkpoint, fp8_weights(run))
     assert expected["model.layers.0.self_attn.o_proj.weight_scale_inv"].shape == (3, 3)
-    values = dequantised(expected)
+    values = dequantized(expected)
     target = {name: torch.full_like(tensor, torch.nan) for name, tensor in values.items()}
     dcp.load(target, storage_reader=QuantizedHuggingFaceStorageReader(str(out)))
     assert all(same(target[name], tensor) for name, tensor in values.items())
 
 
 def load_in_transformers(folder: Path):
-    """Hugging Face's model in FP32, with dequantised weights, and a report of what was wrong."""
+    """Hugging Face's model in FP32, with dequantized weights, and a report of what was wrong."""
     config = transformers.FineGrainedFP8Config(dequantize=True)
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder,
@@ -129,7 +129,7 @@ def fuse_experts(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def quantised_inputs(left: set[Tensor]) -> Iterator[None]:
+def quantized_inputs(left: set[Tensor]) -> Iterator[None]:
     """Inside, F.linear reads its input through 1x128 blocks in FP8, unless the weight is `left`."""
     linear = torch.nn.functional.linear
     storages = {weight.untyped_storage().data_ptr() for weight in left}
@@ -170,7 +170,7 @@ def test_logits_of_transformers_are_those_of_torchtitan(model, tmp_path, text):
     gates = {m.weight for name, m in theirs.named_modules() if name.endswith("mlp.gate")}
     with torch.no_grad():
         high_precision = relative_error(theirs(tokens).logits, logits)
-        with quantised_inputs({theirs.lm_head.weight, *gates}):
+        with quantized_inputs({theirs.lm_head.weight, *gates}):
             fp8 = relative_error(theirs(tokens).logits, logits)
     # Measured: below 1e-5, and 3e-4 to 1e-2. Another order of sums may move a few inputs across a
     # rounding boundary of e4m3.
@@ -194,7 +194,7 @@ def check_loaded(t, run: Run, expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_run_starts_from_an_export(model, tmp_path, text):
     run, checkpoint, out = exports.exported(tmp_path, model, text)
-    expected = dequantised(expected_tensors(run, checkpoint, fp8_weights(run)))
+    expected = dequantized(expected_tensors(run, checkpoint, fp8_weights(run)))
     start = ("--checkpoint.initial_load_path", out)
     config = config_of(model, tmp_path / "next", text, *start, *LOAD_EXPORT)
     with one_process(), trainer(config) as t:
@@ -256,7 +256,7 @@ def save_export_and_load_model(
     start = ("--checkpoint.initial_load_path", out, *LOAD_EXPORT)
     flags = [*flags, *start, "--job.dump_folder", folder / "next"]
     with trainer(config_of(model, folder / str(rank), text, *flags)) as t:
-        check_loaded(t, run, dequantised(expected))
+        check_loaded(t, run, dequantized(expected))
 
 
 def test_parallel_runs_save_and_load(tmp_path, text):
@@ -267,8 +267,8 @@ def test_modules_that_the_run_leaves_out_stay_in_high_precision(tmp_path, text):
     flags = ("--quantize.linear.titan_fp8.filter_fqns", "output,router.gate,wkv_b,0.feed_forward")
     run, checkpoint, out = exports.exported(tmp_path, "deepseek_v3", text, *flags)
     left = {"wkv_b", "layers.0.feed_forward"}
-    quantised = {n for n in fp8_weights(run) if not any(pattern in n for pattern in left)}
-    expected = expected_tensors(run, checkpoint, quantised)
+    quantized = {n for n in fp8_weights(run) if not any(pattern in n for pattern in left)}
+    expected = expected_tensors(run, checkpoint, quantized)
     found = read_files(out)
     assert found.keys() == expected.keys()
     assert all(same(found[name], tensor) for name, tensor in expected.items())
@@ -284,8 +284,8 @@ def test_modules_that_the_run_leaves_out_stay_in_high_precision(tmp_path, text):
 def test_experts_that_the_run_leaves_out(tmp_path, text):
     flags = ("--quantize.grouped_mm.titan_fp8.fqns", "layers.1.moe.experts")
     run, checkpoint, out = exports.exported(tmp_path, "qwen3_moe", text, *flags)
-    quantised = {name for name in fp8_weights(run) if "layers.0.moe" not in name}
-    expected = expected_tensors(run, checkpoint, quantised)
+    quantized = {name for name in fp8_weights(run) if "layers.0.moe" not in name}
+    expected = expected_tensors(run, checkpoint, quantized)
     found = read_files(out)
     assert found.keys() == expected.keys()
     assert all(same(found[name], tensor) for name, tensor in expected.items())

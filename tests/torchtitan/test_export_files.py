@@ -143,7 +143,7 @@ def test_an_export_holds_no_more_than_a_file(monkeypatch, tmp_path, text, model,
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         export(checkpoint, out, config, shard_bytes=limit, log=lambda line: None)
 
-    # A tensor as it was saved and as it is read, and temporaries of its quantisation.
+    # A tensor as it was saved and as it is read, and temporaries of its quantization.
     bound = 2 * max(sizes) + 2 * limit
     assert limit < peak_bytes(run, tmp_path / "trace.json") < bound < sum(sizes) / 2
 

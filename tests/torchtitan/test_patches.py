@@ -182,8 +182,8 @@ def test_the_plugin_does_not_load_without_its_check(tmp_path):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("patch", patches.ON_CONVERSION, ids=lambda patch: patch.name)
 def test_a_conversion_goes_on_without_a_patch(monkeypatch, tmp_path, caplog, patch):
-    # Quantisers are recomputed by their own patch only where blocks are not checkpointed.
-    checkpointing = "op" if patch is not patches.RECOMPUTABLE_QUANTISERS else "layer 2"
+    # Quantizers are recomputed by their own patch only where blocks are not checkpointed.
+    checkpointing = "op" if patch is not patches.RECOMPUTABLE_QUANTIZERS else "layer 2"
     config = job(tmp_path, "deepseek_v3", *ALL, *CHECKPOINTING[checkpointing])
     change(monkeypatch, patch.targets[-1])
     model = converted(config)

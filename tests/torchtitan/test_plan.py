@@ -10,7 +10,7 @@ import pytest
 from titan_fp8.plan import __main__ as plan_main
 from titan_fp8.plan import advice, times
 from titan_fp8.plan.command import config_run
-from titan_fp8.plan.costs import gemm_us, quantise_us
+from titan_fp8.plan.costs import gemm_us, quantize_us
 from titan_fp8.plan.run import Run
 from titan_fp8.plan.step import baseline, predict
 
@@ -96,11 +96,11 @@ def test_the_rows_of_layers_add_up_to_the_step(config, flags):
     h200 = times.load("h200")
     step = predict(run, h200)
     gemms = sum(row.layer.count * gemm_us(row.layer, row.cost) for row in step.rows)
-    quantisers = sum(row.layer.count * quantise_us(row.layer, row.cost, run) for row in step.rows)
+    quantizers = sum(row.layer.count * quantize_us(row.layer, row.cost, run) for row in step.rows)
     parts = step.parts
     both = parts["GEMMs of linears"] + parts.get("GEMMs of experts", 0)
     assert both == pytest.approx(gemms * run.micro_batches / 1e3)
-    assert parts["quantisers"] == pytest.approx(quantisers * run.micro_batches / 1e3)
+    assert parts["quantizers"] == pytest.approx(quantizers * run.micro_batches / 1e3)
     assert step.gpu == pytest.approx(sum(parts.values()))
     assert step.ms == step.gpu + step.waiting
 
@@ -117,7 +117,7 @@ def test_every_second_linear_of_a_block_is_repeated():
 
 
 def test_layers_take_what_benchmarks_of_layers_measured():
-    """bench_linear.py, whose layers are apart from the GEMMs and quantisers of the table."""
+    """bench_linear.py, whose layers are apart from the GEMMs and quantizers of the table."""
     layer = run_of("llama3_8b", ONE_GPU).layers[0]
     run = run_of("llama3_8b", ONE_GPU)
     for row in json.loads((ROOT / "docs" / "benchmarks" / "linear.json").read_text())["rows"]:

@@ -13,11 +13,11 @@ from torchtitan.models.moe.moe import FeedForward
 
 import titan_fp8
 from titan_fp8.layouts import E4M3
-from titan_fp8.patches import RECOMPUTABLE_QUANTISERS, restore
+from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, restore
 from titan_fp8.recomputation import (
     CompleteMarks,
     complete_marks_after,
-    with_recomputable_quantisers,
+    with_recomputable_quantizers,
 )
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.patches import CHECKPOINT_MARKS
@@ -41,13 +41,13 @@ def fresh_compiler():
     torch._dynamo.reset()
     with inductor_config.patch(force_disable_caches=True):
         yield
-    restore([RECOMPUTABLE_QUANTISERS, CHECKPOINT_MARKS])
+    restore([RECOMPUTABLE_QUANTIZERS, CHECKPOINT_MARKS])
     torch._dynamo.reset()
 
 
 @pytest.fixture
 def installed(fresh_compiler):
-    RECOMPUTABLE_QUANTISERS.apply(with_recomputable_quantisers)
+    RECOMPUTABLE_QUANTIZERS.apply(with_recomputable_quantizers)
 
 
 def kept_in_fp8(module: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], list[Tensor]]:
@@ -66,7 +66,7 @@ def kept_in_fp8(module: nn.Module, x: Tensor) -> tuple[list[tuple[int, ...]], li
     return shapes, [p.grad for p in module.parameters()]
 
 
-def test_inputs_behind_pointwise_products_are_quantised_again(installed):
+def test_inputs_behind_pointwise_products_are_quantized_again(installed):
     module, x = SwiGLU(), torch.randn(32, 64)
     shapes, gradients = kept_in_fp8(module, x)
     assert shapes == []

@@ -40,7 +40,7 @@ FLAVORS = {
     "muse_glimmer": "muse_glimmer_configs",
     "flux": "flux_configs",
 }
-"""The table of flavours in the module of each model."""
+"""The table of flavors in the module of each model."""
 
 NOT_INSTALLED = {
     "flux": ("transformers",),
@@ -64,7 +64,7 @@ def on_meta(config: Module.Config) -> nn.Module:
 
 
 def registry(model: str, flavor: str = "debugmodel", converters: tuple = (), **options):
-    """The config of a model's flavour after these converters."""
+    """The config of a model's flavor after these converters."""
     module = importlib.import_module(f"torchtitan.models.{model}")
     return module.model_registry(flavor, converters=list(converters), **options).model
 

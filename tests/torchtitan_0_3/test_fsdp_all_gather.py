@@ -24,10 +24,10 @@ STEPS = 3
 
 
 class Counts:
-    """The weights that FSDP2 has gathered in FP8, and the collective quantisations of shards."""
+    """The weights that FSDP2 has gathered in FP8, and the collective quantizations of shards."""
 
     def __enter__(self) -> "Counts":
-        new, quantise = GatheredWeight.__new__, titan_fp8.sharded_weight.quantise
+        new, quantize = GatheredWeight.__new__, titan_fp8.sharded_weight.quantize
         self.gathered = 0
 
         def gather(*args):
@@ -36,9 +36,9 @@ class Counts:
 
         self.patches = (
             mock.patch.object(GatheredWeight, "__new__", gather),
-            mock.patch.object(titan_fp8.sharded_weight, "quantise", wraps=quantise),
+            mock.patch.object(titan_fp8.sharded_weight, "quantize", wraps=quantize),
         )
-        _, self.quantise = (patch.start() for patch in self.patches)
+        _, self.quantize = (patch.start() for patch in self.patches)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,11 +56,11 @@ def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) ->
         with Counts() as counts, mock.patch.object(observer, "SAMPLED_ROWS", 1 << 30):
             recorder = titan_0_3.train(config)
         if name == "off":
-            assert counts.gathered == counts.quantise.call_count == 0
+            assert counts.gathered == counts.quantize.call_count == 0
         else:
             # Each weight on its own at its first gather, and all together after each step.
-            weights = sum(len(call.args[0]) == 1 for call in counts.quantise.call_args_list)
-            assert weights > 9 and counts.quantise.call_count == weights + STEPS
+            weights = sum(len(call.args[0]) == 1 for call in counts.quantize.call_args_list)
+            assert weights > 9 and counts.quantize.call_count == weights + STEPS
             assert counts.gathered >= weights
         if rank == 0:
             found = {"losses": recorder.losses(), "health": recorder.health()[STEPS]}

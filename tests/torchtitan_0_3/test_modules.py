@@ -45,7 +45,7 @@ def convert(part: Module.Config, *converters) -> nn.Module:
     for converter in converters:
         converter.build().convert(root)
     module = root.part.build()
-    titan_0_3.initialise(module)
+    titan_0_3.initialize(module)
     return module
 
 
@@ -116,7 +116,7 @@ def test_a_wrapper_that_has_nothing_to_redistribute_is_no_reason_to_call():
     assert count.calls["swiglu_1x128"] == 1
 
 
-def test_projections_of_one_input_quantise_it_once():
+def test_projections_of_one_input_quantize_it_once():
     config = QKVLinear.Config(head_dim=16, wq=linear(64, K), wkv=linear(32, K))
     module = convert(config, FP8LinearConverter.Config())
     assert type(module) is SharedInputQKVLinear

@@ -29,7 +29,7 @@ def run(config: str, ep: int) -> dict[str, Tensor]:
     job.model_spec.model.update_from_config(config=job)
     model = job.model_spec.model.build()
     model.init_weights()
-    titan_0_3.initialise(model)
+    titan_0_3.initialize(model)
     with dist_utils.get_spmd_context(parallel_dims=dims)():
         model.parallelize(dims)
         if ep > 1:

@@ -69,7 +69,7 @@ def saved_tensors():
 
 
 def quantizer(recipe: str) -> str:
-    """The op that forward quantises x with, where wgrad is to follow."""
+    """The op that forward quantizes x with, where wgrad is to follow."""
     if recipe.startswith("blockwise"):
         return "quantize_1x128_128x1_t"
     return "quantize_row_col_t" if recipe == "rowwise" else "quantize_row"
@@ -105,7 +105,7 @@ def assert_saved(saved: list[torch.Tensor], recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("parameters", [True, False])
-def test_eager_saves_no_quantised_weight(recipe, parameters):
+def test_eager_saves_no_quantized_weight(recipe, parameters):
     run, weights = three_linears(recipe, parameters)
     with saved_tensors() as saved:
         run(torch.randn(40, 144, requires_grad=True), *weights)
@@ -113,7 +113,7 @@ def test_eager_saves_no_quantised_weight(recipe, parameters):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_eager_grouped_mm_saves_no_quantised_weight(recipe):
+def test_eager_grouped_mm_saves_no_quantized_weight(recipe):
     x, w = torch.randn(40, 144, requires_grad=True), torch.randn(2, 64, 144, requires_grad=True)
     with saved_tensors() as saved:
         fp8_grouped_mm(x, w, offsets(8, 40), recipe=recipe)
@@ -125,8 +125,8 @@ def test_eager_grouped_mm_saves_no_quantised_weight(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("parameters", [True, False])
-def test_compiled_linears_share_the_quantised_input(recipe, parameters):
-    """x quantised once; one frame, compiled once."""
+def test_compiled_linears_share_the_quantized_input(recipe, parameters):
+    """x quantized once; one frame, compiled once."""
     run, weights = three_linears(recipe, parameters)
     leaves = torch.randn(40, 144, requires_grad=True), *weights
     g = torch.randn(40, sum(SIZES))
@@ -226,7 +226,7 @@ def autocast():
 
 
 def test_op_level_checkpointing_saves_what_its_list_says():
-    """Every GEMM saved, every quantiser recomputed, with an input that two layers share."""
+    """Every GEMM saved, every quantizer recomputed, with an input that two layers share."""
     linears = nn.ModuleList([nn.Linear(144, n) for n in SIZES])
     convert_linears(linears)
     products = []

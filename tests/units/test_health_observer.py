@@ -1,4 +1,4 @@
-"""What an observer measures of the operands of FP8 products, against the oracle's quantisers."""
+"""What an observer measures of the operands of FP8 products, against the oracle's quantizers."""
 
 import collections
 import contextlib
@@ -13,7 +13,7 @@ from numerics import (
     DTYPES,
     INF,
     NAN,
-    QUANTISING,
+    QUANTIZING,
     RECIPES,
     dense_case,
     grouped_case,
@@ -74,23 +74,23 @@ def parts(x: torch.Tensor, ends: list[int] | None) -> list[np.ndarray]:
 
 
 def expected_operands(x, w, g, recipe: str, ends: list[int] | None = None) -> dict[str, list]:
-    """For each operand what is quantised, and the oracle's result, by group."""
+    """For each operand what is quantized, and the oracle's result, by group."""
     xs, gs = parts(x, ends), parts(g, ends)
     ws = [oracle.array(each) for each in (w if w.dim() == 3 else w[None])]
 
-    def quantised(arrays, quantiser, *args):
-        return [(a, quantiser(a, recipe, *args)) for a in arrays]
+    def quantized(arrays, quantizer, *args):
+        return [(a, quantizer(a, recipe, *args)) for a in arrays]
 
     found = {
-        "x fprop": quantised(xs, oracle.rows),
-        "w fprop": quantised(ws, oracle.weight, "fprop"),
-        "g dgrad": quantised(gs, oracle.rows),
-        "w dgrad": quantised(ws, oracle.weight, "dgrad"),
+        "x fprop": quantized(xs, oracle.rows),
+        "w fprop": quantized(ws, oracle.weight, "fprop"),
+        "g dgrad": quantized(gs, oracle.rows),
+        "w dgrad": quantized(ws, oracle.weight, "dgrad"),
     }
     if recipe != "rowwise_with_gw_hp":
         found |= {
-            "g wgrad": quantised(gs, oracle.columns),
-            "x wgrad": quantised(xs, oracle.columns),
+            "g wgrad": quantized(gs, oracle.columns),
+            "x wgrad": quantized(xs, oracle.columns),
         }
     return found
 
@@ -150,7 +150,7 @@ def test_a_linear(all_rows, recipe, dtype, shape):
     assert shape[0] == 1 or max(underflow) > 0
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("name", ["unaligned", "rows past the end", "end beyond M", "aligned"])
 def test_groups(all_rows, recipe, name):
     m, ends, aligned = SMALL_GROUPS[name]
@@ -184,8 +184,8 @@ def test_a_feed_forward(all_rows, ends):
     }
     for row, w in enumerate(weights):
         matrices = [oracle.array(each) for each in (w if w.dim() == 3 else w[None])]
-        quantised = [(each, oracle.weight(each, recipe, "fprop")) for each in matrices]
-        expected["w fprop"] = statistics(quantised)
+        quantized = [(each, oracle.weight(each, recipe, "fprop")) for each in matrices]
+        expected["w fprop"] = statistics(quantized)
         for operand, want in expected.items():
             if operand == "w fprop" or row != 1:  # w2 reads h
                 got = table[row, OPERANDS.index(operand)]
@@ -264,7 +264,7 @@ def train(model, x) -> None:
     model(x.clone().requires_grad_()).square().mean().backward()
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 def test_layers_that_share_an_input_and_a_shape(all_rows, recipe):
     model, layers = mlp(recipe)
     x = torch.randn(256, 128)
@@ -292,7 +292,7 @@ def test_weights_that_autocast_casts_are_recognised():
         assert rows[Stat.LOG2_MAX].item() == pytest.approx(s.max().log2().item())
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 def test_compiled_code_is_seen_as_eager_code_is(recipe):
     torch._dynamo.reset()
     model, layers = mlp(recipe)
@@ -321,7 +321,7 @@ def test_recomputed_layers_are_seen():
     torch.testing.assert_close(*shares)
 
 
-def test_a_gathered_weight_where_another_was_quantised():
+def test_a_gathered_weight_where_another_was_quantized():
     """Its memory may be that of the FP8 copy of another layer's weight."""
     first, second = (layer(torch.randn(128, 128), name) for name in ("first", "second"))
     x = torch.randn(256, 128)
@@ -367,7 +367,7 @@ def test_nothing_is_sampled_while_a_cuda_graph_is_captured(monkeypatch):
 # What it costs
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 def test_launches(recipe):
     model, layers = mlp(recipe)
     model = model.bfloat16()

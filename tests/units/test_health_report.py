@@ -71,7 +71,7 @@ def test_tokens_per_expert_are_of_all_experts():
     assert not [tag for tag in metrics if "wq" in tag and "spread" not in tag]  # nothing was seen
 
 
-def test_every_quantiser_and_fp8_gemm_is_watched():
+def test_every_quantizer_and_fp8_gemm_is_watched():
     stubs = vars(registry._fakes).items()
     fp8 = {name for name, stub in stubs if stub.__module__ != "titan_fp8.ops.permute"}
     shards = {"quantize_shard_row", "quantize_shard_col"}  # sampled by health/shards.py

@@ -56,7 +56,7 @@ CHECKS: dict[str, Callable[[str, str], None]] = {
 PRODUCTS = ("linear", "grouped")
 
 
-# Faults of one operand: of a quantiser, which returns q and s
+# Faults of one operand: of a quantizer, which returns q and s
 
 
 def doubled_scale(quantize):
@@ -149,7 +149,7 @@ def argument_of_the_next_group(index: int, dim: int = 0):
     return mutate
 
 
-def bf16_dequantised(dequantize):
+def bf16_dequantized(dequantize):
     return lambda q, s: dequantize(q, s).bfloat16().float()
 
 
@@ -203,7 +203,7 @@ def not_a_power_of_two(scale_of):
     return lambda amax, *_: scale_of(amax)
 
 
-NO_QUANTISATION = {
+NO_QUANTIZATION = {
     "scale_of": always(lambda amax, *_: torch.ones_like(amax)),
     "cast": always(lambda x, s: x * s),
     "zero_padding": always(lambda q, *_: q),
@@ -241,7 +241,7 @@ OPERANDS = {
         "wgrad": {"quantize_col_t": 0},
     },
 }
-"""The quantisers of each GEMM's operands, and the dimension of theirs that is contracted."""
+"""The quantizers of each GEMM's operands, and the dimension of theirs that is contracted."""
 OPERANDS["rowwise_with_gw_hp"] = OPERANDS["rowwise"] | {"wgrad": {"bf16_wgrad": 0}}
 OPERANDS["blockwise_pow2"] = OPERANDS["blockwise"]
 
@@ -264,10 +264,10 @@ def mutations() -> list:
     for recipe in RECIPES:
         blockwise = recipe in oracle.BLOCKWISE
         for gemm in GEMMS:
-            run, quantised = GEMM_FUNCTIONS[recipe][gemm], (recipe, gemm) != (RECIPES[2], "wgrad")
+            run, quantized = GEMM_FUNCTIONS[recipe][gemm], (recipe, gemm) != (RECIPES[2], "wgrad")
             for f, dim in OPERANDS[recipe][gemm].items():
                 add("dropped tail", {f: dropped_tail(dim)}, recipe, gemm, *PRODUCTS)
-                if quantised:
+                if quantized:
                     swap = swapped_scale_axis if blockwise else scale_of_the_next_row
                     add("doubled scale", {f: doubled_scale}, recipe, gemm, *PRODUCTS)
                     add("swapped scales", {f: swap}, recipe, gemm, *PRODUCTS)
@@ -282,9 +282,9 @@ def mutations() -> list:
             end = {"group_bounds": last_group_to_the_end}
             add("rows past the end taken", end, recipe, gemm, "grouped")
             add("rounded twice", {run: rounded_twice}, recipe, gemm, *PRODUCTS)
-            if not quantised:
+            if not quantized:
                 continue
-            add("not quantised", NO_QUANTISATION, recipe, gemm, *PRODUCTS)
+            add("not quantized", NO_QUANTIZATION, recipe, gemm, *PRODUCTS)
             add("truncated", {"cast": truncated}, recipe, gemm, *PRODUCTS)
             if recipe == "blockwise_pow2":
                 exact = {"scale_of": not_a_power_of_two}
@@ -299,7 +299,7 @@ def mutations() -> list:
                 # bf16 holds q times a power of two exactly.
                 exact = recipe == "blockwise_pow2"
                 if (f, gemm) != ("dequantize_128x128", "wgrad") and not exact:
-                    add("dequantised to bf16", {f: bf16_dequantised}, recipe, gemm, *PRODUCTS)
+                    add("dequantized to bf16", {f: bf16_dequantized}, recipe, gemm, *PRODUCTS)
         add("rounded twice", {run: rounded_twice}, recipe, "wgrad", "autocast")
 
     for recipe, weight_t, columns in (

@@ -1,4 +1,4 @@
-"""The ops as PyTorch sees them: schemas, fakes, functional behaviour and input checks."""
+"""The ops as PyTorch sees them: schemas, fakes, functional behavior and input checks."""
 
 import re
 import subprocess

@@ -41,7 +41,7 @@ def test_ops_produce_the_scales_that_the_recipe_names(recipe: Recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_rows_and_columns_are_the_two_quantisers(recipe: Recipe):
+def test_rows_and_columns_are_the_two_quantizers(recipe: Recipe):
     x = torch.randn(M, K)
     for offs in (None, OFFS):
         separate = *recipe.rows(x), *recipe.columns(x, offs)
@@ -52,12 +52,12 @@ def test_rows_and_columns_are_the_two_quantisers(recipe: Recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_quantised_weight_gives_the_same_bits(recipe: str, grouped: bool, compiled: bool):
+def test_a_quantized_weight_gives_the_same_bits(recipe: str, grouped: bool, compiled: bool):
     torch.manual_seed(0)
     x = torch.randn(M, K, requires_grad=True)
     w = torch.randn(3, N, K, requires_grad=True) if grouped else torch.randn(N, K)
-    quantised = titan_fp8.quantize_weight(w.detach(), recipe=recipe)
-    assert quantised.shape == w.shape and not quantised.rows[0].requires_grad
+    quantized = titan_fp8.quantize_weight(w.detach(), recipe=recipe)
+    assert quantized.shape == w.shape and not quantized.rows[0].requires_grad
 
     def multiply(weight):
         if grouped:
@@ -65,18 +65,18 @@ def test_a_quantised_weight_gives_the_same_bits(recipe: str, grouped: bool, comp
         return titan_fp8.fp8_linear(x, weight, recipe=recipe)
 
     want = multiply(w)
-    got = (torch.compile(multiply, fullgraph=True) if compiled else multiply)(quantised)
+    got = (torch.compile(multiply, fullgraph=True) if compiled else multiply)(quantized)
     g = torch.randn_like(want)
     assert torch.equal(got, want)
     assert torch.equal(*(torch.autograd.grad(y, x, g)[0] for y in (got, want)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_feed_forward_takes_quantised_weights(recipe: str):
+def test_a_feed_forward_takes_quantized_weights(recipe: str):
     x = torch.randn(40, 64, requires_grad=True)
     w1, w2, w3 = torch.randn(96, 64), torch.randn(32, 96, requires_grad=True), torch.randn(96, 64)
-    quantised = [titan_fp8.quantize_weight(w, recipe=recipe) for w in (w1, w3)]
-    got = fp8_swiglu(x, quantised[0], w2, quantised[1], recipe=recipe)
+    quantized = [titan_fp8.quantize_weight(w, recipe=recipe) for w in (w1, w3)]
+    got = fp8_swiglu(x, quantized[0], w2, quantized[1], recipe=recipe)
     want = fp8_swiglu(x, w1, w2, w3, recipe=recipe)
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.std()))
     got.sum().backward()
@@ -84,9 +84,9 @@ def test_a_feed_forward_takes_quantised_weights(recipe: str):
 
 
 def test_a_weight_of_another_recipe_is_refused():
-    quantised = titan_fp8.quantize_weight(torch.randn(N, K), recipe="blockwise")
-    with pytest.raises(ValueError, match="weight was quantised for 'blockwise': the recipe is 'r"):
-        titan_fp8.fp8_linear(torch.randn(4, K), quantised, recipe="rowwise")
+    quantized = titan_fp8.quantize_weight(torch.randn(N, K), recipe="blockwise")
+    with pytest.raises(ValueError, match="weight was quantized for 'blockwise': the recipe is 'r"):
+        titan_fp8.fp8_linear(torch.randn(4, K), quantized, recipe="rowwise")
     with pytest.raises(ValueError, match="weight has shape .* N = 17 and K = 16"):
         titan_fp8.quantize_weight(torch.randn(17, 16))
     for shape in ((16,), (2, 2, 16, 16)):
@@ -97,7 +97,7 @@ def test_a_weight_of_another_recipe_is_refused():
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_w1_and_w3_of_a_feed_forward_share_the_quantised_input(recipe: Recipe):
+def test_w1_and_w3_of_a_feed_forward_share_the_quantized_input(recipe: Recipe):
     x = torch.randn(40, 64, requires_grad=True)
     w1, w3 = torch.randn(2, 96, 64, requires_grad=True)
     w2 = torch.randn(32, 96, requires_grad=True)

@@ -198,7 +198,7 @@ def test_kept_are_a_b_and_the_fp8_copy_of_x(layout, compiled):
 def test_compiled_is_eager_to_the_bit_for_any_token_count():
     compiled = torch.compile(fp8_swiglu, backend="aot_eager_decomp_partition", fullgraph=True)
     torch._dynamo.utils.counters.clear()
-    # More than 128 tokens: one block of them is another graph, as torch specialises on sizes of 1.
+    # More than 128 tokens: one block of them is another graph, as torch specializes on sizes of 1.
     for i, (m, ends) in enumerate(((300, (5, 5, 290)), (257, (0, 257, 257)), (140, (9, 9, 9)))):
         for leaves, offs in (
             (operands(m=m), None),

@@ -1,4 +1,4 @@
-"""The SwiGLU ops: their values against FP64, and their outputs against the quantisers'."""
+"""The SwiGLU ops: their values against FP64, and their outputs against the quantizers'."""
 
 import numpy as np
 import pytest

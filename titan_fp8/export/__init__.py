@@ -13,7 +13,7 @@ gets what `transformers` loads:
 
 The FP8 weights are those that the GEMMs of a blockwise run read, unless tensor parallelism cuts the
 blocks: they are rounded to the run's `training.mixed_precision_param`, as FSDP2 and autocast do,
-and then quantised by `titan_fp8.reference.quantize_128x128`. The same modules as in training stay
+and then quantized by `titan_fp8.reference.quantize_128x128`. The same modules as in training stay
 in high precision.
 
 `exporter.py` runs the export. `run.py` finds out which model the run has, and `tensors.py` which

@@ -44,7 +44,7 @@ def export(
     saved = Checkpoint(checkpoint)
     run = Run(config)
     tensors = plan_tensors(run, saved)
-    if not any(tensor.quantised for tensor in tensors):
+    if not any(tensor.quantized for tensor in tensors):
         raise ValueError(
             f"{run.name} {run.flavor} has no weight to export in FP8: the sizes of all are no "
             "multiples of 16, or the config leaves them out"
@@ -87,7 +87,7 @@ def _write(
         log(f"{name}: {_size(done)} of {_size(total)} in {seconds:.0f} s")
     files.write_index(out, dict(zip(names, shards, strict=True)))
     files.write_json(out / files.CONFIG, model_config)
-    fp8 = sum(tensor.quantised for tensor in tensors)
+    fp8 = sum(tensor.quantized for tensor in tensors)
     log(f"{out}: {fp8} weights in FP8, {len(tensors) - fp8} tensors in high precision")
 
 

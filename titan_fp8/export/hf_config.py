@@ -47,12 +47,12 @@ def warnings_of(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
             "Load the export with software that reads scoring_func, as vLLM does"
         )
     ragged = [
-        t.name for t in tensors if t.quantised and any(n % BLOCK > 0 < n // BLOCK for n in t.shape)
+        t.name for t in tensors if t.quantized and any(n % BLOCK > 0 < n // BLOCK for n in t.shape)
     ]
     if ragged:
         found.append(
             f"{len(ragged)} weights have a short last block, {ragged[0]} first. transformers 5 "
-            "cannot dequantise these: it divides a weight into equal blocks. To load the export "
+            "cannot dequantize these: it divides a weight into equal blocks. To load the export "
             "with dequantize=True, leave such modules out by filter_fqns"
         )
     return found
@@ -61,7 +61,7 @@ def warnings_of(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
 def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     left = ["lm_head"] if run.tied else []
     for tensor in tensors:
-        if tensor.source in run.linears and not tensor.quantised:
+        if tensor.source in run.linears and not tensor.quantized:
             module = tensor.name.removesuffix(".weight")
             left.append(
                 module if tensor.expert is None else module.rpartition(".experts.")[0] + ".experts"

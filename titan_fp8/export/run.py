@@ -42,9 +42,9 @@ class Run:
         flavor_seq_len: the flavour's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
-        quantised: those that are exported in FP8, as a run with this config would convert them.
+        quantized: those that are exported in FP8, as a run with this config would convert them.
         buffers: names of tensors that are no parameters and keep their dtype.
-        dtype: in which the run computes, and of exported tensors that are not quantised.
+        dtype: in which the run computes, and of exported tensors that are not quantized.
         scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
         tied: whether the output layer shares the weight of the embedding.
         bos_id, eos_id: of the tokenizer, None if there is none.
@@ -99,7 +99,7 @@ class Run:
         if recipe is not None and recipe.has_weight_blocks:
             return recipe.scale_fmt
         self.warnings.append(
-            f'the run has recipe "{name}", whose GEMMs did not read weights quantised in 128x128 '
+            f'the run has recipe "{name}", whose GEMMs did not read weights quantized in 128x128 '
             "blocks: compare the exported model's loss with the run's"
         )
         return "fp32"
@@ -117,7 +117,7 @@ class Run:
         converted = (FP8Linear, FP8GroupedExperts)
         names = {name for name, module in model.named_modules() if isinstance(module, converted)}
         self.linears = self._weights({*linears, *experts})
-        self.quantised = self._weights(names)
+        self.quantized = self._weights(names)
 
     def _weights(self, modules: set[str]) -> set[str]:
         return {

@@ -19,7 +19,7 @@ from titan_fp8.reference import quantize_128x128
 
 SCALE_SUFFIX = "_scale_inv"
 STRIP = 8 * BLOCK
-"""Rows of a weight that are quantised at once; the temporaries are in FP32."""
+"""Rows of a weight that are quantized at once; the temporaries are in FP32."""
 
 Part = tuple[str, torch.dtype, torch.Size]
 """A tensor in a file: name, dtype, shape."""
@@ -27,7 +27,7 @@ Part = tuple[str, torch.dtype, torch.Size]
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of the Hugging Face model; with its scales, if it is quantised."""
+    """A tensor of the Hugging Face model; with its scales, if it is quantized."""
 
     name: str
     shape: torch.Size
@@ -35,13 +35,13 @@ class HFTensor:
     """Its name in the checkpoint."""
     expert: int | None
     """Which of the stacked experts it is."""
-    quantised: bool
+    quantized: bool
     dtype: torch.dtype
-    """Of a tensor that is not quantised. Others are rounded to it first."""
+    """Of a tensor that is not quantized. Others are rounded to it first."""
 
     @property
     def parts(self) -> list[Part]:
-        if not self.quantised:
+        if not self.quantized:
             return [(self.name, self.dtype, self.shape)]
         scales = torch.Size(cdiv(size, BLOCK) for size in self.shape)
         return [
@@ -70,8 +70,8 @@ def plan_tensors(run: Run, saved: Checkpoint) -> list[HFTensor]:
             _check_droppable(source, run, saved)
         for i, (name, value) in enumerate(mapped.items()):
             expert = i if meta.dim() == 3 else None
-            quantised = source in run.quantised
-            tensors.append(HFTensor(name, value.shape, source, expert, quantised, dtype))
+            quantized = source in run.quantized
+            tensors.append(HFTensor(name, value.shape, source, expert, quantized, dtype))
     return tensors
 
 
@@ -149,7 +149,7 @@ def converted_parts(
 
 
 def _convert(tensor: HFTensor, value: Tensor, scale_fmt: str) -> Iterator[tuple[str, Tensor]]:
-    if not tensor.quantised:
+    if not tensor.quantized:
         value = value.to(tensor.dtype)
         _check_finite(tensor, value)
         yield tensor.name, value

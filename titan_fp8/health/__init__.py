@@ -1,4 +1,4 @@
-"""The health of FP8 in a training run: what quantisation does to the operands of every layer.
+"""The health of FP8 in a training run: what quantization does to the operands of every layer.
 
     statistics.py   what is counted, of a sample of elements and of all scales
     sampling.py     takes the samples

@@ -1,4 +1,4 @@
-"""Watches the quantisers and GEMMs of some steps, and takes samples of the operands.
+"""Watches the quantizers and GEMMs of some steps, and takes samples of the operands.
 
 An observer sits inside the ops, below autograd, torch.compile, checkpointing and the parallel plan
 (`ops.observe`). So it sees the very q and scales that the GEMMs read, on local shards, and the
@@ -6,14 +6,14 @@ compiled code is the same whether a step is observed or not.
 
 Ops do not know the layer that calls them. The observer finds out by the memory of their arguments:
 
-- A GEMM's operand is what a quantiser has written to its address last.
-- The right operand of fprop and dgrad is a weight, and the tensor that was quantised to it is the
+- A GEMM's operand is what a quantizer has written to its address last.
+- The right operand of fprop and dgrad is a weight, and the tensor that was quantized to it is the
   parameter of one of the layers: it has its address or, if it was cast on the way, its values.
 - fprop's left operand is then x of that layer and dgrad's is g. wgrad reads columns that were
   written together with the rows of fprop or dgrad, at least on one side.
 
 Operands that cannot be traced to a layer are left out. A weight that FSDP2 gathers in FP8 is
-sampled where it was quantised, on the ranks that have its shards (`shards.py`).
+sampled where it was quantized, on the ranks that have its shards (`shards.py`).
 
 Elements are sampled: of each operand SAMPLED_ROWS tokens, or rows of a weight, evenly spaced.
 Scales are read in full. Only `table` waits for the device.
@@ -35,7 +35,7 @@ from titan_fp8.health.watch import WatchedOps
 
 SAMPLED_ROWS = 16
 COMPARED = 64
-"""The number of elements by which a weight that was cast is recognised."""
+"""The number of elements by which a weight that was cast is recognized."""
 
 OPERANDS = ("x fprop", "w fprop", "g dgrad", "w dgrad", "g wgrad", "x wgrad")
 """What the three GEMMs of a layer read."""
@@ -65,7 +65,7 @@ class Owner(NamedTuple):
 
 @dataclass(eq=False)
 class Operand:
-    """What one call of a quantiser has written along one dimension."""
+    """What one call of a quantizer has written along one dimension."""
 
     sample: Sample
     weight: Callable[[], Owner | None] | None
@@ -106,7 +106,7 @@ class Observer:
         """The implementation, watched; for `ops.observe`."""
         return WatchedOps(implementation, self)
 
-    # What was quantised
+    # What was quantized
 
     def note(
         self,
@@ -121,7 +121,7 @@ class Observer:
         return operand
 
     def _note_gathered(self) -> None:
-        """Weights that FSDP2 gathers in FP8: each rank has quantised its shard for this step."""
+        """Weights that FSDP2 gathers in FP8: each rank has quantized its shard for this step."""
         for index, layer in enumerate(self.layers):
             for gemms, sample in samples_of_shard(self.sampler, layer.weight):
                 operand = Operand(sample, None, "", None)
@@ -158,7 +158,7 @@ class Observer:
         address = b.data_ptr()
         if address in self._transposed:
             return self._transposed.pop(address), "dgrad"
-        # A weight is quantised for one GEMM. Later its memory may be that of a gathered weight.
+        # A weight is quantized for one GEMM. Later its memory may be that of a gathered weight.
         operand = self._by_address.pop(address, None)
         owner = None if operand is None or operand.weight is None else operand.weight()
         if operand is None or owner is None:
@@ -167,7 +167,7 @@ class Observer:
         return owner, operand.gemm
 
     def find(self, weight: Tensor) -> Owner | None:
-        """The layer of a weight that is quantised now."""
+        """The layer of a weight that is quantized now."""
         return self._find_by_address(weight) or self._find_by_values(weight)
 
     def _find_by_address(self, weight: Tensor) -> Owner | None:
@@ -180,7 +180,7 @@ class Observer:
         return None
 
     def _outward(self) -> Iterator[int]:
-        """All layers, first the neighbours of the one that was found last."""
+        """All layers, first the neighbors of the one that was found last."""
         count = len(self.layers)
         for step in range(count):
             yield (self._last + (step + 1) // 2 * (1 if step % 2 else -1)) % count

@@ -78,7 +78,7 @@ class Sampler:
     # The samples of each layout
 
     def take_rows(self, x: Tensor, q: Tensor, s: Tensor, offs: Tensor | None = None) -> Sample:
-        """Samples x (M, K) quantised along its rows: q (M, K), s (M, ⌈K/128⌉) or (M,).
+        """Samples x (M, K) quantized along its rows: q (M, K), s (M, ⌈K/128⌉) or (M,).
 
         Args:
             x: the sampled rows alone.
@@ -103,7 +103,7 @@ class Sampler:
         aligned: bool,
         blockwise: bool,
     ) -> Sample:
-        """Samples x (M, K) quantised along its columns.
+        """Samples x (M, K) quantized along its columns.
 
         q (K, Mt); s (K, Mt/128) or, rowwise, (K,) or (E, K).
 
@@ -132,7 +132,7 @@ class Sampler:
         return self.add(q, x, q.view(torch.uint8)[:, columns].mT, sampled, s)
 
     def take_weight(self, w: Tensor, q: Tensor, s: Tensor) -> Sample:
-        """Samples rows of a quantised weight w (R, C) or (E, R, C), which may be a transposed view.
+        """Samples rows of a quantized weight w (R, C) or (E, R, C), which may be a transposed view.
 
         q has w's shape and is contiguous; s (..., ⌈R/128⌉, ⌈C/128⌉) or (..., R).
         """
@@ -151,7 +151,7 @@ class Sampler:
         """Adds a sample of an operand that is in memory at `operand`.
 
         Args:
-            x: (R, C), what was quantised.
+            x: (R, C), what was quantized.
             q: (R, C), the bytes of e4m3.
             sampled: the scales of q, as `element_statistics` takes them.
             s: all scales of the operand.

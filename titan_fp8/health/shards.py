@@ -1,6 +1,6 @@
 """Samples of weights that FSDP2 gathers in FP8 (`titan_fp8/fsdp.py`), from this rank's shard.
 
-Their GEMMs read what the shards were quantised to after the last step of the optimizer, and no rank
+Their GEMMs read what the shards were quantized to after the last step of the optimizer, and no rank
 has the gathered weight in high precision.
 """
 

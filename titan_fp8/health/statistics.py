@@ -1,4 +1,4 @@
-"""What quantising an operand did to its values, and how far its scales spread.
+"""What quantizing an operand did to its values, and how far its scales spread.
 
 Shares and errors are of elements: those that became zero, those at the largest value of e4m3, and
 the squared error of q · s. Scales are counted and compared as blocks. Every statistic is a sum, a
@@ -49,7 +49,7 @@ def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
     """The statistics NONZERO to SQUARES of several operands of one shape.
 
     Args:
-        x: (n, R, C), what was quantised, bfloat16 or float32.
+        x: (n, R, C), what was quantized, bfloat16 or float32.
         q: (n, R, C), float8_e4m3fn.
         s: (n, R or 1, 1, C or ⌈C/128⌉), float32: one scale for a row, for each element or for each
             128 of a row. Elements whose scale is not finite count nowhere.

@@ -6,7 +6,7 @@ tensor descriptors and packs parameters, all in Python. That takes 40 to 80 us, 
 kernels run.
 
 Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
-compiled kernel by the properties of the arguments that Triton specialises on, packs the parameters
+compiled kernel by the properties of the arguments that Triton specializes on, packs the parameters
 and calls the CUDA driver. Triton's launch hooks see only the first launch.
 
 An argument is a tensor, a number, None or a pair: (tensor, dtype) for a tensor whose bytes the

@@ -1,7 +1,7 @@
 // The C part of `launch.py` (Launcher) and of `replay.py` (Replay). It follows `step.c`, which
 // explains plans and steps.
 //
-// A launcher computes a key from the properties of the arguments that Triton specialises on, looks
+// A launcher computes a key from the properties of the arguments that Triton specializes on, looks
 // up the plan for this key, and launches. If there is no plan yet, or an empty one, it calls
 // `Kernel._launch_first` in Python, which launches through Triton.
 //
@@ -93,7 +93,7 @@ static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
     if (number == -1 && PyErr_Occurred())
       return false;
     *out = (uint64_t)number;
-    // Triton specialises on 1, on multiples of 16, and on numbers that need 64 bits.
+    // Triton specializes on 1, on multiples of 16, and on numbers that need 64 bits.
     bool wide = number > INT32_MAX || number < INT32_MIN;
     return add_word(launch, number == 1 ? 1 : (number % 16 == 0) * 16 + wide * 32);
   }

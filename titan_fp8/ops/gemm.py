@@ -1,4 +1,4 @@
-"""The FP8 GEMMs: NT products of quantised operands, dense or for groups of tokens.
+"""The FP8 GEMMs: NT products of quantized operands, dense or for groups of tokens.
 
     mm      fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K)
     wgrad   a (N, Mt) by b (K, Mt), over all tokens or over those of each group: (E, N, K)
@@ -7,8 +7,8 @@ a and b are e4m3, their scales sa and sb FP32. `offs` (E,) are the group ends an
 that they are multiples of 128 (`layouts.py`). Rows of no group are zero in the result. `out_dtype`
 is bfloat16 or float32.
 
-The composite ops `*_fprop` and `*_dgrad` take the weight in high precision and quantise it
-themselves. If quantising a weight were an op of its own, torch.compile's partitioner would see that
+The composite ops `*_fprop` and `*_dgrad` take the weight in high precision and quantize it
+themselves. If quantizing a weight were an op of its own, torch.compile's partitioner would see that
 dgrad's copy depends on no gradient, move it to forward and keep an FP8 copy of every weight until
 backward.
 """

@@ -1,4 +1,4 @@
-"""The quantisers: bfloat16 or float32 in, e4m3 (q) and FP32 scales (s) out.
+"""The quantizers: bfloat16 or float32 in, e4m3 (q) and FP32 scales (s) out.
 
 Names give the block that shares a scale, (rows x columns) of the input; `_t` says that the output
 is written transposed. The last dimension of inputs is a multiple of 16. `layouts.py` explains Mt,
@@ -82,7 +82,7 @@ def quantize_128x128(
 ) -> tuple[Tensor, Tensor]:
     """A weight (..., N, K), as `dtype`: q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉).
 
-    dtype: what w is rounded to before it is quantised, one of `DTYPES`; by default its own.
+    dtype: what w is rounded to before it is quantized, one of `DTYPES`; by default its own.
     """
     return new_fp8(w, w.shape), new_scale_128x128(w, *w.shape[-2:])
 

@@ -20,7 +20,7 @@ A composite op is written once over the primitive ops of an implementation:
 reference and fake. `observe` lets an observer wrap the kernels and the reference.
 
 Ops are functional: they write to none of their arguments and return fresh tensors. That lets
-torch.compile merge equal calls, such as the quantisation of an input that wq, wk and wv share.
+torch.compile merge equal calls, such as the quantization of an input that wq, wk and wv share.
 """
 
 import functools
@@ -41,7 +41,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAMESPACE = "titan_fp8"
 DTYPES = (torch.bfloat16, torch.float32)
-"""The dtypes that quantisers read and GEMMs write."""
+"""The dtypes that quantizers read and GEMMs write."""
 NAMES: list[str] = []
 """The names of all ops, in the order of their definition."""
 

@@ -1,12 +1,12 @@
-"""SwiGLU with quantised outputs, the experts' forward as one op, and the whole backward as another.
+"""SwiGLU with quantized outputs, the experts' forward as one op, and the whole backward as another.
 
-Only the next GEMM reads h = silu(a) · b, and it reads it quantised. The same holds for da and db in
+Only the next GEMM reads h = silu(a) · b, and it reads it quantized. The same holds for da and db in
 backward. The primitive ops write these in FP8 directly.
 
 The composite ops save CPU time: a MoE model in FP8 keeps its CPU as busy as its GPU, and every op
 passes through the dispatcher, the guards of compiled code and the modes of activation
 checkpointing. Dense layers use only the op of backward: op-level checkpointing saves some GEMMs of
-their forward, and the compiler merges equal quantisations of its input.
+their forward, and the compiler merges equal quantizations of its input.
 """
 
 from collections.abc import Callable
@@ -70,10 +70,10 @@ def blockwise_swiglu(
     """
     impl = implementation(x, emulate)
 
-    def quantised(w: Tensor) -> Operand:
+    def quantized(w: Tensor) -> Operand:
         return impl.quantize_128x128(w.to(x.dtype).contiguous(), scale_fmt=scale_fmt)
 
-    return experts_forward(impl, x, (w1, w2, w3), quantised, offs, aligned, scale_fmt)
+    return experts_forward(impl, x, (w1, w2, w3), quantized, offs, aligned, scale_fmt)
 
 
 @composite(checked=("g",))
@@ -99,12 +99,12 @@ def blockwise_swiglu_backward(
     """
     impl, weights = implementation(g, emulate), (w1, w2, w3)
 
-    def quantised(w: Tensor) -> Operand:
+    def quantized(w: Tensor) -> Operand:
         return impl.quantize_128x128_t(w.to(g.dtype).contiguous(), scale_fmt=scale_fmt)
 
     kept = a, b, x_q_t, x_s_t
     dtypes = dx_dtype, (w1.dtype, w2.dtype, w3.dtype)
-    return experts_backward(impl, g, kept, weights, quantised, offs, aligned, *dtypes, scale_fmt)
+    return experts_backward(impl, g, kept, weights, quantized, offs, aligned, *dtypes, scale_fmt)
 
 
 def experts_forward(

@@ -16,7 +16,7 @@ WORTH = 0.001
 IDLE = 0.01
 """Waiting for the CPU is worth a word where it takes more than this share of a step."""
 FEW_TOKENS = 0.15
-"""Tokens are few where quantising the weights takes more than this share of a layer's time."""
+"""Tokens are few where quantizing the weights takes more than this share of a layer's time."""
 FILTERED = "advised by --filter auto"
 
 
@@ -30,7 +30,7 @@ def left_out(run: Run, times: Times) -> list[str]:
 
     First those that cannot run in FP8; then, again and again, the layer or the group of layers
     without which the step is shortest, as long as that makes the step shorter. Groups are layers
-    that read one input, which is quantised once, layers of one module, and all layers.
+    that read one input, which is quantized once, layers of one module, and all layers.
     """
     names = list(dict.fromkeys(layer.name for layer in refused(run)))
     current = without(run, names)
@@ -209,7 +209,7 @@ def _tokens(run: Run, times: Times) -> Iterator[str]:
             )
     if few:
         yield (
-            f"A rank has few tokens for {', '.join(dict.fromkeys(few))}: quantising the weights "
+            f"A rank has few tokens for {', '.join(dict.fromkeys(few))}: quantizing the weights "
             f"takes more than {FEW_TOKENS:.0%} of their time. Use a larger local_batch_size or "
             "seq_len."
         )

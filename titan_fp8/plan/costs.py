@@ -1,12 +1,12 @@
-"""What a layer costs, in bf16 and in FP8: GEMMs, quantisers, gathers, CPU time, memory.
+"""What a layer costs, in bf16 and in FP8: GEMMs, quantizers, gathers, CPU time, memory.
 
 A linear or a product of experts has three GEMMs, fprop (m, n, k), dgrad (m, k, n) and wgrad
-(m, n, k). In FP8 quantisers run before them: forward quantises x for fprop and wgrad in one read,
-and W; backward quantises g for dgrad and wgrad in one read, and W transposed. Linears that read one
-input share its quantisation. In a fused feed-forward the SwiGLU kernels quantise what they write,
-so w1 and w3 have no g to quantise, and w2 no h.
+(m, n, k). In FP8 quantizers run before them: forward quantizes x for fprop and wgrad in one read,
+and W; backward quantizes g for dgrad and wgrad in one read, and W transposed. Linears that read one
+input share its quantization. In a fused feed-forward the SwiGLU kernels quantize what they write,
+so w1 and w3 have no g to quantize, and w2 no h.
 
-With `fsdp_all_gather` a rank quantises its shard of W once a step instead, and backward transposes
+With `fsdp_all_gather` a rank quantizes its shard of W once a step instead, and backward transposes
 the gathered W.
 """
 
@@ -30,10 +30,10 @@ class Cost:
 
     gemm_forward: float = 0.0
     gemm_backward: float = 0.0
-    quantise_forward: float = 0.0
+    quantize_forward: float = 0.0
     with_gemm: float = 0.0
-    """Quantisers of forward that backward repeats only together with the GEMM."""
-    quantise_backward: float = 0.0
+    """Quantizers of forward that backward repeats only together with the GEMM."""
+    quantize_backward: float = 0.0
     gather: float = 0.0
     host: float = 0.0
     kept: float = 0.0
@@ -50,20 +50,20 @@ def gemm_us(layer: Layer, cost: Cost) -> float:
     return cost.gemm_forward * (1 + layer.repeats) + cost.gemm_backward
 
 
-def quantise_us(layer: Layer, cost: Cost, run: Run) -> float:
-    """Time of its quantisers, likewise."""
-    inputs = cost.quantise_forward * (1 + run.repeated_rest)
-    return inputs + cost.with_gemm * (1 + layer.repeats) + cost.quantise_backward
+def quantize_us(layer: Layer, cost: Cost, run: Run) -> float:
+    """Time of its quantizers, likewise."""
+    inputs = cost.quantize_forward * (1 + run.repeated_rest)
+    return inputs + cost.with_gemm * (1 + layer.repeats) + cost.quantize_backward
 
 
 def forward_us(cost: Cost) -> float:
     """GPU time of forward of a layer in one micro-batch."""
-    return cost.gemm_forward + cost.quantise_forward + cost.with_gemm
+    return cost.gemm_forward + cost.quantize_forward + cost.with_gemm
 
 
 def layer_us(layer: Layer, cost: Cost, run: Run) -> float:
     """GPU time of a layer in one micro-batch, with what checkpointing repeats."""
-    return gemm_us(layer, cost) + quantise_us(layer, cost, run)
+    return gemm_us(layer, cost) + quantize_us(layer, cost, run)
 
 
 def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
@@ -109,29 +109,29 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
         assert recipe.feed_forward is not None
         swiglu, gradient = recipe.feed_forward.swiglu, recipe.feed_forward.swiglu_backward
         # Backward computes h again in its own kernel, so forward's runs once.
-        with_gemm += times.quantise_us(op_name(swiglu), m * k)
+        with_gemm += times.quantize_us(op_name(swiglu), m * k)
         forward -= times.copy_us(SWIGLU_BYTES[0] * m * k)
-        backward += times.quantise_us(op_name(gradient), m * k)
+        backward += times.quantize_us(op_name(gradient), m * k)
         backward -= times.copy_us(SWIGLU_BYTES[1] * m * k)
         cost = replace(cost, kept=0.0)
     else:
-        forward += share * times.quantise_us(op_name(both), m * k)
+        forward += share * times.quantize_us(op_name(both), m * k)
     if not is_hidden:
-        backward += times.quantise_us(op_name(both), m * n)
+        backward += times.quantize_us(op_name(both), m * n)
     return cost + Cost(
-        quantise_forward=forward, with_gemm=with_gemm, quantise_backward=backward, once=once
+        quantize_forward=forward, with_gemm=with_gemm, quantize_backward=backward, once=once
     )
 
 
 def _weights(
     layer: Layer, recipe: Recipe, elements: int, times: Times
 ) -> tuple[float, float, float]:
-    """us to quantise a weight in forward, in backward, and once a step."""
+    """us to quantize a weight in forward, in backward, and once a step."""
     if layer.gathers_fp8:
         once = times.shard_us(layer.recipe, elements / layer.ranks)
         return 0.0, times.copy_us(TRANSPOSE_BYTES * elements), once
-    forward = times.quantise_us(op_name(recipe.weight), elements)
-    return forward, times.quantise_us(op_name(recipe.weight_t), elements), 0.0
+    forward = times.quantize_us(op_name(recipe.weight), elements)
+    return forward, times.quantize_us(op_name(recipe.weight_t), elements), 0.0
 
 
 def gathered_bytes(layer: Layer, run: Run) -> float:

@@ -1,4 +1,4 @@
-"""What a rank computes: torchtitan's own parallelisation, applied to a model without storage.
+"""What a rank computes: torchtitan's own parallelization, applied to a model without storage.
 
 torchtitan's `parallelize_fn` runs on the meta device with a fake process group (`FakeStore`), so
 the local shapes follow torchtitan's own rules, for every model that it has. A second copy of the
@@ -150,7 +150,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
 
 
 def _parameters(parallel: nn.Module, dims: ParallelDims) -> dict[int, int]:
-    """`Run.parameters` of a parallelised model."""
+    """`Run.parameters` of a parallelized model."""
     parameters: dict[int, int] = defaultdict(int)
     for parameter in parallel.parameters():
         gathered, ranks = _gathered_shape(parameter, dims)
@@ -259,7 +259,7 @@ def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
 
 @contextlib.contextmanager
 def _parallelised(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator[None]:
-    """Parallelises `model` by torchtitan's own rules, on process groups that do not communicate."""
+    """Parallelizes `model` by torchtitan's own rules, on process groups that do not communicate."""
     plain = copy.deepcopy(config)
     # Both wrap modules, and neither changes a shape.
     plain.activation_checkpoint.mode, plain.compile.enable = "none", False

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from titan_fp8.plan.costs import gemm_us, quantise_us
+from titan_fp8.plan.costs import gemm_us, quantize_us
 from titan_fp8.plan.run import Layer, Run
 from titan_fp8.plan.step import Row, Step
 from titan_fp8.plan.times import Times
@@ -25,7 +25,7 @@ COLUMNS = (
 )
 LEGEND = (
     "us per module and micro-batch, forward and backward, with what activation checkpointing",
-    "repeats: GEMMs in bf16 and in FP8, quantisers (less the SwiGLU kernels that they replace),",
+    "repeats: GEMMs in bf16 and in FP8, quantizers (less the SwiGLU kernels that they replace),",
     "FSDP2's gathers, CPU time that FP8 adds. speed: of the GPU, without gathers. MiB: GEMM inputs",
     "kept until backward, in bf16 and in FP8, without checkpointing.",
 )
@@ -36,7 +36,7 @@ NOT_KERNELS = {
     "optimizer_ps.float32": "optimizer",
     "optimizer_ps.bfloat16": "optimizer",
     "reduce_ps": "FSDP2's copies of gradients",
-    "shard_ps": "quantising shards",
+    "shard_ps": "quantizing shards",
     "link_gbps": "collectives",
     "exposed": "how far they overlap",
     "host.block_us": "CPU time of dense blocks",
@@ -151,7 +151,7 @@ def _cells(row: Row, run: Run) -> list[str]:
         layer.recipe,
         f"{gemm_us(layer, row.bf16):,.0f}",
         f"{gemm_us(layer, cost):,.0f}" if converted else "",
-        f"{quantise_us(layer, cost, run):,.0f}" if converted else "",
+        f"{quantize_us(layer, cost, run):,.0f}" if converted else "",
         f"{cost.gather:,.0f}" if layer.ranks > 1 else "",
         f"{cost.host - row.bf16.host:+,.0f}" if converted else "",
         f"{row.speed:.2f}" if converted else "",

@@ -9,7 +9,7 @@ from torchtitan.distributed import ParallelDims
 from titan_fp8.recipe import BF16
 
 SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
-"""Names of linears of one module that read one input, which is then quantised once."""
+"""Names of linears of one module that read one input, which is then quantized once."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Layer:
         recipe: "bf16" if it is not converted.
         reason: why it is not converted, or "".
         fits: whether FP8 GEMMs can run it: n and k are multiples of 16.
-        share: its share, in proportion to n, of quantising an input that other layers of its recipe
+        share: its share, in proportion to n, of quantizing an input that other layers of its recipe
             read, too.
-        fused: a feed-forward, or a part of one, whose SwiGLU and quantisers are one kernel.
+        fused: a feed-forward, or a part of one, whose SwiGLU and quantizers are one kernel.
         in_moe: in a block with experts.
         repeats: the share of its forward GEMMs that backward repeats, by activation checkpointing.
         ranks: the number of ranks over which FSDP2 shards its weights.
@@ -75,7 +75,7 @@ class Run:
     """A training run on one rank.
 
     Attributes:
-        description: model, flavour and plan.
+        description: model, flavor and plan.
         layers: linears and experts.
         dims: the degrees of parallelism.
         blocks, moe_blocks: transformer blocks of the model, and those of them with experts.

@@ -3,7 +3,7 @@
     GPU    layers, attention, elementwise kernels, permutation and exchange of routed tokens,
            collectives of tensor parallelism, and FSDP2's copies and what is exposed of its gathers
     CPU    a fixed time per block, and the time of the linears and grouped products in it
-    END    the optimizer, and quantising the shards that FSDP2 gathers in FP8
+    END    the optimizer, and quantizing the shards that FSDP2 gathers in FP8
 
 GPU (without END) and CPU are each divided into forward and backward. In bf16 torchtitan copies each
 batch to the GPU by a call that waits until the GPU has finished all work before it, so forward
@@ -17,7 +17,7 @@ it has no lead, because each MoE block waits for its number of tokens.
 
 FSDP2's copies of gradients count as in bf16, although FP8 runs make them in another way.
 
-Not modelled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
+Not modeled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
 between the ranks of a pipeline. These take as long in bf16.
 """
 
@@ -31,7 +31,7 @@ from titan_fp8.plan.costs import (
     gathered_bytes,
     gemm_us,
     layer_us,
-    quantise_us,
+    quantize_us,
 )
 from titan_fp8.plan.run import Layer, Run
 from titan_fp8.plan.times import Times
@@ -39,7 +39,7 @@ from titan_fp8.recipe import BF16
 
 CAST_BYTES = 6
 """Bytes per element of a shard that FSDP2 casts from FP32 to bf16 before it gathers it."""
-END = ("quantising shards", "optimizer")
+END = ("quantizing shards", "optimizer")
 """Parts of a step that begin when backward has ended."""
 FORWARD_HOST = 0.43
 """Forward's share of the CPU time of forward and backward: 0.37 (bf16) to 0.44 in Llama3-8B with
@@ -158,14 +158,14 @@ def _gpu_parts(run: Run, rows: tuple[Row, ...], times: Times) -> dict[str, float
         own = (row for row in rows if bool(row.layer.groups) == of_experts)
         return sum(row.layer.count * gemm_us(row.layer, row.cost) for row in own) * scale
 
-    quantisers = sum(row.layer.count * quantise_us(row.layer, row.cost, run) for row in rows)
+    quantizers = sum(row.layer.count * quantize_us(row.layer, row.cost, run) for row in rows)
     attention_flop = _attention_passes(run) * run.attention_flop
     elementwise = times.dense_ps * run.tokens / run.dims.tp * run.dim * run.blocks / 1e6
     routed = run.rows * run.dim * run.moe_blocks
     parts = {
         "GEMMs of linears": gemms(of_experts=False),
         "GEMMs of experts": gemms(of_experts=True),
-        "quantisers": quantisers * scale,
+        "quantizers": quantizers * scale,
         "attention": attention_flop / times.attention_tflops / 1e6 * scale,
         "elementwise": elementwise * passes * scale,
         "permutation": times.moe_ps[run.permutation] * routed / 1e6 * passes * scale,
@@ -173,7 +173,7 @@ def _gpu_parts(run: Run, rows: tuple[Row, ...], times: Times) -> dict[str, float
     }
     computation = sum(parts.values())
     parts["FSDP"] = _fsdp_ms(run, rows, times, computation)
-    parts["quantising shards"] = sum(r.layer.count * r.cost.once for r in rows) / run.dims.pp / 1e3
+    parts["quantizing shards"] = sum(r.layer.count * r.cost.once for r in rows) / run.dims.pp / 1e3
     parts["optimizer"] = sum(
         elements / ranks * times.optimizer_ps[run.dtype] / run.dims.pp / 1e9
         for ranks, elements in run.parameters.items()

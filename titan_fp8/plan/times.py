@@ -1,9 +1,9 @@
 """Times of kernels on a GPU, interpolated between measurements.
 
 A table (`tables/*.json`, written by `scripts/plan_table.py`) has the measured times of GEMMs and
-quantisers, and rates of the rest of a step. A GEMM runs at a mean of the measured rates (FLOP per
+quantizers, and rates of the rest of a step. A GEMM runs at a mean of the measured rates (FLOP per
 us), weighted by how near the shapes are, on logarithmic axes, but not faster than a copy moves its
-operands and its output; a quantiser's time is linear between measured sizes, and goes on so below
+operands and its output; a quantizer's time is linear between measured sizes, and goes on so below
 them.
 """
 
@@ -34,14 +34,14 @@ class Times:
             "taken" from it as it is.
         copy_gbps: bandwidth of a device copy, bytes read and written counted.
         gemm: {(family, op): rows of (groups, m, n, k, us)}; op "mm" contracts k, op "wgrad" m.
-        quantise: {op: rows of (elements, us)}.
+        quantize: {op: rows of (elements, us)}.
         attention_tflops: of forward and backward.
         dense_ps: ps per token, feature and block, for everything in a dense block that is neither
             GEMM nor attention, without checkpointing.
         moe_ps: {permutation: the same per row of an expert, feature and MoE block}.
         optimizer_ps: {dtype of parameters: ps per parameter}, with clipping.
         reduce_ps: ps per gradient that FSDP2 copies to the FP32 buffer of a reduction.
-        shard_ps: {recipe: ps per element of a shard that is quantised before it is gathered}.
+        shard_ps: {recipe: ps per element of a shard that is quantized before it is gathered}.
         link_gbps: bytes that a rank receives in collectives.
         exposed: what FSDP2's gathers and reductions add to the step while they overlap with
             computation, as a share of that time.
@@ -56,7 +56,7 @@ class Times:
     sources: dict[str, dict[str, Any]]
     copy_gbps: float
     gemm: dict[tuple[str, str], list[list[float]]]
-    quantise: dict[str, list[list[float]]]
+    quantize: dict[str, list[list[float]]]
     attention_tflops: float
     dense_ps: float
     moe_ps: dict[str, float]
@@ -81,9 +81,9 @@ class Times:
         smallest = [min(axis) for axis in zip(*shapes, strict=True)]
         return any(size < low for size, low in zip(_axes(groups, m, n, k)[:3], smallest))
 
-    def quantise_us(self, op: str, elements: float) -> float:
-        """Time of a quantiser, whose name is that of its op, for so many elements of its input."""
-        rows = self.quantise[op]
+    def quantize_us(self, op: str, elements: float) -> float:
+        """Time of a quantizer, whose name is that of its op, for so many elements of its input."""
+        rows = self.quantize[op]
         if elements <= rows[0][0]:
             (low, low_us), (high, high_us) = rows[:2]
             line = low_us - (high_us - low_us) * (low - elements) / (high - low)
@@ -101,7 +101,7 @@ class Times:
         return bytes_received / self.link_gbps / 1e3
 
     def shard_us(self, recipe: str, elements: float) -> float:
-        """Time to quantise a shard of a weight that is gathered in FP8."""
+        """Time to quantize a shard of a weight that is gathered in FP8."""
         return elements * _of_recipe(self.shard_ps, recipe) / 1e6
 
     def host_us(self, kind: str, recipe: str) -> float:

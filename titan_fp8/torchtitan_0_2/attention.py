@@ -1,7 +1,7 @@
-"""torchtitan's attention modules, changed to quantise the input of wq, wk and wv only once.
+"""torchtitan's attention modules, changed to quantize the input of wq, wk and wv only once.
 
 The gain is memory in eager mode, where each of the three would save its own FP8 copy for backward.
-torch.compile merges the equal quantisations by itself.
+torch.compile merges the equal quantizations by itself.
 """
 
 from typing import Any

@@ -38,7 +38,7 @@ PermutationName = Literal[PERMUTATIONS]  # type: ignore[valid-type]
 
 
 class Origin(str, Enum):
-    """Where a section comes from. A TOML value cannot have this type, and JSON can serialise it."""
+    """Where a section comes from. A TOML value cannot have this type, and JSON can serialize it."""
 
     FILE = "file"
     DEFAULT = "default"
@@ -64,7 +64,7 @@ class TitanFP8Linear:
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     fsdp_all_gather: bool = False
-    """With FSDP2 or HSDP each rank quantises its shard of a weight once a step, and FSDP2 gathers
+    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
     FP8. The values are the same."""
 
     health_freq: int = 0
@@ -95,7 +95,7 @@ class TitanFP8GroupedMM:
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     fsdp_all_gather: bool = False
-    """With FSDP2 or HSDP each rank quantises its shard of a weight once a step, and FSDP2 gathers
+    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
     FP8. The values are the same."""
 
     permutation: PermutationName | None = None

@@ -18,7 +18,7 @@ from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.requantise import requantise, requantise_in_forward
+from titan_fp8.requantize import requantize, requantize_in_forward
 from titan_fp8.torchtitan_0_2 import (
     health,
     input_stream,
@@ -62,7 +62,7 @@ class _Converter(QuantizationConverter):
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
         patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
         if self.compiles and not self.checkpoints_all_blocks():
-            patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
+            patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
         if self.compiles and self.job_config.activation_checkpoint.mode in ("full", "selective"):
             patches.CHECKPOINT_MARKS.apply(recomputation.complete_marks_after)
         if self.job_config.parallelism.enable_async_tensor_parallel:
@@ -106,11 +106,11 @@ class _Converter(QuantizationConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantises the shards that FSDP2 gathers in FP8. Ops quantise all other operands."""
+        """Quantizes the shards that FSDP2 gathers in FP8. Ops quantize all other operands."""
         if self.gathers_in_fp8:
             # Pipeline schedules may gather before forward.
-            quantise = requantise if self.parallel_dims.pp_enabled else requantise_in_forward
-            quantise(model if isinstance(model, list) else [model])
+            quantize = requantize if self.parallel_dims.pp_enabled else requantize_in_forward
+            quantize(model if isinstance(model, list) else [model])
 
 
 class LinearConverter(_Converter):

@@ -5,7 +5,7 @@ high-precision tensors that FSDP2, expert parallelism and tensor parallelism sha
 
 Under expert parallelism torchtitan's dispatch sorts tokens by local expert and pads each expert's
 group to a multiple of TOKEN_GROUP_ALIGN_SIZE_M, which the converter sets to the recipe's alignment.
-If that is a multiple of 128, as for blockwise, `aligned = True` tells the quantisers so. Otherwise
+If that is a multiple of 128, as for blockwise, `aligned = True` tells the quantizers so. Otherwise
 (rowwise, no expert parallelism, DeepEP's dispatch) they pad the groups themselves.
 """
 

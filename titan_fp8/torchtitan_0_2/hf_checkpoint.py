@@ -49,13 +49,13 @@ def with_scales(load: Callable) -> Callable:
                 )
             adapter = self.sd_adapter
             if type(adapter).get_hf_storage_reader is StateDictAdapter.get_hf_storage_reader:
-                adapter.get_hf_storage_reader = _dequantising_reader
+                adapter.get_hf_storage_reader = _dequantizing_reader
         load(self, state_dict, checkpoint_id, from_hf, from_quantized)
 
     return dcp_load
 
 
-def _dequantising_reader(path: str, from_quantized: bool) -> QuantizedHuggingFaceStorageReader:
+def _dequantizing_reader(path: str, from_quantized: bool) -> QuantizedHuggingFaceStorageReader:
     """The reader that torchtitan's adapter of deepseek_v3 returns."""
     return QuantizedHuggingFaceStorageReader(
         path, thread_count=4, target_dtype=torch.float32, block_size=BLOCK

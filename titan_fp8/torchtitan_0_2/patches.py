@@ -12,7 +12,7 @@ from titan_fp8.patches import (
     CPU_GRADIENT_SUM,
     GRADIENT_COPIES,
     PROFILER_RANGES,
-    RECOMPUTABLE_QUANTISERS,
+    RECOMPUTABLE_QUANTIZERS,
     SAC_POLICY,
     SHARD_MEMORY,
     TORCH,
@@ -48,7 +48,7 @@ FP8_CHECKPOINTS = Patch(
     without="An FP8 checkpoint given as initial_load_path may be loaded without its scales.",
     versions=f"{TORCHTITAN}, {TORCH}",
     gain="llama3 and qwen3 start from FP8 exports; a forgotten flag is an error.",
-    until="torchtitan's StateDictAdapter reads quantised checkpoints and refuses what it cannot.",
+    until="torchtitan's StateDictAdapter reads quantized checkpoints and refuses what it cannot.",
 )
 
 TOKEN_GROUP_ALIGNMENT = Patch(
@@ -57,9 +57,9 @@ TOKEN_GROUP_ALIGNMENT = Patch(
     why="torchtitan's dispatch pads each expert's tokens to a multiple of this global. At 128 no "
     "1x128 scale block crosses two experts. set_token_group_alignment_size_m assigns the same "
     "global, and its signature allows 8, 16 and 32.",
-    without="The quantisers pad the tokens of each FP8 expert: slower.",
+    without="The quantizers pad the tokens of each FP8 expert: slower.",
     versions=TORCHTITAN,
-    gain="The quantisers need not pad groups; not measured apart.",
+    gain="The quantizers need not pad groups; not measured apart.",
     until="torchtitan lets a converter choose the alignment.",
 )
 
@@ -130,7 +130,7 @@ INPUT_STREAM = Patch(
     without="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
     versions=f"{TORCHTITAN}, {TORCH}",
     gain="Llama3-8B, FSDP on 2 H200s, 2,048 tokens per GPU, blockwise with fsdp_all_gather: 1.04x "
-    "of bf16 instead of 1.01x; with shards quantised in forward (fsdp.py), for which the patch is "
+    "of bf16 instead of 1.01x; with shards quantized in forward (fsdp.py), for which the patch is "
     "needed, 1.16x. It would not change the speed of bf16.",
     until="the trainer copies batches without blocking and keeps the token count on the GPU.",
 )
@@ -174,7 +174,7 @@ CPU_PERMUTE_INDICES = Patch(
 CPU_SEED_WARNING = Patch(
     name="CPU seed warning",
     targets=(Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),),
-    why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initialises "
+    why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initializes "
     "its shard with the same values.",
     without="Sharded runs without a seed checkpoint start from repeated values without a warning.",
     versions=f"{TORCHTITAN}, torch 2.13",
@@ -189,7 +189,7 @@ ON_CONVERSION = (
     TOKEN_EXCHANGE,
     SAC_POLICY,
     CHECKPOINT_RANGES,
-    RECOMPUTABLE_QUANTISERS,
+    RECOMPUTABLE_QUANTIZERS,
     CHECKPOINT_MARKS,
     GRADIENT_COPIES,
     PROFILER_RANGES,

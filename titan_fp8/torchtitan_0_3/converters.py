@@ -50,7 +50,7 @@ class FP8LinearConverter(QuantizationConverter):
         """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
         fsdp_all_gather: bool = False
-        """With FSDP2 or HSDP each rank quantises its shard of a weight, once a step, and FP8 is
+        """With FSDP2 or HSDP each rank quantizes its shard of a weight, once a step, and FP8 is
         gathered. The values are the same."""
 
         health_freq: int = 0
@@ -167,7 +167,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     check_device(utils.device_type, emulate)
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
     patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
-    patches.RECOMPUTABLE_QUANTISERS.apply(recomputation.with_recomputable_quantisers)
+    patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)

@@ -6,7 +6,7 @@ not pad the groups of experts; of its padding dispatchers, one needs torchao and
 HybridEP's hardware. `GatherTokenDispatcher` is an AllToAllTokenDispatcher that pads, and that sorts
 by gathers.
 
-Without expert parallelism nobody pads, and the quantisers pad the groups themselves.
+Without expert parallelism nobody pads, and the quantizers pad the groups themselves.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ torchtitan has for this.
 
 The conversion also sets the alignment of the token groups, which the dispatcher of the same
 RoutedExperts decides (`dispatcher.py`). At multiples of 128, as for blockwise, `aligned = True`
-tells the quantisers so. Otherwise they pad the groups themselves.
+tells the quantizers so. Otherwise they pad the groups themselves.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Whether a module's weights are gathered in FP8 is a field of its config. The module then wraps them
 as soon as it has built them, before torchtitan shards it. After each step of the optimizer all
-weights of a model are quantised together.
+weights of a model are quantized together.
 
 A CUDA graph of a step would not see that: it reads the memory that the shards had when it was
 captured. So training must run without CUDA graphs.
@@ -16,7 +16,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.module import Module
 
 from titan_fp8.checks import ConversionReport
-from titan_fp8.requantise import requantise
+from titan_fp8.requantize import requantize
 from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
@@ -43,17 +43,17 @@ def gather_in_fp8(model: Module.Config, converted: ConversionReport) -> Conversi
             report.converted.append((fqn, shape, recipe))
         else:
             report.left.append((fqn, shape, f"{config._owner.__name__} reads the weights itself"))
-    _requantise_after_each_step()
+    _requantize_after_each_step()
     cuda_graphs.check_settings()
     return report
 
 
 @functools.cache
-def _requantise_after_each_step() -> None:
-    register_optimizer_step_post_hook(_requantise)
+def _requantize_after_each_step() -> None:
+    register_optimizer_step_post_hook(_requantize)
 
 
-def _requantise(optimizer: Optimizer, *_: Any) -> None:
+def _requantize(optimizer: Optimizer, *_: Any) -> None:
     # torchtitan's container steps optimizers that call this hook, too.
     if isinstance(optimizer, OptimizersContainer):
-        requantise(optimizer.model_parts)
+        requantize(optimizer.model_parts)

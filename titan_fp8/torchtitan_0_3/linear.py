@@ -1,7 +1,7 @@
 """FP8Linear for torchtitan 0.3, and the conversion of a model's linear configs.
 
 Conversion replaces a `Linear.Config` by an `FP8Linear.Config` with the same fields, so parameters,
-their initialisation and their sharding stay as they are. What torchtitan derives from Linear, such
+their initialization and their sharding stay as they are. What torchtitan derives from Linear, such
 as RowParallelLinear, computes something else or calls other kernels and is left alone. So are the
 linears of modules that read the weight instead of calling the linear.
 """

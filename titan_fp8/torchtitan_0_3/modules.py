@@ -1,8 +1,8 @@
 """Modules of torchtitan 0.3 in which several FP8Linears read the same input.
 
 `FeedForward` runs its three linears as one `fp8_swiglu` (`titan_fp8/feed_forward.py`). Attention
-quantises the input that its projections share only once; the gain is memory in eager mode, since
-torch.compile merges the equal quantisations by itself. Models with a fused wqkv have nothing to
+quantizes the input that its projections share only once; the gain is memory in eager mode, since
+torch.compile merges the equal quantizations by itself. Models with a fused wqkv have nothing to
 share.
 """
 

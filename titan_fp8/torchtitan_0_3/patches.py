@@ -11,7 +11,7 @@ from titan_fp8.patches import (
     CPU_GRADIENT_SUM,
     GRADIENT_COPIES,
     PROFILER_RANGES,
-    RECOMPUTABLE_QUANTISERS,
+    RECOMPUTABLE_QUANTIZERS,
     SAC_POLICY,
     SHARD_MEMORY,
     Patch,
@@ -23,24 +23,24 @@ TORCHTITAN = "torchtitan 0.3.0"
 QUANTIZATION_CHECK = Patch(
     name="quantization check",
     targets=(Target("torchtitan.trainer:has_quantization", ("model_config",)),),
-    why="The trainer prints no MFU if the model is quantised, and looks for its own classes only.",
+    why="The trainer prints no MFU if the model is quantized, and looks for its own classes only.",
     without="The log shows an MFU that relates FP8 training to the peak of bf16.",
     versions=TORCHTITAN,
     gain='The log shows "mfu: N/A".',
-    until="torchtitan asks the configs of modules whether they are quantised.",
+    until="torchtitan asks the configs of modules whether they are quantized.",
 )
 
 CUDA_GRAPHS_CHECK = Patch(
     name="check of CUDA graphs",
     targets=(Target("torchtitan.trainer:Trainer.Config._validate_cuda_graphs", ("self",)),),
     why="torchtitan replays forward and backward as a CUDA graph by default. `fsdp_all_gather` "
-    "gives shards new memory when it quantises them, and the graph would gather from the old. "
+    "gives shards new memory when it quantizes them, and the graph would gather from the old. "
     "`health_freq` observes in Python. Only applied with one of the two (cuda_graphs.py).",
     without="With `fsdp_all_gather` a CUDA graph would train on the weights of its first step, and "
     "`health_freq` would report nothing.",
     versions=f"{TORCHTITAN}, torch 2.13",
     gain="An error that names the setting.",
-    until="QuantisedShard (shards.py) keeps its memory, and observed steps run without the graph.",
+    until="QuantizedShard (shards.py) keeps its memory, and observed steps run without the graph.",
     required=True,
 )
 
@@ -82,7 +82,7 @@ CPU_SEED_WARNING = Patch(
     targets=(
         Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
     ),
-    why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initialises "
+    why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initializes "
     "its shard with the same values.",
     without="Sharded runs without a seed checkpoint start from repeated values without a warning.",
     versions=f"{TORCHTITAN}, torch 2.13",
@@ -94,7 +94,7 @@ ON_IMPORT = (GROUP_TIMEOUT,)
 ON_CONVERSION = (
     SAC_POLICY,
     CHECKPOINT_RANGES,
-    RECOMPUTABLE_QUANTISERS,
+    RECOMPUTABLE_QUANTIZERS,
     GRADIENT_COPIES,
     PROFILER_RANGES,
     QUANTIZATION_CHECK,

@@ -279,7 +279,7 @@ def _scale_matrix(rows: int, columns: int) -> TensorMap:
 
 
 def _column_major(s: Tensor) -> Tensor:
-    """A 1x128 scale (rows, blocks) in the layout of the quantisers, stride 1 along the rows.
+    """A 1x128 scale (rows, blocks) in the layout of the quantizers, stride 1 along the rows.
 
     A copy if its layout differs: hooks for saved tensors may return a contiguous one.
     """

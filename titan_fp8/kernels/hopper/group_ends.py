@@ -2,14 +2,14 @@
 
 The CPU never knows the sizes of groups. It launches persistent programs, or as many as any sizes
 may need, and each program finds out here which group its tile is in. Ends beyond M count as M. Rows
-past the last end form a pseudo-group, number E: GEMMs write zeros there, and quantisers write their
+past the last end form a pseudo-group, number E: GEMMs write zeros there, and quantizers write their
 rows but no columns.
 
     group_of_tile   GEMM, fprop and dgrad: walks from group to group until it reaches the tile's
     next_group      GEMM, wgrad: from one group to the next
-    locate          quantisers: finds the tile by prefix sums over all groups
+    locate          quantizers: finds the tile by prefix sums over all groups
 
-In the transposed copies of the quantisers each group starts at a column that is a multiple of 128,
+In the transposed copies of the quantizers each group starts at a column that is a multiple of 128,
 so no tile has tokens of two groups, and stores are aligned to lines of 128 bytes.
 """
 

@@ -1,10 +1,10 @@
-"""Blockwise quantisers: 1x128, 128x1, both from one read, and 128x128 in either layout.
+"""Blockwise quantizers: 1x128, 128x1, both from one read, and 128x128 in either layout.
 
 A program has a tile of 128 tokens by 128 channels, which consists of whole blocks of every kind. So
 x is read once, whichever layouts are written. `quantize_tile.py` explains how tiles are held and
 transposed, `quantize_cast.py` how values are scaled and cast.
 
-Programs that write only the transposed copy are numbered along the tokens, which are neighbours in
+Programs that write only the transposed copy are numbered along the tokens, which are neighbors in
 the rows of the copy (3 to 5 % faster). Those that write both layouts are numbered along the
 channels (up to 2 % faster).
 
@@ -51,14 +51,14 @@ ROWS = {
     2: (tile_layout((4, 4), (2, 16), (4, 1)), 4),
     1: (tile_layout((8, 4), (1, 32), (4, 1)), 4),
 }
-"""PACK (2: bf16, 1: FP32) -> layout of a tile whose rows alone are quantised, and its warps."""
+"""PACK (2: bf16, 1: FP32) -> layout of a tile whose rows alone are quantized, and its warps."""
 SQUARE = {
     2: (tile_layout((4, 4), (2, 16), (16, 1)), 16),
     1: (tile_layout((16, 4), (1, 32), (8, 1)), 8),
 }
 """PACK -> layout of a 128x128 tile, and its warps."""
 ROWS_MAXNREG = 128
-"""For bf16 tiles whose rows and columns are quantised: four programs on an SM take 1 to 2 % less
+"""For bf16 tiles whose rows and columns are quantized: four programs on an SM take 1 to 2 % less
 time than six of 80 registers."""
 
 
@@ -67,7 +67,7 @@ def quantize_rows(
     words, FIRST_PLACE: gl.constexpr, q, s, row, rows, block, KW, S,
     PACK: gl.constexpr, SCALE_FMT: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
-    """Quantises rows of the tile that starts at `row`, in block number `block` of 128 channels.
+    """Quantizes rows of the tile that starts at `row`, in block number `block` of 128 channels.
 
     FIRST_PLACE: see `tokens_of`. S: the stride between the blocks of the scales. SHARE: one thread
     computes the scale of a row and passes it to the others through shared memory. Otherwise each
@@ -90,7 +90,7 @@ def quantize_columns(
     PACK: gl.constexpr, SCALE_FMT: gl.constexpr, MASK_AMAX: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Quantises the columns of a part: 128 places by the channels of its words, from `word` on.
+    """Quantizes the columns of a part: 128 places by the channels of its words, from `word` on.
 
     Writes the first `columns` columns of the transposed copy from `column` on: the first `tokens`
     tokens, then zeros. MASK_AMAX: the part may hold values of tokens of no group (`in_group` false,
@@ -131,7 +131,7 @@ def quantize_128x1_t_kernel(
 ):  # fmt: skip
     """The columns of a tile of 128 tokens by 128 channels, and with WITH_ROWS its rows.
 
-    The whole tile is loaded to shared memory, then its columns and rows are quantised from there in
+    The whole tile is loaded to shared memory, then its columns and rows are quantized from there in
     parts that fit into registers.
     """
     if WITH_ROWS:
@@ -225,7 +225,7 @@ def quantize_128x128_t_kernel(
 
 
 def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Uninitialised 1x128 scales (rows, blocks) on x's device, laid out as in `layouts.py`."""
+    """Uninitialized 1x128 scales (rows, blocks) on x's device, laid out as in `layouts.py`."""
     blocks = cdiv(columns, BLOCK)
     if rows % 4:
         return x.new_empty(blocks, round_up(rows, 4), dtype=torch.float32)[:, :rows].t()
@@ -234,14 +234,14 @@ def scales_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scales_128x128(w: Tensor, rows: int, columns: int) -> Tensor:
-    """Uninitialised 128x128 scales (..., row blocks, column blocks) for w (..., N, K)."""
+    """Uninitialized 128x128 scales (..., row blocks, column blocks) for w (..., N, K)."""
     n, k = cdiv(rows, BLOCK), cdiv(columns, BLOCK)
     s = w.new_empty(*w.shape[:-2], n, round_up(k, 4), dtype=torch.float32)
     return s[..., :k] if k % 4 else s
 
 
 def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
-    """Quantises x (M, K) in blocks of 1x128: q (M, K), s (M, ⌈K/128⌉). The last may be short."""
+    """Quantizes x (M, K) in blocks of 1x128: q (M, K), s (M, ⌈K/128⌉). The last may be short."""
     m, k = x.shape
     q, s = torch.empty_like(x, dtype=E4M3), scales_1x128(x, m, k)
     blocks = s.shape[1]
@@ -258,7 +258,7 @@ def quantize_1x128(x: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tenso
 def quantize_128x1_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    """Quantises x (M, K) in blocks of 128x1, transposed: q (K, Mt), s (K, Mt/128)."""
+    """Quantizes x (M, K) in blocks of 128x1, transposed: q (K, Mt), s (K, Mt/128)."""
     return _quantize_columns(x, False, offs, aligned, scale_fmt)[2:]
 
 
@@ -298,7 +298,7 @@ def _quantize_columns(
 def quantize_128x128(
     w: Tensor, dtype: torch.dtype | None = None, *, scale_fmt: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    """Quantises w (..., N, K), rounded to `dtype`, in tiles of 128x128.
+    """Quantizes w (..., N, K), rounded to `dtype`, in tiles of 128x128.
 
     Returns q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉).
     """

@@ -1,4 +1,4 @@
-"""Arithmetic of the quantiser kernels: absolute maxima, scales, casts to FP8.
+"""Arithmetic of the quantizer kernels: absolute maxima, scales, casts to FP8.
 
 Kernels read tensors as 32-bit words: one FP32 channel or two bf16 channels, the even one in the low
 half (PACK = 1 or 2 channels per word). From the maxima to the casts a thread keeps its words packed

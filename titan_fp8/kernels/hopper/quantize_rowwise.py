@@ -1,9 +1,9 @@
-"""Rowwise quantisers of rows: one scale per row.
+"""Rowwise quantizers of rows: one scale per row.
 
 A program holds whole rows in registers, at least four 16-byte loads per thread, so it reads x once.
 Rows of more than 32768 words (128 KiB) do not fit into registers and are read twice.
 
-`quantize_rowwise_columns.py` quantises columns.
+`quantize_rowwise_columns.py` quantizes columns.
 """
 
 import functools
@@ -68,7 +68,7 @@ def row_layout(words: int) -> tuple[gl.DistributedLinearLayout, int]:
 
 
 def quantize_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises x (..., R, C) with one scale per row: q (..., R, C), s (..., R)."""
+    """Quantizes x (..., R, C) with one scale per row: q (..., R, C), s (..., R)."""
     q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[:-1], dtype=torch.float32)
     words, out, pack = words_of(x, q)
     rows, row_words = s.numel(), x.shape[-1] // pack

@@ -1,12 +1,12 @@
-"""Rowwise quantisers of columns, written transposed: one scale per column, or per group and column.
+"""Rowwise quantizers of columns, written transposed: one scale per column, or per group and column.
 
 A scale covers all tokens of a group, far more than a program can hold. Without groups one kernel
 reads x once and its programs exchange maxima (`quantize_rowwise_one_pass.py`), unless x has too
 many rows for that. Otherwise two kernels read x, one after the other:
 
 1. quantize_column_amax_kernel takes the maxima of some tokens in registers and combines them with
-   those of the group by `atomic_max`. If the rows are to be quantised as well, its programs hold
-   whole rows and quantise them, too.
+   those of the group by `atomic_max`. If the rows are to be quantized as well, its programs hold
+   whole rows and quantize them, too.
 2. quantize_column_cast_kernel casts and transposes tiles (`quantize_tile.py`), the last tiles
    first, because these are still in the L2 cache. It also writes the scales.
 """
@@ -57,7 +57,7 @@ AMAX_LAYOUT = tile_layout((1, 4), (1, 32), (4, 1), (8, 1))
 """The layout of 32 of them, which a program holds at a time."""
 AMAX_WARPS = 4
 ROW_AMAX_TOKENS = 32
-"""Tokens per program that takes the maxima of all columns and also quantises the rows."""
+"""Tokens per program that takes the maxima of all columns and also quantizes the rows."""
 ROW_AMAX_WORDS = 8192
 """The words of its longest rows: registers hold a row, the next one and the maxima."""
 
@@ -215,7 +215,7 @@ def _tokens_of(x: Tensor, offs: Tensor | None, aligned: bool) -> _Tokens:
 def quantize_col_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantises x (M, K) with one scale per column and group, transposed.
+    """Quantizes x (M, K) with one scale per column and group, transposed.
 
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zero columns.
     """
@@ -226,7 +226,7 @@ def quantize_col_t(
 
 
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises w (..., N, K) with one scale per column, transposed: q (..., K, N), s (..., K)."""
+    """Quantizes w (..., N, K) with one scale per column, transposed: q (..., K, N), s (..., K)."""
     return quantize_col_t(w)
 
 

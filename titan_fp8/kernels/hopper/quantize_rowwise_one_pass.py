@@ -1,4 +1,4 @@
-"""Rowwise quantiser of columns without groups (mostly of weights), which reads x once.
+"""Rowwise quantizer of columns without groups (mostly of weights), which reads x once.
 
 A scale covers all tokens of a column, far more than a program can hold. The columns are cut into
 stripes of 32 words, and a stripe into tiles, one per program. A program holds its tile, half in
@@ -57,7 +57,7 @@ LINE = gl.constexpr(32)
 """int32 numbers in a line of the L2 cache."""
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-"""Synchronises the threads of a program: Triton 3.9's name or 3.6's."""
+"""Synchronizes the threads of a program: Triton 3.9's name or 3.6's."""
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def publish_amax(amax, most, word, K, publishes, PACK: gl.constexpr):
     """If `publishes`, combines `most`, words of maxima from `word` on, into amax (K,).
 
     The maxima are the bits of magnitudes, so `atomic_max` on integers combines them, with the same
-    result in any order. Before that, neighbouring lanes get neighbouring channels, so that one
+    result in any order. Before that, neighboring lanes get neighboring channels, so that one
     transaction serves the eight maxima of a 32-byte sector (eight times as fast).
     """
     WORDS: gl.constexpr = most.shape[0]
@@ -263,7 +263,7 @@ def fits_one_pass(width: int, device: torch.device) -> bool:
 
 
 def quantize_columns_in_one_pass(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Quantises the columns of x (..., M, K), transposed: q_t (..., K, width) and s_t (..., K)."""
+    """Quantizes the columns of x (..., M, K), transposed: q_t (..., K, width) and s_t (..., K)."""
     *lead, m, k = x.shape
     pack = 4 // x.element_size()
     q_t = x.new_empty(*lead, k, width, dtype=E4M3)

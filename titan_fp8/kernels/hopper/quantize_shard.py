@@ -1,11 +1,11 @@
-"""Rowwise quantisers of shards of weights that FSDP2 gathers in FP8; q is not transposed.
+"""Rowwise quantizers of shards of weights that FSDP2 gathers in FP8; q is not transposed.
 
 A shard has whole rows, but only a part of each column, whose scale depends on all ranks. So there
-are two kernels, with a collective between them: one quantises rows and takes the maxima of columns,
+are two kernels, with a collective between them: one quantizes rows and takes the maxima of columns,
 the other casts columns. Both round x to the dtype in which it would be gathered.
 
 A thread holds 8 rows by 8 columns, so it finds the maxima of its columns alone. Programs combine
-theirs by atomic maxima, and none waits for another. For these, neighbouring lanes get neighbouring
+theirs by atomic maxima, and none waits for another. For these, neighboring lanes get neighboring
 columns: many programs write to the same few lines of the L2 cache, which take one request for eight
 columns as fast as one for a single column. The first kernel reads x twice, once for the maxima and
 once for the casts.
@@ -74,7 +74,7 @@ def quantize_shard_row_kernel(
     x, q, s, amax, R, K16,
     ROUNDED: gl.constexpr, TILE: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Quantises 8 rows of x (E, R, K), and raises amax (E, K) to the bits of their maxima.
+    """Quantizes 8 rows of x (E, R, K), and raises amax (E, K) to the bits of their maxima.
 
     K16: K / 16.
     """

@@ -1,4 +1,4 @@
-"""Tiles of the transposing quantisers: their layouts, loads and stores.
+"""Tiles of the transposing quantizers: their layouts, loads and stores.
 
 A transpose of FP8 through shared memory would move single bytes. Here the transpose moves nothing.
 A thread that holds 16 consecutive tokens of a channel owns 16 consecutive bytes of the transposed
@@ -9,7 +9,7 @@ A tile stays in shared memory in high precision, and threads read it in parts. T
 per SM are then bounded by its shared memory, not by the registers of waiting threads.
 
 Places. The rows of a tile in shared memory are called places. Place p holds token `token_of(p)`:
-neighbouring places hold tokens 16 apart. Also, the 16-byte units of a row are swizzled by its
+neighboring places hold tokens 16 apart. Also, the 16-byte units of a row are swizzled by its
 place. So eight lanes whose tokens are 16 apart read from different banks, whether a part of a tile
 consists of some of its rows or of some of its words.
 """
@@ -27,14 +27,14 @@ async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 """Triton 3.9's name or 3.6's."""
 
 PART_WORDS = gl.constexpr(32)
-"""Words of a row in a part of a tile whose columns are quantised."""
+"""Words of a row in a part of a tile whose columns are quantized."""
 
 
 @functools.cache
 def tile_layout(
     thread: Pair, lanes: Pair, warps: Pair, repeat: Pair = (1, 1)
 ) -> gl.DistributedLinearLayout:
-    """Layout of a tile of (tokens, words); neighbouring words are in neighbouring registers.
+    """Layout of a tile of (tokens, words); neighboring words are in neighboring registers.
 
     Each pair is a number of (tokens, words), powers of two: the block of a thread, the lanes of a
     warp, the warps, and how often all of this repeats. The size of the tile is their product.
@@ -55,7 +55,7 @@ def tile_layout(
 def column_layouts(
     warps: int, words: int = PART_WORDS.value
 ) -> tuple[gl.DistributedLinearLayout, gl.DistributedLinearLayout]:
-    """The two layouts of a part, 128 tokens by some words, whose columns are quantised.
+    """The two layouts of a part, 128 tokens by some words, whose columns are quantized.
 
     The first is of (places, words), as read from shared memory, the second of (words, tokens), as
     written to the transposed copy. Each thread holds the same elements in both.
@@ -90,9 +90,9 @@ class TileLayouts:
     load: gl.DistributedLinearLayout
     """Of the threads that copy it from global memory."""
     rows: gl.DistributedLinearLayout | None
-    """Of a part whose rows are quantised, (places, words)."""
+    """Of a part whose rows are quantized, (places, words)."""
     columns: gl.DistributedLinearLayout
-    """Of a part whose columns are quantised, (places, words)."""
+    """Of a part whose columns are quantized, (places, words)."""
     transposed: gl.DistributedLinearLayout
     """Of the same part as (words, tokens)."""
 

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient, quantised where they are computed: h, da and db are never written.
+"""SwiGLU and its gradient, quantized where they are computed: h, da and db are never written.
 
 h = silu(a) · b, da and db are those of the reference, rounded once to bf16, except that 2^x and 1/x
 are the GPU's approximations. Their relative error stays below 2^-16, and half a bf16 ulp is more
@@ -9,8 +9,8 @@ because the approximate reciprocal of numbers above 2^126 is 0, and σ may be sm
 
 Backward takes as long to compute as to move its data: 50 instructions and 11 bytes per element. So
 it evaluates σ once. The tile's dh, a and b are loaded to shared memory. Part by part, rows of them
-are replaced by h, da and db, and the rows of da and db are quantised at once. Then the columns of
-all three are quantised from shared memory. Few values are in registers at a time, so 128 registers
+are replaced by h, da and db, and the rows of da and db are quantized at once. Then the columns of
+all three are quantized from shared memory. Few values are in registers at a time, so 128 registers
 per thread suffice. Shared memory has room for two programs of 8 warps on an SM: one computes while
 the other waits for memory.
 """
@@ -79,9 +79,9 @@ SWIGLU = _on_words(_SWIGLU, ["a", "b"], ["h"])
 BACKWARD = _on_words(_SWIGLU + _GRADIENT, ["g", "a", "b"], ["h", "da", "db"])
 
 PART = tile_layout((1, 8), (4, 8), (8, 1))
-"""Layout of a part of a tile, 8 words per thread. The lanes of a row are neighbours, so that its
+"""Layout of a part of a tile, 8 words per thread. The lanes of a row are neighbors, so that its
 maximum takes few shuffles."""
-# As `quantize_tile.SHARED`, but in the second half of each row neighbouring 16-byte units are
+# As `quantize_tile.SHARED`, but in the second half of each row neighboring 16-byte units are
 # exchanged, so that the 8 lanes of a row in PART read from 8 different banks.
 _SHARED = gl.SharedLinearLayout(
     [

@@ -1,4 +1,4 @@
-"""The quantisers of the reference equal the oracle to the bit."""
+"""The quantizers of the reference equal the oracle to the bit."""
 
 import numpy as np
 import oracle
@@ -8,7 +8,7 @@ from numerics import (
     DTYPES,
     INF,
     NAN,
-    QUANTISING,
+    QUANTIZING,
     awkward,
     check_both,
     check_columns,
@@ -39,7 +39,7 @@ def test_oracle_rounds_to_the_nearest():
     assert np.array_equal(q[:127], np.arange(127)) and q[127] & 127 == 127
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SMALL_QUANTIZE, ids=str)
 def test_rows_and_columns(recipe, dtype, size):
@@ -49,7 +49,7 @@ def test_rows_and_columns(recipe, dtype, size):
     check_both(recipe, x)
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SMALL_GROUPS)
 def test_columns_of_groups(recipe, dtype, name):
@@ -60,7 +60,7 @@ def test_columns_of_groups(recipe, dtype, name):
     check_both(recipe, x, ends, aligned)
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
@@ -73,7 +73,7 @@ def test_weights(recipe, dtype, shape):
     check_weight(recipe, w)
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_quantizers_keep_non_finite(recipe, dtype, value):
@@ -86,7 +86,7 @@ def test_quantizers_keep_non_finite(recipe, dtype, value):
     check_weight(recipe, x[:192].view(2, 96, 272))
 
 
-@pytest.mark.parametrize("recipe", QUANTISING)
+@pytest.mark.parametrize("recipe", QUANTIZING)
 def test_rounding(recipe):
     check_every_value(recipe)
     check_reciprocal(recipe)
@@ -106,7 +106,7 @@ def test_power_of_two_scales_are_kept_and_others_rounded_up():
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_are_rounded_before_they_are_quantised(dtype, to):
+def test_weights_are_rounded_before_they_are_quantized(dtype, to):
     w = torch.randn(3, 144, 272).to(dtype)
     w[0, 5, 7], w[1, 130, 1] = NAN, INF
     got, want = reference.quantize_128x128(w, to), reference.quantize_128x128(w.to(to))

@@ -1,6 +1,6 @@
 """What happens to FP8 shards between a step of the optimizer and the next forward.
 
-All FP8 shards of a model (`fsdp.py`) are quantised together. The first call for a model also tells
+All FP8 shards of a model (`fsdp.py`) are quantized together. The first call for a model also tells
 FSDP2 what it need not gather:
 
 - Embeddings in backward. Their gradient depends on the tokens alone.
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8.columns_buffer import ColumnsBuffer
 from titan_fp8.recipe import get_recipe
-from titan_fp8.sharded_weight import ShardedWeight, quantise_together
+from titan_fp8.sharded_weight import ShardedWeight, quantize_together
 
 
-def requantise(models: Iterable[nn.Module]) -> None:
-    """Quantises all shards of the models that have been written to since they were quantised.
+def requantize(models: Iterable[nn.Module]) -> None:
+    """Quantizes all shards of the models that have been written to since they were quantized.
 
     Call it on every rank between a step of the optimizer and the next forward. It runs one
     collective per process group that shares weights. Without this call, each gather runs one for
@@ -33,11 +33,11 @@ def requantise(models: Iterable[nn.Module]) -> None:
     models = list(models)
     for model in models:
         _plan_gathers(model)
-    quantise_stale(models)
+    quantize_stale(models)
 
 
-def quantise_stale(models: Iterable[nn.Module]) -> None:
-    """Quantises shards like `requantise`, and leaves FSDP2's gathers as they are."""
+def quantize_stale(models: Iterable[nn.Module]) -> None:
+    """Quantizes shards like `requantize`, and leaves FSDP2's gathers as they are."""
     weights = []
     for param in (param for model in models for param in model.parameters()):
         local = param._local_tensor if isinstance(param, DTensor) else param
@@ -47,27 +47,27 @@ def quantise_stale(models: Iterable[nn.Module]) -> None:
         if local.memory.stale and values is not None:
             weights.append(values)
     if weights:
-        quantise_together(weights)
+        quantize_together(weights)
 
 
-def requantise_in_forward(models: Iterable[nn.Module]) -> None:
-    """Like `requantise`, at the beginning of each model's next forward.
+def requantize_in_forward(models: Iterable[nn.Module]) -> None:
+    """Like `requantize`, at the beginning of each model's next forward.
 
     torchtitan's trainer counts the tokens of a batch over all ranks and blocks on the count. A
-    process group runs its collectives in order, so right after the optimizer those of `requantise`
+    process group runs its collectives in order, so right after the optimizer those of `requantize`
     would delay the count until the optimizer has ended (`torchtitan_0_2/input_stream.py`).
 
     Not for pipeline schedules of several stages per rank, which gather before forward.
     """
     for model in models:
         _plan_gathers(model)
-        _quantise_in_next_forward(model)
+        _quantize_in_next_forward(model)
 
 
-def _quantise_in_next_forward(model: nn.Module) -> None:
+def _quantize_in_next_forward(model: nn.Module) -> None:
     def once(model: nn.Module, _: Any) -> None:
         handle.remove()
-        quantise_stale([model])
+        quantize_stale([model])
 
     # Must run before FSDP2's hook, in which the streams of the gathers wait for this one.
     handle = model.register_forward_pre_hook(once, prepend=True)
