@@ -90,7 +90,7 @@ def _wrap(layer: nn.Module, *_: Any, name: str) -> None:
     if isinstance(local, ShardedWeight):
         memory = local.memory
         replaced = memory.values is not None and memory.values() is not local
-        if replaced and memory.shard is not None and not memory.shard.place.is_even:
+        if replaced and memory.shard is not None and not memory.shard.spec.is_even:
             # FSDP2 moves the shards of some ranks to new memory, so all ranks begin anew.
             memory.shard = memory.values = memory.columns = None
             memory.stale = True

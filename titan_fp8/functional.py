@@ -91,8 +91,8 @@ def quantize_weight(
         )
     check_multiples_of_16("weight", weight.shape)
     weight = weight.contiguous()
-    rows = ops.weight(weight, emulate=emulate)
-    return QuantizedWeight(recipe, rows, ops.weight_t(weight, emulate=emulate))
+    rows = ops.quantize_weight(weight, emulate=emulate)
+    return QuantizedWeight(recipe, rows, ops.quantize_weight_t(weight, emulate=emulate))
 
 
 def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,13 +99,13 @@ def quantize_operands(
     recipe, layout, emulate = spec.recipe, (offs, spec.aligned), spec.emulate
     x_MK = x_MK.detach().to(spec.dtype)
     if columns and recipe.wgrad_in_bf16:
-        return (recipe.rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
+        return (recipe.quantize_rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
     if rows and columns:
-        q, s, q_t, s_t = recipe.rows_and_columns(x_MK, *layout, emulate=emulate)
+        q, s, q_t, s_t = recipe.quantize_rows_and_columns(x_MK, *layout, emulate=emulate)
         return (q, s), (q_t, s_t)
     if rows:
-        return recipe.rows(x_MK, emulate=emulate), ()
-    return (), (recipe.columns(x_MK, *layout, emulate=emulate) if columns else ())
+        return recipe.quantize_rows(x_MK, emulate=emulate), ()
+    return (), (recipe.quantize_columns(x_MK, *layout, emulate=emulate) if columns else ())
 
 
 @composite(checked=("g",))

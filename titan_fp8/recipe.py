@@ -81,9 +81,10 @@ class Recipe:
         scale_fmt: the format of scales, "fp32", or "ue8m0" for powers of two.
         alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
             multiples of 128 the quantizers need not pad the groups again.
-        rows, columns, rows_and_columns: quantizers of x and g: `rows` for fprop and dgrad,
-            `columns` for wgrad, `rows_and_columns` for both from one read.
-        weight, weight_t: quantizers of W for fprop and, transposed, for dgrad.
+        quantize_rows: quantizes x or g for fprop and dgrad.
+        quantize_columns: the same for wgrad.
+        quantize_rows_and_columns: both from one read.
+        quantize_weight, quantize_weight_t: quantize W for fprop and, transposed, for dgrad.
         mm: the GEMM of fprop and dgrad for a weight that is quantized already.
         feed_forward: the ops of the fused feed-forward, if there are any.
     """
@@ -94,11 +95,11 @@ class Recipe:
     wgrad: Gemm
     scale_fmt: str
     alignment: int
-    rows: Op
-    columns: Op
-    rows_and_columns: Op
-    weight: Op
-    weight_t: Op
+    quantize_rows: Op
+    quantize_columns: Op
+    quantize_rows_and_columns: Op
+    quantize_weight: Op
+    quantize_weight_t: Op
     mm: Op
     feed_forward: FeedForwardOps | None
 
@@ -127,11 +128,11 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
         wgrad=Gemm(left, left, _ops.blockwise_wgrad),
         scale_fmt=scale_fmt,
         alignment=128,
-        rows=scaled(_ops.quantize_1x128),
-        columns=scaled(_ops.quantize_128x1_t),
-        rows_and_columns=scaled(_ops.quantize_1x128_128x1_t),
-        weight=scaled(_ops.quantize_128x128),
-        weight_t=scaled(_ops.quantize_128x128_t),
+        quantize_rows=scaled(_ops.quantize_1x128),
+        quantize_columns=scaled(_ops.quantize_128x1_t),
+        quantize_rows_and_columns=scaled(_ops.quantize_1x128_128x1_t),
+        quantize_weight=scaled(_ops.quantize_128x128),
+        quantize_weight_t=scaled(_ops.quantize_128x128_t),
         mm=_ops.blockwise_mm,
         feed_forward=FeedForwardOps(
             swiglu=scaled(_ops.swiglu_1x128),
@@ -152,11 +153,11 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
         wgrad=wgrad,
         scale_fmt="fp32",
         alignment=16,
-        rows=_ops.quantize_row,
-        columns=_ops.quantize_col_t,
-        rows_and_columns=_ops.quantize_row_col_t,
-        weight=_ops.quantize_row,
-        weight_t=_ops.quantize_weight_col_t,
+        quantize_rows=_ops.quantize_row,
+        quantize_columns=_ops.quantize_col_t,
+        quantize_rows_and_columns=_ops.quantize_row_col_t,
+        quantize_weight=_ops.quantize_row,
+        quantize_weight_t=_ops.quantize_weight_col_t,
         mm=_ops.rowwise_mm,
         feed_forward=None,
     )

@@ -36,7 +36,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from titan_fp8.recipe import RECIPES, op_of
 
 _aten = torch.ops.aten
-_QUANTIZERS = {op_of(recipe.rows_and_columns).overloadpacket for recipe in RECIPES.values()}
+_QUANTIZERS = {
+    op_of(recipe.quantize_rows_and_columns).overloadpacket for recipe in RECIPES.values()
+}
 """The quantizers that write the copies of an input for fprop and for wgrad from one read."""
 
 _VIEWS_AND_CASTS = {

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8.columns_buffer import ColumnsBuffer
 from titan_fp8.recipe import get_recipe
-from titan_fp8.sharded_weight import ShardedWeight, quantize_together
+from titan_fp8.sharded_weight import ShardedWeight, quantize_weights
 
 
 def requantize(models: Iterable[nn.Module]) -> None:
@@ -33,10 +33,10 @@ def requantize(models: Iterable[nn.Module]) -> None:
     models = list(models)
     for model in models:
         _plan_gathers(model)
-    quantize_stale(models)
+    requantize_stale(models)
 
 
-def quantize_stale(models: Iterable[nn.Module]) -> None:
+def requantize_stale(models: Iterable[nn.Module]) -> None:
     """Quantizes shards like `requantize`, and leaves FSDP2's gathers as they are."""
     weights = []
     for param in (param for model in models for param in model.parameters()):
@@ -47,7 +47,7 @@ def quantize_stale(models: Iterable[nn.Module]) -> None:
         if local.memory.stale and values is not None:
             weights.append(values)
     if weights:
-        quantize_together(weights)
+        quantize_weights(weights)
 
 
 def requantize_in_forward(models: Iterable[nn.Module]) -> None:
@@ -67,7 +67,7 @@ def requantize_in_forward(models: Iterable[nn.Module]) -> None:
 def _quantize_in_next_forward(model: nn.Module) -> None:
     def once(model: nn.Module, _: Any) -> None:
         handle.remove()
-        quantize_stale([model])
+        requantize_stale([model])
 
     # Must run before FSDP2's hook, in which the streams of the gathers wait for this one.
     handle = model.register_forward_pre_hook(once, prepend=True)

@@ -28,7 +28,7 @@ from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import get_recipe
-from titan_fp8.shards import Place, QuantizedShard, quantize
+from titan_fp8.shards import QuantizedShard, ShardSpec, quantize_shards
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
@@ -55,7 +55,7 @@ class _Memory:
 
     Attributes:
         shard: the FP8 copy; None before the first gather.
-        gathered: what FSDP2 gathers of it, as the dtype `Place.carrier`.
+        gathered: what FSDP2 gathers of it, as the dtype `ShardSpec.carrier`.
         stale: True if the shard has been written to since it was quantized.
         values: the view that FSDP2 gathers; None before the first gather.
         columns: chooses the layouts of each gather; None: each moves all.
@@ -136,18 +136,18 @@ class ShardedWeight(Tensor):
         """FSDP2's extension: the tensors to gather, and metadata for `fsdp_post_all_gather`."""
         memory = self.memory
         if memory.shard is None:
-            place = _place(self, mesh, outer_size, mp_policy.param_dtype or self.dtype)
-            reason = _why_high_precision(self.recipe, place)
+            spec = _spec_of(self, mesh, outer_size, mp_policy.param_dtype or self.dtype)
+            reason = _why_high_precision(self.recipe, spec)
             if reason is not None:
                 _warn(reason)
-                return (_padded(self.plain(), place),), None
+                return (_padded(self.plain(), spec),), None
             # Its scales are written in place, which later steps cannot do to inference tensors.
             with _on_default_stream(self.device), torch.inference_mode(False):
-                memory.shard = QuantizedShard(self.recipe, self.emulate, place, self.device)
+                memory.shard = QuantizedShard(self.recipe, self.emulate, spec, self.device)
             memory.values = weakref.ref(self)
         if memory.stale:
             with _on_default_stream(self.device):
-                quantize_together([self])
+                quantize_weights([self])
         layouts = memory.gathered
         if memory.columns is not None:
             layouts = memory.columns.layouts_to_gather(layouts)
@@ -193,7 +193,7 @@ ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ig
 )
 
 
-def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtype) -> Place:
+def _spec_of(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtype) -> ShardSpec:
     """Where this rank's shard lies in a weight of shape `whole`, sharded over `mesh`.
 
     FSDP2 cuts the sharded dimension into parts of ⌈size / ranks⌉; the last ones may be smaller.
@@ -206,16 +206,16 @@ def _place(shard: Tensor, mesh: DeviceMesh, whole: torch.Size, dtype: torch.dtyp
     padded[dim] = -(-whole[dim] // ranks)
     first = min(rank * padded[dim], whole[dim])
     group = mesh.get_group() if ranks > 1 else None
-    return Place(tuple(whole), dim, first, tuple(padded), dtype, group)
+    return ShardSpec(tuple(whole), dim, first, tuple(padded), dtype, group)
 
 
-def _why_high_precision(recipe: str, place: Place) -> str | None:
-    """Why a weight at `place` is gathered in high precision; None if it is gathered in FP8."""
-    if place.dtype not in DTYPES:
-        return f"{place.dtype} weights are not quantized"
-    if place.dim == len(place.whole) - 1:
+def _why_high_precision(recipe: str, spec: ShardSpec) -> str | None:
+    """Why a weight is gathered in high precision; None if it is gathered in FP8."""
+    if spec.dtype not in DTYPES:
+        return f"{spec.dtype} weights are not quantized"
+    if spec.dim == len(spec.whole) - 1:
         return "its last dimension is sharded"
-    if place.group is None and not get_recipe(recipe).has_weight_blocks:
+    if spec.group is None and not get_recipe(recipe).has_weight_blocks:
         return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
     return None
 
@@ -225,12 +225,12 @@ def _warn(reason: str) -> None:
     _log.warning(f"titan_fp8: a weight is gathered in high precision: {reason}")
 
 
-def _padded(values: Tensor, place: Place) -> Tensor:
+def _padded(values: Tensor, spec: ShardSpec) -> Tensor:
     """`values` as FSDP2 gathers it without an extension: cast, padded to the largest shard."""
-    values = values.to(place.dtype)
-    if values.shape == place.padded:
+    values = values.to(spec.dtype)
+    if values.shape == spec.padded:
         return values
-    padded = values.new_zeros(place.padded)
+    padded = values.new_zeros(spec.padded)
     padded[: values.shape[0]] = values
     return padded
 
@@ -248,7 +248,7 @@ def _on_default_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(default)
 
 
-def quantize_together(weights: Sequence[ShardedWeight]) -> None:
+def quantize_weights(weights: Sequence[ShardedWeight]) -> None:
     """Brings the FP8 copies of the weights up to date."""
     shards = []
     for weight in weights:
@@ -256,7 +256,7 @@ def quantize_together(weights: Sequence[ShardedWeight]) -> None:
         assert memory.shard is not None
         shards.append((memory.shard, weight.plain()))
         memory.gathered, memory.stale = (), False  # The new copies may take the old ones' memory.
-    quantize(shards)
+    quantize_shards(shards)
     for weight, (shard, _) in zip(weights, shards, strict=True):
         copies = (q for q in (shard.q, shard.q_columns) if q is not None)
-        weight.memory.gathered = tuple(q.view(shard.place.carrier) for q in copies)
+        weight.memory.gathered = tuple(q.view(shard.spec.carrier) for q in copies)

@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSpec:
     """Which part of a weight a rank has.
 
     Attributes:
@@ -91,11 +91,11 @@ class QuantizedShard:
             scales of the rows, and then the absolute maxima of the columns.
     """
 
-    def __init__(self, recipe: str, emulate: bool, place: Place, device: torch.device):
-        self.recipe, self.emulate, self.place = recipe, emulate, place
+    def __init__(self, recipe: str, emulate: bool, spec: ShardSpec, device: torch.device):
+        self.recipe, self.emulate, self.spec = recipe, emulate, spec
         self.q: Tensor | None = None
         self.q_columns: Tensor | None = None
-        *lead, n, k = place.whole
+        *lead, n, k = spec.whole
         if self.blockwise:
             rows, columns = cdiv(n, BLOCK), cdiv(k, BLOCK)
             # In the layout of 128x128 scales (`layouts.py`).
@@ -119,7 +119,7 @@ class QuantizedShard:
         return scale_of(amax.float(), self.ops.scale_fmt)
 
     def new_q(self) -> Tensor:
-        return torch.zeros(self.place.padded, dtype=E4M3, device=self.table.device)
+        return torch.zeros(self.spec.padded, dtype=E4M3, device=self.table.device)
 
 
 @dataclass
@@ -141,7 +141,7 @@ class _Edge:
 
 
 @torch.no_grad()
-def quantize(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
+def quantize_shards(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
     """Quantizes shards, given with their values in high precision.
 
     Runs one collective per process group, whose ranks must all call this with their shards of the
@@ -179,15 +179,15 @@ def _quantize_blocks(
 
     Appends to `copies` the copies that the caller has to make, as (destination, source).
     """
-    place, n = shard.place, x.shape[-2]
-    start, end = place.first_row, place.first_row + n
-    s = place.part(shard.s, x.shape[0])
+    spec, n = shard.spec, x.shape[-2]
+    start, end = spec.first_row, spec.first_row + n
+    s = spec.part(shard.s, x.shape[0])
     # Rows before `head` and from `tail` on are in blocks that other ranks share.
     head = min(-start % BLOCK, n)
-    tail = n if end == place.whole[-2] or head == n else n - end % BLOCK
+    tail = n if end == spec.whole[-2] or head == n else n - end % BLOCK
     shard.q = None  # The new q may take its memory.
-    if (head, tail) == (0, n) and x.shape == place.padded:
-        shard.q, own = shard.ops.weight(x, place.dtype, emulate=shard.emulate)
+    if (head, tail) == (0, n) and x.shape == spec.padded:
+        shard.q, own = shard.ops.quantize_weight(x, spec.dtype, emulate=shard.emulate)
         copies.append((s[..., start // BLOCK : cdiv(end, BLOCK), :], own))
         return []
     shard.q = shard.new_q()
@@ -196,7 +196,7 @@ def _quantize_blocks(
     q = shard.q[: x.shape[0]]
     if head < tail:
         whole = x[..., head:tail, :].contiguous()
-        own_q, own = shard.ops.weight(whole, place.dtype, emulate=shard.emulate)
+        own_q, own = shard.ops.quantize_weight(whole, spec.dtype, emulate=shard.emulate)
         q[..., head:tail, :] = own_q
         copies.append((s[..., (start + head) // BLOCK : cdiv(start + tail, BLOCK), :], own))
     edges = []
@@ -212,14 +212,14 @@ def _by_shape(edges: list[_Edge]) -> Iterable[list[_Edge]]:
     """Groups of edges that can be stacked, so that one launch handles a whole group."""
     groups = defaultdict(list)
     for edge in edges:
-        key = edge.x.shape, edge.x.dtype, edge.shard.place.dtype, edge.shard.recipe
+        key = edge.x.shape, edge.x.dtype, edge.shard.spec.dtype, edge.shard.recipe
         groups[key].append(edge)
     return groups.values()
 
 
 def _stack(edges: list[_Edge]) -> Tensor:
     x = torch.stack([edge.x for edge in edges])
-    return x.to(edges[0].shard.place.dtype)
+    return x.to(edges[0].shard.spec.dtype)
 
 
 def _scale_edges(edges: list[_Edge]) -> None:
@@ -243,34 +243,34 @@ def _cast_edges(edges: list[_Edge]) -> None:
 
 def _quantize_rows(shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
     """Quantizes the rows of x and takes the maxima of its columns; `copies` as for blocks."""
-    place = shard.place
+    spec = shard.spec
     shard.q = None
     if not x.numel():
         shard.q = shard.new_q()
         return
-    q, s, amax = direct.quantize_shard_row(x, place.dtype, emulate=shard.emulate)
+    q, s, amax = direct.quantize_shard_row(x, spec.dtype, emulate=shard.emulate)
     shard.q = _padded(q, shard)
-    table = place.part(shard.table, x.shape[0])
-    copies.append((table[..., place.first_row : place.first_row + x.shape[-2]], s))
-    copies.append((table[..., place.whole[-2] :], amax))
+    table = spec.part(shard.table, x.shape[0])
+    copies.append((table[..., spec.first_row : spec.first_row + x.shape[-2]], s))
+    copies.append((table[..., spec.whole[-2] :], amax))
 
 
 def _finish_rowwise(shards: list[tuple[QuantizedShard, Tensor]]) -> None:
     """Sets the scales, and casts the columns, once the ranks agree on the maxima of columns."""
     if not shards:
         return
-    maxima = [shard.table[..., shard.place.whole[-2] :] for shard, _ in shards]
+    maxima = [shard.table[..., shard.spec.whole[-2] :] for shard, _ in shards]
     # The scales of all weights at once, because every operation is a launch.
     scales = scale_of(torch.cat([amax.flatten() for amax in maxima]))
     parts = scales.split([amax.numel() for amax in maxima])
     _copy((shard.s_t.view(-1), part) for (shard, _), part in zip(shards, parts))
-    _copy((shard.s, shard.table[..., : shard.place.whole[-2]]) for shard, _ in shards)
+    _copy((shard.s, shard.table[..., : shard.spec.whole[-2]]) for shard, _ in shards)
     for (shard, x), amax in zip(shards, maxima):
         shard.q_columns = None
         if x.numel():
-            own = shard.place.part(amax, x.shape[0]).contiguous()
-            place, emulate = shard.place, shard.emulate
-            q = direct.quantize_shard_col(x, own, place.dtype, emulate=emulate)
+            own = shard.spec.part(amax, x.shape[0]).contiguous()
+            spec, emulate = shard.spec, shard.emulate
+            q = direct.quantize_shard_col(x, own, spec.dtype, emulate=emulate)
             shard.q_columns = _padded(q, shard)
         else:
             shard.q_columns = shard.new_q()
@@ -278,7 +278,7 @@ def _finish_rowwise(shards: list[tuple[QuantizedShard, Tensor]]) -> None:
 
 def _padded(q: Tensor, shard: QuantizedShard) -> Tensor:
     """q, padded with zeros to the shape of the largest shard."""
-    if q.shape == shard.place.padded:
+    if q.shape == shard.spec.padded:
         return q
     padded = shard.new_q()
     padded[: q.shape[0]] = q
@@ -289,8 +289,8 @@ def _agree(shards: list[QuantizedShard]) -> None:
     """Sets each table to its maximum over the ranks that share its weight."""
     groups = defaultdict(list)
     for shard in shards:
-        if shard.place.group is not None:
-            groups[shard.place.group].append(shard.table)
+        if shard.spec.group is not None:
+            groups[shard.spec.group].append(shard.table)
     for group, tables in groups.items():
         # Compared as integers, which order positive numbers as floats do and put NaN above Inf, so
         # that no NaN is lost. The sign of a NaN is cleared first.

@@ -73,7 +73,7 @@ def stride_128x128(row_blocks: int, column_blocks: int, lead: int) -> tuple[int,
 
 
 def check_rows(recipe: str, x: torch.Tensor) -> None:
-    q, s = get_recipe(recipe).rows(x)
+    q, s = get_recipe(recipe).quantize_rows(x)
     expected = oracle.rows(oracle.array(x), recipe)
     assert_codes("rows", q, expected.codes)
     if recipe in oracle.BLOCKWISE:
@@ -87,7 +87,7 @@ def check_columns(
 ) -> None:
     offs = None if ends is None else offsets(ends)
     blockwise = recipe in oracle.BLOCKWISE
-    q, s = get_recipe(recipe).columns(x, offs, aligned)
+    q, s = get_recipe(recipe).quantize_columns(x, offs, aligned)
     codes, scales = oracle.transposed(oracle.array(x), recipe, ends, aligned)
     assert_codes("columns", q, codes)
     assert_scales("columns", s, scales, stride_1x128(x.shape[1]) if blockwise else None)
@@ -99,8 +99,8 @@ def check_both(
     """The quantizer of rows and columns in one is those of either."""
     offs = None if ends is None else offsets(ends)
     ops = get_recipe(recipe)
-    separate = *ops.rows(x), *ops.columns(x, offs, aligned)
-    for got, want in zip(ops.rows_and_columns(x, offs, aligned), separate):
+    separate = *ops.quantize_rows(x), *ops.quantize_columns(x, offs, aligned)
+    for got, want in zip(ops.quantize_rows_and_columns(x, offs, aligned), separate):
         assert got.stride() == want.stride() and got.dtype == want.dtype
         torch.testing.assert_close(
             got.float(), want.float(), rtol=0, atol=0, equal_nan=True, msg="rows and columns"
@@ -110,8 +110,8 @@ def check_both(
 def check_weight(recipe: str, w: torch.Tensor) -> None:
     """W in fprop's and, transposed, in dgrad's layout; (N, K) or (E, N, K)."""
     blockwise = recipe in oracle.BLOCKWISE
-    q, s = get_recipe(recipe).weight(w)
-    q_t, s_t = get_recipe(recipe).weight_t(w)
+    q, s = get_recipe(recipe).quantize_weight(w)
+    q_t, s_t = get_recipe(recipe).quantize_weight_t(w)
     groups = oracle.array(w).reshape(-1, *w.shape[-2:])
     fprop = [oracle.weight(w_e, recipe, "fprop") for w_e in groups]
     dgrad = [oracle.weight(w_e, recipe, "dgrad") for w_e in groups]

@@ -78,9 +78,9 @@ def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
     w = layer.weight
     assert isinstance(w, GatheredWeight) and (w.shape, w.dtype) == (whole.shape, whole.dtype), what
     q, s_t = w.for_dgrad
-    for got, want in zip((w.q, w.s), ops.weight(whole)):
+    for got, want in zip((w.q, w.s), ops.quantize_weight(whole)):
         assert_equal(got, want, what)
-    for got, want in zip((direct.transpose_fp8(q), s_t), ops.weight_t(whole)):
+    for got, want in zip((direct.transpose_fp8(q), s_t), ops.quantize_weight_t(whole)):
         assert_equal(got, want, what)
     layer.reshard()
 
@@ -191,14 +191,14 @@ def test_every_write_is_noticed(write):
 def counting() -> Iterator[list[int]]:
     """The number of shards in each call that quantizes some."""
     calls: list[int] = []
-    quantize = sharded_weight.quantize
+    quantize = sharded_weight.quantize_shards
 
     def counted(shards) -> None:
         shards = list(shards)
         calls.append(len(shards))
         quantize(shards)
 
-    with mock.patch.object(sharded_weight, "quantize", counted):
+    with mock.patch.object(sharded_weight, "quantize_shards", counted):
         yield calls
 
 

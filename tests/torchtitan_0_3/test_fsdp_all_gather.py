@@ -27,7 +27,7 @@ class Counts:
     """The weights that FSDP2 has gathered in FP8, and the collective quantizations of shards."""
 
     def __enter__(self) -> "Counts":
-        new, quantize = GatheredWeight.__new__, titan_fp8.sharded_weight.quantize
+        new, quantize = GatheredWeight.__new__, titan_fp8.sharded_weight.quantize_shards
         self.gathered = 0
 
         def gather(*args):
@@ -36,7 +36,7 @@ class Counts:
 
         self.patches = (
             mock.patch.object(GatheredWeight, "__new__", gather),
-            mock.patch.object(titan_fp8.sharded_weight, "quantize", wraps=quantize),
+            mock.patch.object(titan_fp8.sharded_weight, "quantize_shards", wraps=quantize),
         )
         _, self.quantize = (patch.start() for patch in self.patches)
         return self

@@ -25,16 +25,16 @@ def scales_of(scaling: Scaling, rows: int, columns: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_ops_produce_the_scales_that_the_recipe_names(recipe: Recipe):
     x, w = torch.randn(M, K), torch.randn(N, K)
-    q, s = recipe.rows(x)
+    q, s = recipe.quantize_rows(x)
     assert q.shape == x.shape and s.shape == scales_of(recipe.fprop.left, M, K)
-    q, s = recipe.weight(w)
+    q, s = recipe.quantize_weight(w)
     assert q.shape == w.shape and s.shape == scales_of(recipe.fprop.right, N, K)
-    q, s = recipe.weight_t(w)
+    q, s = recipe.quantize_weight_t(w)
     assert q.shape == (K, N) and s.shape == scales_of(recipe.dgrad.right, K, N)
     if recipe.wgrad.left is Scaling.NONE:
         assert recipe.wgrad.right is Scaling.NONE and recipe.wgrad.op(x, x).shape == (K, K)
     else:
-        q, s = recipe.columns(x)
+        q, s = recipe.quantize_columns(x)
         assert s.shape == scales_of(recipe.wgrad.left, *q.shape)
         assert recipe.wgrad.op(q, s, q, s).shape == (K, K)
     assert recipe.dgrad.left is recipe.fprop.left
@@ -44,8 +44,8 @@ def test_ops_produce_the_scales_that_the_recipe_names(recipe: Recipe):
 def test_rows_and_columns_are_the_two_quantizers(recipe: Recipe):
     x = torch.randn(M, K)
     for offs in (None, OFFS):
-        separate = *recipe.rows(x), *recipe.columns(x, offs)
-        for a, b in zip(recipe.rows_and_columns(x, offs), separate, strict=True):
+        separate = *recipe.quantize_rows(x), *recipe.quantize_columns(x, offs)
+        for a, b in zip(recipe.quantize_rows_and_columns(x, offs), separate, strict=True):
             assert torch.equal(a.float(), b.float())
 
 
@@ -102,7 +102,7 @@ def test_w1_and_w3_of_a_feed_forward_share_the_quantized_input(recipe: Recipe):
     w1, w3 = torch.randn(2, 96, 64, requires_grad=True)
     w2 = torch.randn(32, 96, requires_grad=True)
     in_bf16 = recipe.wgrad.left is Scaling.NONE
-    op = op_of(recipe.rows if in_bf16 else recipe.rows_and_columns)
+    op = op_of(recipe.quantize_rows if in_bf16 else recipe.quantize_rows_and_columns)
     with Count() as count:
         fp8_swiglu(x, w1, w2, w3, recipe=recipe.name)
     inputs = count.arguments[op.name().removeprefix("titan_fp8::")]

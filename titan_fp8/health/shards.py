@@ -24,21 +24,21 @@ def samples_of_shard(sampler: Sampler, weight: Any) -> Iterator[tuple[tuple[str,
     shard = weight.memory.shard if isinstance(weight, ShardedWeight) else None
     if shard is None or shard.q is None or weight.memory.stale or not weight.numel():
         return
-    w, place = weight.plain(), shard.place
+    w, spec = weight.plain(), shard.spec
     dims = w.shape if w.dim() == 3 else (1, *w.shape)
     expert, row = sampler.sampled_rows_of_experts(dims[0], dims[1], w.device)
-    whole_row = row + place.first_row
+    whole_row = row + spec.first_row
 
     def take(q: Tensor, s: Tensor, blockwise: bool, by_row: bool) -> Sample:
         """s (..., rows or blocks of rows, blocks), (..., rows) or, if not by_row, (..., K)."""
-        s = place.part(s, len(w)) if w.dim() == 3 else s[None]
+        s = spec.part(s, len(w)) if w.dim() == 3 else s[None]
         if blockwise:
             sampled = s[expert, whole_row // BLOCK]
         else:
             sampled = s[expert, whole_row][:, None] if by_row else s[expert]
         # FSDP2 pads q behind the last row.
         x, bytes_of_q = (t if t.dim() == 3 else t[None] for t in (w, q.view(torch.uint8)))
-        x = x[expert, row].to(place.dtype)
+        x = x[expert, row].to(spec.dtype)
         return sampler.add(q, x, bytes_of_q[expert, row], sampled, s)
 
     if shard.blockwise:

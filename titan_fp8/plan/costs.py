@@ -103,7 +103,7 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
         return cost
     with_gemm, backward, once = _weights(layer, recipe, weight, times)
     forward = 0.0
-    both = recipe.rows if recipe.wgrad_in_bf16 else recipe.rows_and_columns
+    both = recipe.quantize_rows if recipe.wgrad_in_bf16 else recipe.quantize_rows_and_columns
     is_h, is_hidden = layer.fused and name == "w2", layer.fused and name in ("w1", "w3")
     if is_h:
         assert recipe.feed_forward is not None
@@ -130,8 +130,8 @@ def _weights(
     if layer.gathers_fp8:
         once = times.shard_us(layer.recipe, elements / layer.ranks)
         return 0.0, times.copy_us(TRANSPOSE_BYTES * elements), once
-    forward = times.quantize_us(op_name(recipe.weight), elements)
-    return forward, times.quantize_us(op_name(recipe.weight_t), elements), 0.0
+    forward = times.quantize_us(op_name(recipe.quantize_weight), elements)
+    return forward, times.quantize_us(op_name(recipe.quantize_weight_t), elements), 0.0
 
 
 def gathered_bytes(layer: Layer, run: Run) -> float:
