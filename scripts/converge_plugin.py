@@ -62,7 +62,7 @@ FLAVORS: dict[str, dict[str, Any]] = {
             vocab_size=VOCABULARY,
         ),
     },
-    # 2.1 billion parameters, with the attention, experts and routing of 16B, but narrower.
+    # 2.3 billion parameters, with the attention and number of experts of 16B, but smaller.
     "deepseek_v3": {
         "tiny": DeepSeekV3ModelArgs(
             vocab_size=512,
@@ -89,14 +89,14 @@ FLAVORS: dict[str, dict[str, Any]] = {
             vocab_size=VOCABULARY,
             dim=1536,
             inter_dim=6144,
-            moe_inter_dim=512,
-            n_layers=13,
+            moe_inter_dim=768,
+            n_layers=10,
             n_dense_layers=1,
             n_heads=16,
             moe_args=MoEArgs(
                 num_experts=64,
                 num_shared_experts=2,
-                top_k=6,
+                top_k=4,
                 score_func="softmax",
                 route_norm=False,
                 score_before_experts=False,
