@@ -8,10 +8,10 @@ blockwise+fsdp_all_gather. Results are in outputs/bench_plans: a folder for each
 as result.json, which render_benchmarks.py reads. A run that fails is reported in the table, the
 others go on, and the exit status is 1.
 
-The trace of rank 0 in the last step gives two columns. Idle is the share of the time in which no
-kernel runs; the profiler slows the CPU down, so it is an upper bound. "gathered GB" is what
-all-gathers receive; under FSDP alone, they are those of parameters. The loss is the mean of the
-last five that were logged.
+Two steps near the end are traced (`bench_plans_plugin.py`). Idle is the share of a step in which no
+kernel of rank 0 runs: the step is as long as the tokens/s say, the kernels are those of the last
+trace. "gathered GB" is what all-gathers receive; under FSDP alone, they are those of parameters.
+The loss is the mean of the last five that were logged.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_common
-from summarize_trace import complete_events, gathered_bytes, idle_share
+from summarize_trace import busy, complete_events, gathered_bytes, gpu_events
 from tables import Row
 from titan_logs import COLOR, SPEED_FROM_STEP, InputError, read_run
 
@@ -62,6 +62,12 @@ class Plan:
     @property
     def data_parallel(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def tokens_of_gpu(self) -> float:
+        """Tokens per step and GPU, as torchtitan counts them for its tokens/s."""
+        of_replica = self.batch * self.tokens * self.micro_batches
+        return of_replica * self.data_parallel / self.gpus
 
     def flags(self) -> list[str]:
         """torchtitan's flags for the model and the plan."""
@@ -171,6 +177,10 @@ def last_error(log: Path) -> str:
     return (errors or lines or ["no output"])[-1].strip()[-120:]
 
 
+def step_of(trace: Path) -> int:
+    return int(trace.parent.name.removeprefix("iteration_"))
+
+
 def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | None) -> Row:
     """The row of a run. `base` is that of the plan's first run."""
     row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
@@ -182,11 +192,13 @@ def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | 
             losses = list(metrics.series["loss"].values())[-5:]
             row |= {"tokens/s": metrics.tps() or None, "GiB": metrics.peak_memory or None}
             row["loss"] = statistics.fmean(losses)
-            traces = sorted(folder.glob("traces/iteration_*/rank0_trace.json*"))
+            traces = sorted(folder.glob("traces/iteration_*/rank0_trace.json*"), key=step_of)
             if traces:
-                events = complete_events(traces[-1])
-                row["idle %"] = 100 * idle_share(events)
-                row["gathered GB"] = gathered_bytes(events) / 1e9
+                row["gathered GB"] = gathered_bytes(complete_events(traces[0])) / 1e9
+            if traces and row["tokens/s"]:
+                working, _ = busy(gpu_events(complete_events(traces[-1])))  # us
+                step = 1e6 * PLANS[name].tokens_of_gpu / row["tokens/s"]
+                row["idle %"] = 100 * (1 - working / step)
         except (InputError, KeyError, ValueError) as reason:
             error = f"unreadable results: {reason}"[:120]
     row["error"] = error

@@ -1,11 +1,15 @@
-"""What a job of bench_plans.py loads: titan_fp8.plugin, and production models cut short.
+"""What a job of bench_plans.py loads: titan_fp8.plugin, short production models, and a profiler.
 
 A flavor such as "8B-8-layers" has the layers of the whole model, but fewer of them, so that a plan
 fits on few GPUs. The folder of this file must be on PYTHONPATH; bench_plans.py sets it.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import torch.profiler
+from torch.profiler import ProfilerAction, ProfilerActivity
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.plugin import JobConfig
@@ -17,6 +21,33 @@ LAYERS = {
     "deepseek_v3": {"16B": 8},
 }
 """Model -> flavor -> layers of the flavor that is added, such as "8B-8-layers"."""
+
+WARMUP_AND_ACTIVE = 4
+"""Steps of a trace by torchtitan's defaults: three to warm the profiler up, and one."""
+
+
+class TwoTraces(torch.profiler.profile):
+    """torchtitan's profiler, with another trace four steps earlier.
+
+    Only the earlier trace has the events of the CPU, by which NCCL's kernels tell how many elements
+    they move. Recording them slows the CPU, and then the GPU waits for it. So the later trace has
+    those of the GPU alone.
+    """
+
+    def __init__(self, *, schedule: Callable[[int], ProfilerAction], **options: Any):
+        def twice(step: int) -> ProfilerAction:
+            earlier = schedule(step + WARMUP_AND_ACTIVE)
+            return schedule(step) if earlier is ProfilerAction.NONE else earlier
+
+        super().__init__(schedule=twice, **options)
+
+    def prepare_trace(self) -> None:
+        super().prepare_trace()
+        self.activities, self.record_shapes = {ProfilerActivity.CUDA}, False  # of the next trace
+
+
+if torch.cuda.is_available():
+    torch.profiler.profile = TwoTraces  # type: ignore[misc]
 
 for model, flavors in LAYERS.items():
     known = get_train_spec(model).model_args

@@ -70,20 +70,6 @@ def gpu_events(events: list[dict]) -> list[dict]:
     return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
-def idle_share(events: list[dict]) -> float:
-    """The share of the time from the first to the last kernel in which none runs.
-
-    Raises:
-        ValueError: there are no kernels.
-    """
-    gpu = gpu_events(events)
-    if not gpu:
-        raise ValueError("the trace has no GPU kernels")
-    total, gaps = busy(gpu)
-    idle = sum(gap for gap, _ in gaps)
-    return idle / (idle + total)
-
-
 ELEMENT_BYTES = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
 """By PyTorch's names of dtypes."""
 

@@ -1,10 +1,12 @@
 """bench_plans.py without GPUs: its plans, its flags, and the table of what runs leave behind."""
 
+import importlib
 import json
 import subprocess
 
 import bench_plans
 import pytest
+import torch
 from loss_runs import SCRIPTS, curve, dump
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
@@ -91,27 +93,79 @@ def test_micro_batches_are_those_of_the_plan(tmp_path):
     assert flags[flags.index("--training.global_batch_size") + 1] == "8"
 
 
-def trace(folder, *kernels):
-    """A trace of rank 0 with kernels (start, duration) in us, and two all-gathers beside them."""
-    path = folder / "traces" / "iteration_30" / "rank0_trace.json"
+def trace(folder, step, *events):
+    """A trace of rank 0 with GPU events (start and duration in us, name, arguments)."""
+    path = folder / "traces" / f"iteration_{step}" / "rank0_trace.json"
     path.parent.mkdir(parents=True)
-    events = [{"ph": "X", "cat": "kernel", "name": "k", "ts": t, "dur": d} for t, d in kernels]
-    gathers = [{"Out msg nelems": 10**9, "dtype": d} for d in ("Byte", "BFloat16")]
-    events += [dict(events[0], name="ncclDevKernel_AllGather_RING_LL", args=a) for a in gathers]
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": us, "args": args}
+        for begin, us, name, args in events
+    ]
     path.write_text(json.dumps({"traceEvents": events}))
 
 
 def test_rows_of_finished_runs(tmp_path):
     name = "llama3-8b-fsdp2"
-    folders = [dump(tmp_path, kind, curve(range(1, 31), gap)) for kind, gap in (("a", 0), ("b", 1))]
-    trace(folders[0], (0, 60), (100, 100))
+    folders = [
+        dump(tmp_path, kind, curve(range(1, 31), gap), tps=4096, memory=60)
+        for kind, gap in (("a", 0), ("b", 1))
+    ]
+    step = 2e6  # us
+    gathers = [{"Out msg nelems": 10**9, "dtype": d} for d in ("Byte", "BFloat16")]
+    trace(folders[0], 96, *((0, step, "ncclDevKernel_AllGather_RING_LL", each) for each in gathers))
+    # Two kernels overlap, and what lies between them and the third does not count.
+    trace(folders[0], 100, *((t * step, 0.3 * step, "k", {}) for t in (0, 0.2, 1.5)))
     base = bench_plans.row_of(name, "bf16", folders[0], None, None)
     row = bench_plans.row_of(name, "blockwise", folders[1], None, base)
     assert base["idle %"] == pytest.approx(20) and row["idle %"] is None
     assert base["gathered GB"] == pytest.approx(3) and row["gathered GB"] is None
+    assert base["tokens/s"] == row["tokens/s"] == 4096 and row["x bf16"] == 1
     assert base["gap %"] is None and row["gap %"] == pytest.approx(1, rel=0.01)
     assert base["error"] is row["error"] is None
     assert list(base) == list(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("llama3-8b-fsdp2-2048x4", 4 * 2048),
+        ("llama3-8b-tp2", 8192 / 2),
+        ("llama3-8b-cp2-fsdp2", 8192 / 2),
+        ("llama3-8b-ddp4", 8192),
+        ("deepseek-16b-ep4", 4 * 4096),
+        ("deepseek-16b-ep2-tp2-fsdp2", 4 * 4096 / 2),
+    ],
+)
+def test_tokens_of_a_gpu(name, tokens):
+    assert PLANS[name].tokens_of_gpu == tokens
+
+
+def test_the_last_trace_has_no_cpu_events(monkeypatch):
+    """Of 30 steps the 26th and the 30th are traced, each after three steps to warm up."""
+    plugin = importlib.import_module("bench_plans_plugin")
+    prepared = []
+    for method in ("prepare_trace", "start_trace", "stop_trace"):
+        monkeypatch.setattr(torch.profiler.profile, method, lambda self: None)
+
+    def prepare(self):
+        prepared.append((set(self.activities), self.record_shapes))
+
+    monkeypatch.setattr(torch.profiler.profile, "prepare_trace", prepare)
+    dumped = []
+    activities = {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
+    with plugin.TwoTraces(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=26, warmup=3, active=1),
+        on_trace_ready=lambda profiler: dumped.append(profiler.step_num),
+        record_shapes=True,
+    ) as profiler:
+        for _ in range(30):
+            profiler.step()
+            if profiler.step_num == 21:
+                assert not prepared
+    assert dumped == [26, 30]
+    cuda = {torch.profiler.ProfilerActivity.CUDA}
+    assert prepared == [(activities, True), (cuda, False)]
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
