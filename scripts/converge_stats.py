@@ -81,10 +81,10 @@ def noise(pairs: list[np.ndarray]) -> np.ndarray:
         pairs: the differences of any two bf16 arms. Those of NEIGHBORS count, too, because with
             few arms a single evaluation says little.
     """
-    return np.sqrt(average_neighbours(np.nan_to_num(np.square(pairs), posinf=0.0).mean(0)))
+    return np.sqrt(average_neighbors(np.nan_to_num(np.square(pairs), posinf=0.0).mean(0)))
 
 
-def average_neighbours(values: np.ndarray) -> np.ndarray:
+def average_neighbors(values: np.ndarray) -> np.ndarray:
     """Each value of the last dimension averaged with its NEIGHBORS on either side."""
     margins = [(0, 0)] * (values.ndim - 1) + [(NEIGHBORS, NEIGHBORS)]
     padded = np.pad(values, margins, constant_values=np.nan)
@@ -105,7 +105,7 @@ def noise_factor(arms: int, count: int, level: float) -> float:
     """
     draws = np.random.default_rng(0).standard_normal((20_000, arms + 1, count))
     bf16, other = draws[:, :arms], draws[:, arms]
-    deviation = np.sqrt(average_neighbours(2 * bf16.var(1, ddof=1)))
+    deviation = np.sqrt(average_neighbors(2 * bf16.var(1, ddof=1)))
     ratios = np.abs(other - bf16[:, 0]) / deviation
     return float(np.quantile(ratios.max(-1), 1 - level))
 

@@ -30,7 +30,7 @@ def round_stochastically(x: Tensor, seed: Tensor) -> Tensor:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3, on int32, whose products wrap around."""
+    """The finalizer of MurmurHash3, on int32, whose products wrap around."""
     x = x ^ (x >> 16 & 0xFFFF)
     x = x * -0x7A143595
     x = x ^ (x >> 13 & 0x7FFFF)

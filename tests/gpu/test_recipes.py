@@ -43,7 +43,7 @@ def test_power_of_two_scales_equal_the_reference(shape, dtype):
             assert_same(got, getattr(reference, name)(x, *layout, **options))
 
 
-def test_every_power_of_two_and_its_neighbours():
+def test_every_power_of_two_and_its_neighbors():
     """The kernel's 1 / s is an approximation that is exact for powers of two: each is tried."""
     power = 2.0 ** torch.arange(-40, 128, device="cuda", dtype=torch.float64)
     amax = torch.cat([power, 1.75 * power, 1.3 * power, 1.9 * power])

@@ -99,7 +99,7 @@ def test_arguments_that_need_another_kernel(cuda, triton_launches, name, other, 
     assert len(triton_launches) == 2 and cuda.record.launches == 2
 
 
-def test_numbers_have_five_specialisations(cuda, triton_launches):
+def test_numbers_have_five_specializations(cuda, triton_launches):
     kinds = [arguments(m=m) for m in (1, 47, 48, 2**31, 2**31 + 1)]
     traits = [specialization(values) for values in kinds]
     assert all(traits.count(of_kind) == 1 for of_kind in traits)

@@ -15,7 +15,7 @@ from titan_fp8.torchtitan_0_2.attention import SharedInputAttention, share_atten
 RECIPES = {"blockwise": "quantize_1x128_128x1_t", "rowwise": "quantize_row_col_t"}
 
 
-def materialised(attention: nn.Module) -> nn.Module:
+def materialized(attention: nn.Module) -> nn.Module:
     attention = attention.to_empty(device="cpu")
     torch.manual_seed(0)
     for p in attention.parameters():
@@ -32,7 +32,7 @@ def gradients(attention: nn.Module, x: Tensor, *args: object) -> list[Tensor]:
 def test_llama3_attention_quantizes_its_input_once(tmp_path, recipe):
     flag = f"--{LINEAR}.recipe", recipe
     model = converted(job(tmp_path, "llama3", *flag, converters=(LINEAR,)))
-    attention = materialised(next(iter(of_type(model, SharedInputAttention).values())))
+    attention = materialized(next(iter(of_type(model, SharedInputAttention).values())))
     dim = attention.wq.in_features
     x = torch.randn(2, 16, dim, requires_grad=True)
     rope = torch.polar(torch.ones(16, attention.head_dim // 2), torch.zeros(1))

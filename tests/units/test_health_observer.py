@@ -280,7 +280,7 @@ def test_layers_that_share_an_input_and_a_shape(all_rows, recipe):
         assert_as_expected(table[row], operands)
 
 
-def test_weights_that_autocast_casts_are_recognised():
+def test_weights_that_autocast_casts_are_recognized():
     model, layers = mlp("blockwise")
     with torch.autocast("cpu", torch.bfloat16):
         table, _ = observed(lambda: train(model, torch.randn(256, 128)), *layers)

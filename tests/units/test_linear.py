@@ -129,7 +129,7 @@ def test_parameters_hooks_and_modes_stay():
     assert calls == ["before", "after", "backward"]
 
 
-def test_initialisation_is_the_same():
+def test_initialization_is_the_same():
     models = Model(), Model()
     convert_linears(models[1])
     for model in models:

@@ -39,7 +39,7 @@ class Run:
     Attributes:
         name, flavor: of the model, in torchtitan.
         args: the model's arguments, with what the config sets in them.
-        flavor_seq_len: the flavour's own max_seq_len, before the config sets it.
+        flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
         quantized: those that are exported in FP8, as a run with this config would convert them.

@@ -1,6 +1,6 @@
 """What the FP8 GEMM kernels share; `gemm_blockwise.py` explains their design.
 
-A kernel has three warp-specialised partitions: a producer warp and two consumer warpgroups. Two
+A kernel has three warp-specialized partitions: a producer warp and two consumer warpgroups. Two
 structures in shared memory connect them, both guarded by pairs of mbarriers:
 
     ring        STAGES stages, each with one block of 128 along the contraction and its scales. The
