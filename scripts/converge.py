@@ -38,6 +38,8 @@ import converge_verdict
 from converge_arms import ARMS, DEFAULT_ARMS, Arm, Settings, read_settings, write_settings
 from converge_jobs import ROOT, Job, devices, launch, stop_all, tail
 from converge_stats import read_held_out
+from titan_logs import InputError
+from torchtitan.config import ConfigManager
 
 try:
     import tomllib
@@ -57,7 +59,11 @@ class Failure(Exception):
 
 @dataclass
 class Experiment:
-    """A model, its TOML and the folder of its results."""
+    """A model, its TOML and the folder of its results.
+
+    Attributes:
+        config: the TOML, with torchtitan's defaults and with the flags.
+    """
 
     toml: Path
     config: dict[str, Any]
@@ -88,15 +94,6 @@ def ranks_of(config: dict[str, Any]) -> int:
     return math.prod(config["parallelism"].get(degree, 1) for degree in DEGREES)
 
 
-def with_flags(config: dict[str, Any], flags: list[str]) -> dict[str, Any]:
-    """The values of a TOML, replaced by those of flags that have one."""
-    for flag, value in zip(flags, flags[1:]):
-        section, _, key = flag.removeprefix("--").partition(".")
-        if flag.startswith("--") and key in config.get(section, {}):
-            config[section][key] = type(config[section][key])(value)
-    return config
-
-
 def digest(*contents: bytes) -> str:
     total = hashlib.sha256()
     for content in contents:
@@ -120,9 +117,9 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         Failure: the TOML, the text or the earlier results do not fit.
     """
     toml = CONFIGS / f"{args.model}.toml"
-    config = tomllib.loads(toml.read_text())
-    without_flags = json.dumps(config, sort_keys=True).encode()
-    config = with_flags(config, args.flags)
+    without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
+    # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
+    config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
     training, validation = config["training"], config["validation"]
     steps, every, ranks = args.steps or training["steps"], validation["freq"], ranks_of(config)
     if steps % every:
@@ -130,7 +127,7 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
     if ranks < 1:
         raise Failure(f"{toml.name} must say every degree of parallelism, not -1")
     read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
-    batch = training.get("global_batch_size", -1)
+    batch = training["global_batch_size"]
     batch = batch if batch > 0 else training["local_batch_size"] * ranks
     settings = Settings(
         model=args.model,
@@ -179,7 +176,8 @@ def make_perturbed_seed(experiment: Experiment, number: int) -> None:
     shutil.rmtree(copy, ignore_errors=True)
     script = str(ROOT / "scripts/perturb_checkpoint.py")
     command = [sys.executable, script, str(experiment.seed()), str(copy), "--seed", str(number)]
-    subprocess.run(command, check=True)
+    if subprocess.run(command).returncode:
+        raise Failure(f"{copy} could not be made")
 
 
 def reorder(experiment: Experiment, number: int) -> Path:
@@ -357,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
             make_perturbed_seed(experiment, number)
         if failed := run(experiment, args.arms, deadline):
             raise Failure(f"failed: {', '.join(failed)}")
-    except (Failure, KeyboardInterrupt) as stop:
+    except (Failure, InputError, KeyboardInterrupt) as stop:
         print(f"converge: {str(stop) or 'stopped'}", file=sys.stderr)
         return 3
     return converge_verdict.main([str(experiment.results)])

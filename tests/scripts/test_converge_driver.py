@@ -140,7 +140,7 @@ def test_a_failed_arm_is_reported_and_the_others_run(root, run):
 def test_arms_run_side_by_side_on_their_own_gpus(root, run, monkeypatch):
     monkeypatch.setattr(converge, "devices", lambda: ("3", "5", "6"))
     monkeypatch.setenv("PAUSE", "0.05")
-    assert run("--arms", "bf16,blockwise,control", "--", "--parallelism.x", "1")[0] == 0
+    assert run("--arms", "bf16,blockwise,control", "--", "--debug.seed", "1")[0] == 0
     assert calls(root)[0] == "seed 3"
     assert sorted(calls(root)[1:]) == ["bf16 3", "blockwise 5", "control 6"]
 
@@ -221,10 +221,21 @@ def test_other_settings_need_another_folder(root, run):
 
 
 def test_flags_count_for_the_driver(root, run):
-    flags = ("--training.local_batch_size", "4", "--validation.freq", "50")
-    run("--arms", "bf16", "--", *flags, "--parallelism.data_parallel_shard_degree", "2")
+    """As torchtitan reads them, also keys that the TOML does not have."""
+    flags = ["--training.local_batch_size", "4", "--validation.freq=50"]
+    run("--arms", "bf16", "--", *flags, "--parallelism.data_parallel_replicate_degree", "2")
     settings = read_settings(results(root))
     assert (settings.tokens, settings.every) == (4 * 8 * 2, 50)
+    with pytest.raises(SystemExit) as stopped:
+        run("--arms", "bf16", "--", "--training.batch", "4")
+    assert stopped.value.code == 2
+
+
+def test_a_broken_evaluation_is_named(root, run):
+    (results(root) / "bf16").mkdir(parents=True)
+    (results(root) / "bf16/held_out.jsonl").write_text('{"step": 20}\n')
+    status, text = run("--arms", "bf16")
+    assert status == 3 and "bf16/held_out.jsonl, line 1" in text
 
 
 def test_without_checkpoints_every_arm_starts_anew(root, run):
