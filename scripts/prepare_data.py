@@ -240,6 +240,7 @@ def prepare(args: argparse.Namespace) -> None:
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
+    stamp.unlink(missing_ok=True)
     for name in ("corpus", "tokenizer"):
         shutil.rmtree(out / name, ignore_errors=True)
     write_corpus(train, out / "corpus" / "train")

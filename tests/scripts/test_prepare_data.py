@@ -141,3 +141,12 @@ def test_a_part_without_text_is_refused(package, tmp_path, prepare):
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused(package, tmp_path, prepare):
     with pytest.raises(SystemExit, match="of 100000 tokens learnt"):
         prepare(tmp_path / "out", "--from", package, "--vocab-size", 100_000)
+
+
+def test_what_a_failed_call_left_behind_is_made_anew(package, tmp_path, prepare):
+    options = tmp_path / "out", "--from", package, "--vocab-size"
+    prepare(*options, VOCABULARY)
+    with pytest.raises(SystemExit):
+        prepare(*options, 100_000)
+    assert "is new" in prepare(*options, VOCABULARY)
+    assert (tmp_path / "out/tokenizer/tokenizer.json").is_file()
