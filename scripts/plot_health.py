@@ -139,6 +139,11 @@ def in_order(layers: list[str]) -> list[str]:
 
 
 def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: set) -> None:
+    axes.set_title(picture.title, loc="left", fontsize=9)
+    if not picture.values:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no finite value", ha="center", transform=axes.transAxes)
+        return
     layers = in_order(list(picture.values))
     grid = np.array([[picture.values[layer].get(s, np.nan) for s in steps] for layer in layers])
     image = axes.imshow(grid, aspect="auto", interpolation="none", norm=picture.norm)
@@ -149,7 +154,6 @@ def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: se
     crosses = [(steps.index(s), layers.index(name)) for name, s in bad if name in picture.values]
     if crosses:
         axes.plot(*zip(*crosses), "x", color="red", ms=5)
-    axes.set_title(picture.title, loc="left", fontsize=9)
     most = max(2, STEP_DIGITS // len(str(steps[-1])))
     shown = range(0, len(steps), -(-len(steps) // most))
     axes.set_xticks(list(shown), [str(steps[i]) for i in shown], fontsize=7)
@@ -180,9 +184,11 @@ def label_rows(axes: Any, layers: list[str]) -> None:
 def draw(health: dict[str, dict[int, float]], out: Path) -> None:
     *of_layers, last = every = pictures(health)
     of_experts = len(every) > 3
-    steps = sorted({s for picture in every for of in picture.values.values() for s in of})
     non_finite = by_layer(health, "non_finite")
     bad = {(name, step) for name, of in non_finite.items() for step, v in of.items() if v}
+    # A step in which nothing was finite has no other value.
+    found = {s for picture in every for of in picture.values.values() for s in of}
+    steps = sorted(found | {step for _, step in bad})
     heights = [max(2.5, 0.11 * min(NAMED_ROWS, len(each.values))) for each in of_layers[:1]]
     heights += [max(1.0, 0.11 * len(last.values))] if of_experts else []
     matplotlib.rcParams["text.parse_math"] = False
@@ -202,8 +208,10 @@ def summary(health: dict[str, dict[int, float]]) -> Iterator[str]:
     """The worst layer of each statistic, and where NaN or Inf came first."""
     for name, title in (("underflow", "largest underflow"), ("error", "largest error")):
         found = by_layer(health, name)
-        value, step, layer = max((v, s, name) for name, of in found.items() for s, v in of.items())
-        yield f"{title}: {value:.2%}, {layer}, step {step}"
+        values = [(v, step, layer) for layer, of in found.items() for step, v in of.items()]
+        if values:
+            value, step, layer = max(values)
+            yield f"{title}: {value:.2%}, {layer}, step {step}"
     found = by_layer(health, "non_finite")
     bad = [(step, layer) for layer, of in found.items() for step, value in of.items() if value]
     if bad:

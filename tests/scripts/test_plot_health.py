@@ -123,6 +123,21 @@ def test_a_resumed_run_continues_and_its_last_value_wins(run):
     }
 
 
+@pytest.mark.parametrize("first", [{}, {10: 0.01}])
+def test_a_run_in_which_nothing_is_finite_any_more(tmp_path, capsys, first):
+    """torchtitan's logger gets no underflow, error or spread from an operand that is all NaN."""
+    bad = dict.fromkeys(first, 0.0) | {20: 1.0}
+    scalars = {**of_layers("non_finite", bad, bad)}
+    for name in ("underflow", "error", "scale_spread"):
+        scalars |= {tag: steps for tag, steps in of_layers(name, first, first).items() if steps}
+    write(tmp_path / "run/tb/20260101-0000", scalars)
+    out = tmp_path / "x.png"
+    assert plot_health.main([str(tmp_path / "run"), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "NaN or Inf from step 20 on: layers.0.attention.wq, layers.2.attention.wq" in said
+    assert ("largest underflow" in said) == bool(first) and out.exists()
+
+
 def test_what_cannot_be_drawn_is_refused(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for folder, reason in (
