@@ -199,8 +199,8 @@ def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | 
                 working, _ = busy(gpu_events(complete_events(traces[-1])))  # us
                 step = 1e6 * PLANS[name].tokens_of_gpu / row["tokens/s"]
                 row["idle %"] = 100 * (1 - working / step)
-        except (InputError, KeyError, ValueError) as reason:
-            error = f"unreadable results: {reason}"[:120]
+        except (InputError, OSError, EOFError, LookupError, TypeError, ValueError) as reason:
+            error = f"unreadable results: {reason!r}"[:120]
     row["error"] = error
     if base and base["recipe"] == "bf16" and row["loss"] and base["loss"]:
         row["gap %"] = 100 * (row["loss"] / base["loss"] - 1)
@@ -226,11 +226,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             )
     if args.steps < SPEED_FROM_STEP + 4:
         parser.error(f"--steps {args.steps}: at least {SPEED_FROM_STEP + 4}")
-    args.gpus = os.environ.get("NGPU", "4")
-    if not args.plans:
-        args.plans = [name for name, plan in PLANS.items() if str(plan.gpus) == args.gpus]
-    if not args.plans:
-        parser.error(f"NGPU={args.gpus}: there are plans for 2 and for 4 GPUs")
+    gpus = os.environ.get("NGPU", "4")
+    if not args.plans and not args.list:
+        args.plans = [name for name, plan in PLANS.items() if str(plan.gpus) == gpus]
+        if not args.plans:
+            parser.error(f"NGPU={gpus}: there are plans for 2 and for 4 GPUs")
     return args
 
 

@@ -76,10 +76,13 @@ case ${1:-} in
 esac
 [[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps'"
 [[ $# -gt 0 ]] || set -- bf16 blockwise rowwise
+repeated=()
 for run in "$@"; do
     [[ $run =~ ^[a-z0-9_]+(/[a-z]+)?(:[0-9]+)?$ ]] ||
         die "'$run' is no RUN, RECIPE[/PERMUTATION][:SEED] ($usage)"
+    [[ $run == "$1" || ${run%%:*} != "${1%%:*}" ]] || repeated+=("$run")
 done
+[[ ${#repeated[@]} -le 1 ]] || die "only one run may repeat $1 as noise, not ${repeated[*]}"
 prepare_env
 "$python" -c "import torch; raise SystemExit(torch.cuda.device_count() < $NGPU)" ||
     die "$model needs $NGPU GPU(s)"

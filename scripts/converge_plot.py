@@ -96,7 +96,8 @@ def measured(
         axes.plot(*curves[name], marker=".", lw=1.2, **styles[name])
     # A control that is far off would flatten everything else.
     shown = [values for name, (_, values) in curves.items() if arms[name].arm.role != "control"]
-    limit = 1.25 * np.nanmax(np.abs(np.concatenate([measure.bars, *shown])))
+    sizes = np.abs(np.concatenate([measure.bars, *shown]))
+    limit = 1.25 * sizes[np.isfinite(sizes)].max(initial=0.01)
     axes.set_ylim(low * limit, limit)
     axes.set(title=f"{measure.name.capitalize()}: difference, allowed shaded", ylabel=measure.unit)
 

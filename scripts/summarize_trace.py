@@ -92,6 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         events = complete_events(args.trace)
+        received = gathered_bytes(events)
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as reason:
         parser.error(f"{args.trace} is not a trace of torch.profiler: {reason!r}")
     gpu = gpu_events(events)
@@ -106,10 +107,10 @@ def main() -> None:
     print(f"  GPU busy {total / 1e3:8.1f}, without NCCL kernels {compute / 1e3:.1f}")
     idle = sum(gap for gap, _ in gaps)
     print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")
-    print(f"  received by all-gathers {gathered_bytes(events) / 1e9:8.2f} GB")
     for floor in (20, 100, 500, 2000):
         long = [gap for gap, _ in gaps if gap > floor]
         print(f"    longer than {floor:4} us: {sum(long) / 1e3:8.1f} in {len(long)}")
+    print(f"  received by all-gathers {received / 1e9:.2f} GB")
 
     _table("GPU time by kind", gpu, kind_of, len(KINDS) + 1)
     _table("GPU time by kernel", gpu, lambda e: e["name"][:90], args.top)

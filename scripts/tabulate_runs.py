@@ -14,7 +14,7 @@ from pathlib import Path
 import bench_common
 from compare_loss import compare, distinct_labels
 from tables import Row
-from titan_logs import SPEED_FROM_STEP, Run, read_run
+from titan_logs import SPEED_FROM_STEP, InputError, Run, read_run
 
 
 def row_of(run: Run, base: Run, last: int) -> Row:
@@ -40,7 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     bench_common.add_json_argument(parser)
     args = parser.parse_args(argv)
     labels = distinct_labels(args.runs)
-    runs = [read_run(path, label) for path, label in zip(args.runs, labels, strict=True)]
+    try:
+        runs = [read_run(path, label) for path, label in zip(args.runs, labels, strict=True)]
+    except (InputError, OSError) as error:
+        parser.error(str(error))
     rows = [row_of(run, runs[0], args.last) for run in runs]
     facts = {
         "tokens/s": f"per GPU, median from step {SPEED_FROM_STEP} on",

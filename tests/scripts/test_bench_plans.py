@@ -1,5 +1,6 @@
 """bench_plans.py without GPUs: its plans, its flags, and the table of what runs leave behind."""
 
+import gzip
 import importlib
 import json
 import subprocess
@@ -123,6 +124,16 @@ def test_rows_of_finished_runs(tmp_path):
     assert base["gap %"] is None and row["gap %"] == pytest.approx(1, rel=0.01)
     assert base["error"] is row["error"] is None
     assert list(base) == list(row)
+
+
+def test_a_trace_that_was_cut_short_is_named(tmp_path):
+    folder = dump(tmp_path, "a", curve(range(1, 31)), tps=4096, memory=60)
+    trace(folder, 30, (0, 1, "k", {}))
+    file = folder / "traces/iteration_30/rank0_trace.json"
+    (file.parent / "rank0_trace.json.gz").write_bytes(gzip.compress(file.read_bytes())[:-9])
+    file.unlink()
+    row = bench_plans.row_of("llama3-8b-fsdp2", "bf16", folder, None, None)
+    assert "EOFError" in row["error"] and row["tokens/s"] == 4096
 
 
 @pytest.mark.parametrize(

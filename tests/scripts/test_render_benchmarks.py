@@ -127,6 +127,13 @@ def test_runs_are_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert row in render_benchmarks.section(result)
 
 
+def test_a_missing_run_is_named(tmp_path, capsys) -> None:
+    options = ["--json", str(tmp_path / "x.json"), "--title", "Training", "--about", "None."]
+    with pytest.raises(SystemExit) as stopped:
+        tabulate_runs.main([str(tmp_path / "nowhere"), *options])
+    assert stopped.value.code == 2 and "nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_imports_and_names_its_result(name: str) -> None:
     """Without a GPU, so that a name which the package no longer has shows."""

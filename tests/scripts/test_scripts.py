@@ -108,6 +108,11 @@ def test_train_refuses(arguments: list[str], variables: dict[str, str], message:
     ("arguments", "variables", "message"),
     [
         ([], {}, "usage: ./scripts/bench_train.sh"),
+        (
+            ["llama3_8b", "bf16", "bf16:43", "bf16:44"],
+            {},
+            "only one run may repeat bf16 as noise, not bf16:43 bf16:44",
+        ),
         (["llama3_8b", "--steps=0"], {}, "--steps needs a positive number, not '0'"),
         (["llama3_8b", "--steps", "5", ""], {}, "'' is no RUN"),
         (["llama3_8b", "--steps=5", "--help"], {}, "'--help' is no RUN"),
