@@ -54,11 +54,15 @@ class Job:
             self.process.terminate()
 
     def kill(self) -> None:
-        """Kills torchrun and its ranks, each of which has a process group of its own."""
         if self.process.poll() is None:
-            for pid in (self.process.pid, *descendants(self.process.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_tree(self.process.pid)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and its descendants: each rank of torchrun has a session of its own."""
+    for each in (pid, *descendants(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:

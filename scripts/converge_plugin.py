@@ -2,7 +2,8 @@
 
 It is titan_fp8.plugin, with additions:
 
-- two flavors: "1B" of llama3 and "2B" of deepseek_v3, each a small copy of its production model;
+- the flavors "1B" and "tiny" of llama3, "2B" and "tiny" of deepseek_v3, smaller copies of the
+  production models;
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
 - the model converter "converge.control", which degrades the gradients of an arm that must fail;
 - an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py).

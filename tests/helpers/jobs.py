@@ -1,8 +1,13 @@
 """Runs a training job as a command."""
 
 import os
-import signal
 import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+from converge_jobs import kill_tree
 
 
 def log_of(command: list[object], timeout: float, **env: str) -> str:
@@ -23,7 +28,8 @@ def log_of(command: list[object], timeout: float, **env: str) -> str:
     try:
         log, _ = process.communicate(timeout=timeout)
     finally:
+        # torchrun starts its ranks in sessions of their own.
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
     assert process.returncode == 0, log[-5000:]
     return log

@@ -206,7 +206,7 @@ def loss_and_gradients(
 
 def run_module(module: str, *args: object, timeout: float = 120, **env: str):
     """Runs `python -m module args`; stderr goes to stdout."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"
     return subprocess.run(
         [sys.executable, "-m", module, *map(str, args)],
         stdout=subprocess.PIPE,
