@@ -22,7 +22,7 @@ import contextlib
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -69,20 +69,28 @@ class Replay:
         by_ops = {step.memory for step in recorder.steps if isinstance(step, Call)}
         outputs = _outputs(recorder, result if self.returns_tuple else (result,), by_ops)
         zeros, self.bytes, offsets = _pack([m for m in memory if m.form is None])
+        # The forms of all tensors but the workspace, and where each input and each Memory is: the
+        # index of a tensor and an offset in bytes.
         self._bases = [form for _, form in recorder.inputs]
-        self._bases += [m.form for m in memory if m.form is not None]
-        self._workspace = len(self._bases)
-        numbers, free = iter(range(inputs, self._workspace)), iter(offsets)
-        slots = [(i, 0) for i in range(inputs)]
-        slots += [(self._workspace, next(free)) if m.form is None else (next(numbers), 0)
-                  for m in memory]  # fmt: skip
+        self._workspace = inputs + len(memory) - len(offsets)
+        slots, offset_of_next = [(i, 0) for i in range(inputs)], iter(offsets)
+        for m in memory:
+            if m.form is None:
+                slots.append((self._workspace, next(offset_of_next)))
+            else:
+                slots.append((len(self._bases), 0))
+                self._bases.append(m.form)
         self._slots = tuple(slots)
         self.outputs = [slots[inputs + i][0] for i in outputs]
-        self.stages = []
+        self.stages = list(self._stages(recorder, by_ops, zeros))
+
+    def _stages(self, recorder: Recorder, by_ops: set[int], zeros: int) -> Iterator[_Stage]:
+        """The stages; the first launches also clear the first `zeros` bytes of the workspace."""
+        inputs = len(recorder.inputs)
         for begin, end in _parts(recorder.steps):
             new, gone = [], []
-            for i, m in enumerate(memory):
-                number, _ = slots[inputs + i]
+            for i, m in enumerate(recorder.memory):
+                number, _ = self._slots[inputs + i]
                 if m.form is not None and begin <= m.first < end and i not in by_ops:
                     new.append((number, m.form, m.zeros))
                 if m.form is not None and begin <= m.last < end and number not in self.outputs:
@@ -92,8 +100,8 @@ class Replay:
                 run = self._call(steps[0], inputs)
             else:
                 run = self._launches(b"".join(s for s in steps if isinstance(s, bytes)), zeros)
-                zeros = 0  # The first launches clear them.
-            self.stages.append(_Stage(new, run, gone))
+                zeros = 0
+            yield _Stage(new, run, gone)
 
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
         native = launch.native().Replay(
