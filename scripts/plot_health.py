@@ -24,8 +24,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-from titan_logs import InputError, read_events, refuse_mixture
+from titan_logs import HEALTH, InputError, merge, read_events, refuse_mixture
 
 from titan_fp8.health.report import kind_of
 
@@ -66,21 +65,15 @@ def read_health(run: Path) -> dict[str, dict[int, float]]:
     files = [run] if run.is_file() else sorted(run.rglob("*tfevents*"))
     if not files or run.is_file() and "tfevents" not in run.name:
         raise InputError(f"no TensorBoard event file in {run}: set [metrics] enable_tensorboard")
-    refuse_mixture(run, {file: read_events(file) for file in files})
-    found: dict[str, dict[int, tuple[float, float]]] = {}
-    for file in files:
-        events = EventAccumulator(str(file), size_guidance={SCALARS: 0}).Reload()
-        for tag in events.Tags()[SCALARS]:
-            if tag.startswith("health_"):
-                steps = found.setdefault(tag, {})
-                for event in events.Scalars(tag):
-                    new = event.wall_time, event.value
-                    steps[event.step] = max(new, steps.get(event.step, new))
+    events = {file: read_events(file, health=True) for file in files}
+    refuse_mixture(run, events)
+    scalars = [each for of_file in events.values() for each in of_file]
+    found = merge(each for each in scalars if each.name.startswith(HEALTH))
     if not found:
         raise InputError(
             f"{run} has no health of FP8: train with --quantize.linear.titan_fp8.health_freq 10"
         )
-    return {tag: {step: v for step, (_, v) in steps.items()} for tag, steps in found.items()}
+    return found
 
 
 def by_layer(health: dict[str, dict[int, float]], name: str) -> dict[str, dict[int, float]]:

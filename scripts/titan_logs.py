@@ -31,6 +31,8 @@ TAGS = {
     "memory": "memory/max_reserved(GiB)",
 }
 EMULATED = "FP8 is emulated"
+HEALTH = "health_"
+"""The beginning of the tags of FP8's health."""
 SPEED_FROM_STEP = 6
 """The steps before it compile and warm up."""
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -81,14 +83,20 @@ class Run:
         return median(values) if values and self.has_speed else 0.0
 
 
-def read_events(path: Path) -> list[Scalar]:
-    """The scalars of one event file; a truncated file is read up to its last whole record."""
+def read_events(path: Path, health: bool = False) -> list[Scalar]:
+    """The scalars of one event file; a truncated file is read up to its last whole record.
+
+    Args:
+        health: read those of health, too, under the names of their tags.
+    """
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0})
     present = events.Reload().Tags()[SCALARS]
+    tags = {name: tag for name, tag in TAGS.items() if tag in present}
+    if health:
+        tags |= {tag: tag for tag in present if tag.startswith(HEALTH)}
     return [
         Scalar(event.wall_time, event.step, name, event.value)
-        for name, tag in TAGS.items()
-        if tag in present
+        for name, tag in tags.items()
         for event in events.Scalars(tag)
     ]
 
