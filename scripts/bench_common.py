@@ -134,10 +134,11 @@ def layer_rows(
     A layer whose error exceeds the limit gets no time. `yardsticks` are layers of other libraries:
     if one raises, the reason goes to stderr and its row stays empty.
     """
-    rows, want, bf16_us = [], None, None
+    rows: list[Row] = []
+    want = bf16_us = None
     for kind, make in (layers | yardsticks).items():
         torch.cuda.empty_cache()
-        error = us = kept = None
+        row: Row = {"layer": kind, "error": None, "us": None, "x bf16": None, "MiB kept": None}
         try:
             layer = make()
             got = layer.step(*inputs[0])
@@ -146,24 +147,24 @@ def layer_rows(
             del got
             if error < limit:
                 us = median_us([functools.partial(layer.step, *each) for each in inputs])
+                bf16_us = bf16_us or us
                 kept = layer.kept_bytes(inputs[0][0]) / 2**20
+                row |= {"error": error, "us": us, "x bf16": bf16_us / us, "MiB kept": kept}
                 print(f"{kind}: {us:.0f} us", file=sys.stderr)
+            else:
+                row |= {"error": error, "us": "wrong"}
         except Exception as reason:
             if kind not in yardsticks:
                 raise
-            summary = str(reason).strip().partition("\n")[0]
-            print(f"{kind}: {type(reason).__name__}: {summary}", file=sys.stderr)
-        bf16_us = bf16_us or us
-        rows.append(
-            {
-                "layer": kind,
-                "error": error,
-                "us": us if error is None or us else "wrong",
-                "x bf16": bf16_us / us if us else None,
-                "MiB kept": kept,
-            }
-        )
+            print_failure(kind, reason)
+        rows.append(row)
     return rows
+
+
+def print_failure(what: str, reason: Exception) -> None:
+    """Tells on stderr, in one line, why something was not measured."""
+    summary = str(reason).strip().partition("\n")[0]
+    print(f"{what}: {type(reason).__name__}: {summary}", file=sys.stderr)
 
 
 def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:

@@ -56,6 +56,22 @@ def test_a_broken_yardstick_leaves_its_row_empty_and_a_broken_layer_raises(capsy
         bench_common.layer_rows({"bf16": square, "ours": broken}, {}, INPUTS, limit=0.06)
 
 
+@pytest.mark.parametrize("measure", ["median_us", "Layer.kept_bytes"])
+def test_a_yardstick_that_cannot_be_measured_leaves_its_row_empty(measure, monkeypatch, capsys):
+    """Its result was right, so it is not called wrong."""
+    answers = iter([10.0])
+
+    def once(*args):
+        if answer := next(answers, None):
+            return answer
+        raise torch.OutOfMemoryError("CUDA out of memory\nby far")
+
+    monkeypatch.setattr(f"bench_common.{measure}", once)
+    good, row = bench_common.layer_rows({"bf16": square}, {"other": square}, INPUTS, limit=0.06)
+    assert isinstance(good["us"], float) and set(row.values()) == {"other", None}
+    assert capsys.readouterr().err.endswith(" us\nother: OutOfMemoryError: CUDA out of memory\n")
+
+
 @pytest.mark.parametrize("alignment", [1, 16, 128])
 @pytest.mark.parametrize("groups", [1, 4, 64])
 def test_uneven_ends(groups, alignment):
