@@ -36,7 +36,11 @@ FP8_ERROR = 0.08
 tensorwise recipe with e5m2 gradients 0.059; skipping one block of 128 out of 4096 gives 0.18."""
 
 
-def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> float:
+Step = Callable[[], object]
+"""What is timed: a call without arguments."""
+
+
+def median_us(functions: Sequence[Step], replays: int = 20) -> float:
     """Median time in us of one call; `functions` do the same on different inputs."""
     graphs = []
     for function in functions:
@@ -56,15 +60,48 @@ def median_us(functions: Sequence[Callable[[], object]], replays: int = 20) -> f
     while time.perf_counter() < end_of_warmup:
         graphs[0].replay()
         torch.cuda.synchronize()
-    times = []
-    for i in range(replays):
+    return event_ms([graph.replay for graph in graphs], replays, wait=False) * 1e3
+
+
+def event_ms(
+    functions: Sequence[Step], calls: int, untimed: int = 0, *, wait: bool = True
+) -> float:
+    """Median time in ms that the GPU takes for one of `calls` calls; the functions take turns.
+
+    As many calls as `untimed` come before. With `wait` each call waits until the one before has
+    finished. A call must take the GPU longer than the host.
+    """
+    events = []
+    for i in range(untimed + calls):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graphs[i % len(graphs)].replay()
+        functions[i % len(functions)]()
         end.record()
-        times.append((begin, end))
+        events.append((begin, end))
+        if wait:
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in times) * 1e3
+    return statistics.median(begin.elapsed_time(end) for begin, end in events[untimed:])
+
+
+def call_us(steps: Sequence[Step], calls: int, rounds: int) -> list[float]:
+    """Median time in us of one call of each step, host included.
+
+    A round is a loop of `calls` calls of each step; so the steps take turns.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        for _ in range(20):
+            step()
+    for _ in range(rounds):
+        for step, of_step in zip(steps, times, strict=True):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                step()
+            torch.cuda.synchronize()
+            of_step.append((time.perf_counter() - begin) / calls * 1e6)
+    return [statistics.median(each) for each in times]
 
 
 def sets_beyond_l2(bytes_of_one: int) -> int:
@@ -174,15 +211,8 @@ def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:
     """
     source = torch.randn(elements, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
-    times = []
-    for _ in range(copies + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 2 * source.nbytes / statistics.median(times[3:]) / 1e6
+    ms = event_ms([lambda: target.copy_(source)], copies, untimed=3)
+    return 2 * source.nbytes / ms / 1e6
 
 
 def environment() -> dict[str, str]:

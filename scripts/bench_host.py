@@ -11,14 +11,12 @@ ROUNDS loops of CALLS calls each; bf16 and the recipes take turns.
 """
 
 import functools
-import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import Layer, parser, randn, report
+from bench_common import Layer, Step, call_us, parser, randn, report
 from shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from tables import Row
 from torch import Tensor, nn
@@ -31,25 +29,6 @@ CALLS, ROUNDS = 300, 5
 ABOUT = (
     "Layers called in a loop, host included; forward and backward unless the row says otherwise."
 )
-
-Step = Callable[[], object]
-
-
-def call_us(steps: dict[str, Step]) -> dict[str, float]:
-    """Median time in us of one call of each step, measured in turns."""
-    times: dict[str, list[float]] = {kind: [] for kind in steps}
-    for step in steps.values():
-        for _ in range(20):
-            step()
-    for _ in range(ROUNDS):
-        for kind, step in steps.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                step()
-            torch.cuda.synchronize()
-            times[kind].append((time.perf_counter() - begin) / CALLS * 1e6)
-    return {kind: statistics.median(each) for kind, each in times.items()}
 
 
 def linear_step(m: int, n: int, k: int, compiled: bool, kind: str) -> Step:
@@ -137,7 +116,8 @@ def main() -> None:
         if args.only not in name:
             continue
         torch._dynamo.reset()
-        times = call_us({kind: make(kind) for kind in KINDS})
+        us_of_kinds = call_us([make(kind) for kind in KINDS], CALLS, ROUNDS)
+        times = dict(zip(KINDS, us_of_kinds, strict=True))
         for kind, us in times.items():
             rows.append({"case": name, "kind": kind, "us": us, "x bf16": times[BF16] / us})
         print(f"{name}: {times}", file=sys.stderr)

@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +21,11 @@ import torch
 import torch.nn.functional as F
 from bench_common import (
     Layer,
+    Step,
+    call_us,
     copy_gbps,
     environment,
+    event_ms,
     median_us,
     parser,
     randn,
@@ -58,10 +60,8 @@ CALLS, ROUNDS, CHAIN = 60, 3, 7
 """Host: calls in a loop, loops, and linears in a compiled function, as many as a block has."""
 KINDS = (BF16, "blockwise", "rowwise")
 
-Product = Callable[[], object]
 
-
-def gemm(kind: str, op: str, e: int, m: int, n: int, k: int) -> Product:
+def gemm(kind: str, op: str, e: int, m: int, n: int, k: int) -> Step:
     """A GEMM with operands of its own; e = 0: no groups."""
     lead = (e,) if e else ()
     offs = uneven_ends(e, m, 16 if kind == "rowwise" else 128).cuda() if e else None
@@ -83,7 +83,7 @@ def gemm(kind: str, op: str, e: int, m: int, n: int, k: int) -> Product:
     return lambda: wgrad(*columns, offs)
 
 
-def kernel_us(products: list[Product]) -> float:
+def kernel_us(products: list[Step]) -> float:
     """Time of one of equal calls, in one graph, since a graph of one short call waits for its
     launch."""
 
@@ -129,25 +129,12 @@ def attention_tflops() -> float:
     attend = ScaledDotProductAttentionWrapper()
     q, k, v, g = (randn(*ATTENTION, requires_grad=i < 3) for i in range(4))
     layer = Layer(lambda q: attend(q, k, v), (k, v))
-    ms = event_ms(functools.partial(layer.step, q, g))
+    ms = event_ms([functools.partial(layer.step, q, g)], calls=5, untimed=2)
     # Causal: half of 4 FLOP per pair and feature; backward takes 2.5 times as much.
     return 3.5 * 2 * batch * heads * tokens**2 * dim / ms / 1e9
 
 
-def event_ms(function: Product) -> float:
-    """Median ms of a call that takes the GPU longer than the host."""
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:])
-
-
-def chain_step(kind: str) -> Product:
+def chain_step(kind: str) -> Step:
     """CHAIN small linears, one after the other, compiled together."""
     m, n, _ = HOST_SMALL
     x, g = randn(m, n, requires_grad=True), randn(m, n)
@@ -175,22 +162,8 @@ def host_times(commit: str) -> dict[str, object]:
     times: dict[str, object] = {}
     for name, (layers, make) in steps.items():
         torch._dynamo.reset()
-        times[name] = {kind: call_us(make(kind)) / layers for kind in KINDS}
+        times[name] = {kind: call_us([make(kind)], CALLS, ROUNDS)[0] / layers for kind in KINDS}
     return times | {"code": commit}
-
-
-def call_us(step: Product) -> float:
-    times = []
-    for _ in range(20):
-        step()
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / CALLS * 1e6)
-    return statistics.median(times)
 
 
 def main(argv: list[str] | None = None) -> None:

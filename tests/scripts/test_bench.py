@@ -1,6 +1,7 @@
 """The parts of the benchmarks that need no GPU, and summarize_trace.py."""
 
 import importlib
+import itertools
 import json
 import pkgutil
 
@@ -39,6 +40,51 @@ def test_a_wrong_layer_has_no_time():
     assert close["us"] == 20.0 and close["error"] == pytest.approx(0.05, abs=1e-4)
     assert far["us"] == nan["us"] == "wrong"
     assert far["x bf16"] is nan["x bf16"] is None
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What the GPU is told to do, in order; an event of it happens a ms after the one before."""
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+            self.ms = len(log)
+
+        def elapsed_time(self, end):
+            return end.ms - self.ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    return log
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_time_of_calls_on_the_gpu(log, wait):
+    calls = itertools.count()
+
+    def slow_at_first():
+        log.extend(["slow"] * (10 if next(calls) < 2 else 3))
+
+    functions = [slow_at_first, lambda: log.append("fast")]
+    assert bench_common.event_ms(functions[:1], 5, untimed=2, wait=wait) == 4
+    assert log.count("event") == 14 and log.count("wait") == (8 if wait else 1)
+    log.clear()
+    assert bench_common.event_ms(functions, 3, wait=wait) == 4
+    assert "".join(each[0] for each in log if each in ("slow", "fast")) == "sssfsss"
+
+
+def test_the_time_of_calls_with_the_host(log, monkeypatch):
+    monkeypatch.setattr(bench_common.time, "perf_counter", lambda: len(log) * 1e-6)
+    steps = [lambda: log.append("a"), lambda: log.extend("bb")]
+    # The wait at the end of a loop counts as well.
+    assert bench_common.call_us(steps, 4, 3) == pytest.approx([1.25, 2.25])
+    one_round = ["wait", *"aaaa", "wait", "wait", *"bbbbbbbb", "wait"]
+    assert log == [*"a" * 20, *"b" * 40, *one_round * 3]
 
 
 def test_an_error_in_one_gradient_counts():
