@@ -35,7 +35,6 @@ FP8_ERROR = 0.08
 """Bound on the relative error of a product of Gaussian data. e4m3 gives 0.037 and torchao's
 tensorwise recipe with e5m2 gradients 0.059; skipping one block of 128 out of 4096 gives 0.18."""
 
-
 Step = Callable[[], object]
 """What is timed: a call without arguments."""
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from bench_common import Layer, Step, call_us, parser, randn, report
 from shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from tables import Row
-from torch import Tensor, nn
+from torch import Tensor
 
 import titan_fp8
 from titan_fp8.recipe import BF16
@@ -69,24 +69,13 @@ def grouped_step(kind: str) -> Step:
 
 
 def block_step(kind: str) -> Step:
-    """A transformer block of torchtitan's Llama3, converted and compiled as torchtitan does."""
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
-
-    from titan_fp8.torchtitan_0_2 import attention, feed_forward
+    """A compiled transformer block of torchtitan's Llama3."""
+    from bench_block import TransformerModelArgs, block_layer
 
     tokens, dim = HOST_BLOCK
     args = TransformerModelArgs(dim=dim, n_layers=1, n_heads=16, n_kv_heads=8)
-    block = TransformerBlock(0, args).cuda().bfloat16()
-    if kind != BF16:
-        model = nn.ModuleDict({"block": block})
-        titan_fp8.convert_linears(model, recipe=kind)
-        attention.share_attention_inputs(model)
-        feed_forward.fuse_feed_forwards(model)
-    freqs = precompute_freqs_cis(dim // 16, tokens).cuda()
+    layer = block_layer(args, tokens, kind, compiled=True)
     x, g = randn(1, tokens, dim, requires_grad=True), randn(1, tokens, dim)
-    compiled = torch.compile(block, fullgraph=True)
-    layer = Layer(lambda x: compiled(x, freqs, None), tuple(block.parameters()))
     return functools.partial(layer.step, x, g)
 
 

@@ -8,36 +8,16 @@ that forward or backward allocates beyond that; backward's includes the gradient
 """
 
 import torch
+from bench_block import block_layer
 from bench_common import Layer, parser, randn, report
 from torch import Tensor
 from torchtitan.models.llama3 import llama3_args
-from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
-import titan_fp8
-from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.recomputation import with_recomputable_quantizers
-from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
-from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
 KINDS = (BF16, *RECIPES)
 ABOUT = "Memory of one Llama3-8B block at 8192 tokens: saved for backward, and peaks beyond that."
 ARGS, TOKENS = llama3_args["8B"], 8192
-
-
-def make_block(kind: str, compiled: bool) -> Layer:
-    torch._dynamo.reset()
-    with torch.device("cuda"):
-        block = TransformerBlock(0, ARGS).bfloat16()
-    if kind != BF16:
-        titan_fp8.convert_linears(block, recipe=kind)
-        fuse_feed_forwards(block)
-        share_attention_inputs(block)
-        RECOMPUTABLE_QUANTIZERS.apply(with_recomputable_quantizers)
-    head_dim = ARGS.dim // ARGS.n_heads
-    freqs = precompute_freqs_cis(head_dim, TOKENS, ARGS.rope_theta, ARGS.rope_scaling_args).cuda()
-    run = torch.compile(block, fullgraph=True) if compiled else block
-    return Layer(lambda x: run(x, freqs, None), tuple(block.parameters()))
 
 
 def peaks(layer: Layer, x: Tensor, g: Tensor) -> tuple[int, int]:
@@ -56,7 +36,8 @@ def main() -> None:
     rows = []
     for compiled in (False, True):
         for kind in KINDS:
-            layer = make_block(kind, compiled)
+            torch._dynamo.reset()
+            layer = block_layer(ARGS, TOKENS, kind, compiled)
             layer.step(x, g)  # compiles
             forward, backward = peaks(layer, x, g)
             rows.append(

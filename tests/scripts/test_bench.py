@@ -5,14 +5,19 @@ import itertools
 import json
 import pkgutil
 
+import bench_block
 import bench_common
 import pytest
 import summarize_trace
+import titan
 import torch
 from shapes import uneven_ends
+from torch._functorch import partitioners
 
 from titan_fp8 import kernels
 from titan_fp8.kernels import launch
+from titan_fp8.patches import restore
+from titan_fp8.torchtitan_0_2 import patches
 
 INPUTS = [(torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)) for _ in range(2)]
 
@@ -215,3 +220,19 @@ def test_the_environment_of_a_result(monkeypatch, repository):
     monkeypatch.setenv("BENCH_COMMIT", "abc1234")
     found = bench_common.environment()
     assert (found["command"], found["commit"]) == ("./bench.sh", "abc1234")
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ["bf16", "blockwise", "rowwise"])
+def test_a_block_is_that_of_a_job(kind, compiled, tmp_path, fresh_torchtitan, monkeypatch):
+    """Modules of the same classes, and the same ops that the compiler may recompute."""
+    monkeypatch.setattr(torch, "compile", lambda block, fullgraph: block)
+    flags = ["--quantize.linear.titan_fp8.recipe", kind, "--activation_checkpoint.mode", "none"]
+    flags += ["--compile.enable"] if compiled else []
+    model = titan.build(titan.job(tmp_path, "llama3", converters=(titan.LINEAR,)))
+    block = bench_block.converted(model.layers["0"], kind, compiled)
+    found = [type(module) for module in block.modules()], partitioners.get_default_op_list()
+    restore(patches.ON_CONVERSION)
+    model = titan.converted(titan.job(tmp_path, "llama3", *flags, converters=(titan.LINEAR,)))
+    want = [type(module) for module in model.layers["0"].modules()]
+    assert found == (want, partitioners.get_default_op_list())
