@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import median_us, parser, randn, report, sets_beyond_l2
+from bench_common import median_us, parser, print_failure, randn, report, sets_beyond_l2
 from shapes import DENSE, GROUPED, SEED, uneven_ends
 from tables import Row
 from torch import Tensor
@@ -54,16 +54,28 @@ def sets(make: Callable[[], Product], bytes_of_one: int) -> list[Product]:
     return [make() for _ in range(sets_beyond_l2(bytes_of_one))]
 
 
-def tflops(products: list[Product], flop: int) -> tuple[float, float]:
-    us = median_us(products)
-    return us, flop / us / 1e6
+def flop(dims: Dims) -> int:
+    _, m, n, k = dims
+    return 2 * m * n * k
 
 
-def attempt(make: Callable[[], Product], size: int, flop: int) -> float | None:
-    """TFLOPS of a library's product; None if the library does not have it."""
+def tflops(products: list[Product], dims: Dims) -> float:
+    return flop(dims) / median_us(products) / 1e6
+
+
+def attempt(
+    library: str, make: Callable[[], Product] | None, size: int, dims: Dims
+) -> float | None:
+    """TFLOPS of a library's product; None if it has none (`make`), or if it fails.
+
+    The reason of a failure goes to stderr.
+    """
+    if make is None:
+        return None
     try:
-        return tflops(sets(make, size), flop)[1]
-    except (AttributeError, RuntimeError, ValueError, NotImplementedError):
+        return tflops(sets(make, size), dims)
+    except Exception as reason:
+        print_failure(f"{library} {dims}", reason)
         return None
 
 
@@ -106,12 +118,13 @@ def roof() -> float:
         product = lambda a=a, b=b: torch._scaled_mm(  # noqa: E731
             a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        best = max(best, tflops([product], 2 * size**3)[1])
+        best = max(best, tflops([product], (1, size, size, size)))
     return best
 
 
-def row(name: str, dims: Dims, ours: tuple, bf16: float, roof: float, others: Row) -> Row:
-    us, rate = ours
+def row(name: str, dims: Dims, us: float, bf16: float, top: float, others: Row) -> Row:
+    """A row of the table; `bf16`, `top` and the values of `others` are in TFLOPS."""
+    rate = flop(dims) / us / 1e6
     return {
         "op": name,
         "E": dims[0],
@@ -120,7 +133,7 @@ def row(name: str, dims: Dims, ours: tuple, bf16: float, roof: float, others: Ro
         "K": dims[3],
         "us": us,
         "TFLOPS": rate,
-        "of roof %": 100 * rate / roof,
+        "of roof %": 100 * rate / top,
         "x bf16": rate / bf16,
         **{f"x {key}": rate / other if other else None for key, other in others.items()},
     }
@@ -170,7 +183,7 @@ def torch_rowwise_wgrad(dims: Dims, offs: Tensor | None) -> Product:
 def mm_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
     """Times a blockwise fprop or dgrad; `dims` are those of the product, contraction last."""
     e, m, n, k = dims
-    flop, size = 2 * m * n * k, m * k + e * n * k
+    size = m * k + e * n * k
     weight = (n, k) if offs is None else (e, n, k)
 
     def make() -> Product:
@@ -194,23 +207,23 @@ def mm_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
         return lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, y, group)
 
     # The check runs after the timing, because it would change the clock at which that starts.
-    ours = tflops(sets(make, size), flop)
+    us = median_us(sets(make, size))
     operands = *hopper.quantize_1x128(randn(m, k)), *hopper.quantize_128x128(randn(*weight))
     right = check_mm(hopper.blockwise_mm(*operands, offs), *operands, offs)
     assert right, f"{name} {dims}: wrong result"
     others = {
-        "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
-        "rowwise": attempt(lambda: torch_rowwise_mm(dims, offs), size, flop),
-        "DeepGEMM": attempt(deepgemm, size, flop),
+        "cuBLAS": attempt("cuBLAS", cublas if offs is None else None, size, dims),
+        "rowwise": attempt("rowwise", lambda: torch_rowwise_mm(dims, offs), size, dims),
+        "DeepGEMM": attempt("DeepGEMM", deepgemm if deep_gemm else None, size, dims),
     }
-    bf16 = tflops(sets(lambda: bf16_mm(dims, offs), 2 * size), flop)[1]
-    return row(name, dims, ours, bf16, top, others)
+    bf16 = tflops(sets(lambda: bf16_mm(dims, offs), 2 * size), dims)
+    return row(name, dims, us, bf16, top, others)
 
 
 def wgrad_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
     """Times a blockwise wgrad; `dims` are the layer's (E, M, N, K), and M is contracted."""
     e, m, n, k = dims
-    flop, size = 2 * m * n * k, m * (n + k)
+    size = m * (n + k)
     ends = offs if offs is not None else torch.tensor([m], dtype=torch.int32, device="cuda")
 
     def make() -> Product:
@@ -223,23 +236,23 @@ def wgrad_row(name: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
         recipes = (scaling, sb, scaling)
         return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
 
-    ours = tflops(sets(make, size), flop)
+    us = median_us(sets(make, size))
     g, x = (hopper.quantize_128x1_t(randn(m, width), offs) for width in (n, k))
     dw = hopper.blockwise_wgrad(*g, *x, offs).view(-1, n, k)
     assert check_wgrad(dw, *g, *x, ends), f"{name} {dims}: wrong result"
     others = {
-        "cuBLAS": attempt(cublas, size, flop) if offs is None else None,
-        "rowwise": attempt(lambda: torch_rowwise_wgrad(dims, offs), size, flop),
+        "cuBLAS": attempt("cuBLAS", cublas if offs is None else None, size, dims),
+        "rowwise": attempt("rowwise", lambda: torch_rowwise_wgrad(dims, offs), size, dims),
         "DeepGEMM": None,
     }
-    bf16 = tflops(sets(lambda: bf16_wgrad(dims, offs), 2 * size), flop)[1]
-    return row(name, dims, ours, bf16, top, others)
+    bf16 = tflops(sets(lambda: bf16_wgrad(dims, offs), 2 * size), dims)
+    return row(name, dims, us, bf16, top, others)
 
 
 def rowwise_row(name: str, dims: Dims, offs: Tensor, top: float, wgrad: bool) -> Row:
     """Times a grouped rowwise GEMM; `dims` are as in `mm_row` or in `wgrad_row`."""
     e, m, n, k = dims
-    flop, size = 2 * m * n * k, m * (n + k) if wgrad else m * k + e * n * k
+    size = m * (n + k) if wgrad else m * k + e * n * k
     op, definition = (
         (hopper.rowwise_wgrad, reference.rowwise_wgrad)
         if wgrad
@@ -256,18 +269,18 @@ def rowwise_row(name: str, dims: Dims, offs: Tensor, top: float, wgrad: bool) ->
         args = operands()
         return lambda: op(*args)
 
-    ours = tflops(sets(make, size), flop)
+    us = median_us(sets(make, size))
     args = operands()
     error = relative(op(*args), definition(*args, out_dtype=torch.float32))
     assert error < (ERROR if wgrad else FAST_ERROR), f"{name} {dims}: wrong result"
     library, bf16 = (torch_rowwise_wgrad, bf16_wgrad) if wgrad else (torch_rowwise_mm, bf16_mm)
     others = {
         "cuBLAS": None,
-        "rowwise": attempt(lambda: library(dims, offs), size, flop),
+        "rowwise": attempt("rowwise", lambda: library(dims, offs), size, dims),
         "DeepGEMM": None,
     }
-    plain = tflops(sets(lambda: bf16(dims, offs), 2 * size), flop)[1]
-    return row(name, dims, ours, plain, top, others)
+    plain = tflops(sets(lambda: bf16(dims, offs), 2 * size), dims)
+    return row(name, dims, us, plain, top, others)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import torch
 from shapes import uneven_ends
 from torch._functorch import partitioners
 
-from titan_fp8 import kernels
+from titan_fp8 import kernels, reference
 from titan_fp8.kernels import launch
 from titan_fp8.patches import restore
 from titan_fp8.torchtitan_0_2 import patches
@@ -220,6 +220,29 @@ def test_the_environment_of_a_result(monkeypatch, repository):
     monkeypatch.setenv("BENCH_COMMIT", "abc1234")
     found = bench_common.environment()
     assert (found["command"], found["commit"]) == ("./bench.sh", "abc1234")
+
+
+@pytest.fixture
+def bench_gemm(monkeypatch):
+    monkeypatch.setattr(kernels, "hopper", reference, raising=False)
+    script = importlib.import_module("bench_gemm")
+    monkeypatch.setattr(script, "median_us", lambda products: 10.0)
+    return script
+
+
+def test_a_library_that_fails_is_no_missing_library(bench_gemm, capsys):
+    size, dims = 1 << 30, (1, 1000, 100, 10)
+    assert bench_gemm.attempt("DeepGEMM", None, size, dims) is None
+    assert bench_gemm.attempt("cuBLAS", lambda: lambda: None, size, dims) == 0.2
+    assert not capsys.readouterr().err
+
+    def make():
+        return torch.nosuch
+
+    assert bench_gemm.attempt("cuBLAS", make, size, dims) is None
+    assert capsys.readouterr().err == (
+        "cuBLAS (1, 1000, 100, 10): AttributeError: module 'torch' has no attribute 'nosuch'\n"
+    )
 
 
 @pytest.mark.parametrize("compiled", [True, False])
