@@ -52,8 +52,8 @@ GROUPED = ((1408, 2048), (2048, 1408), (2048, 7168))
 ELEMENTS = (1 << 20, 1 << 23, 1 << 26, 1 << 28)
 WIDTH = 2048
 """Features of what is quantized."""
-HALF = 1 << 31
-"""The bytes that a set of inputs may take."""
+MAX_ELEMENTS = 1 << 31
+"""Of all sets of inputs of a kernel together; a single set may have more."""
 ATTENTION = (1, 32, 8192, 128)
 """(batch, heads, tokens, head dim) of Llama3-8B."""
 CALLS, ROUNDS, CHAIN = 60, 3, 7
@@ -99,7 +99,7 @@ def gemm_rows() -> Iterator[list]:
     for shape, op, kind in itertools.product(shapes, ("mm", "wgrad"), KINDS):
         e, m, n, k = shape
         size = m * k + (max(e, 1) * n * k if op == "mm" else m * n)
-        count = min(sets_beyond_l2(size), max(1, HALF // size))
+        count = min(sets_beyond_l2(size), max(1, MAX_ELEMENTS // size))
         yield [kind, op, *shape, kernel_us([gemm(kind, op, *shape) for _ in range(count)])]
 
 
@@ -114,7 +114,7 @@ def quantize_times() -> dict[str, list[list[float]]]:
     times: dict[str, list[list[float]]] = {}
     for op, elements in itertools.product(ops, ELEMENTS):
         shape = (elements // WIDTH, WIDTH)
-        count = min(sets_beyond_l2(3 * elements), max(1, HALF // elements))
+        count = min(sets_beyond_l2(3 * elements), max(1, MAX_ELEMENTS // elements))
         sets = [[randn(*shape) for _ in range(inputs.get(op, 1))] for _ in range(count)]
         function = getattr(hopper, op)
         us = kernel_us([functools.partial(function, *each) for each in sets])

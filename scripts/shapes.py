@@ -164,11 +164,16 @@ def uneven_ends(groups: int, m: int, alignment: int, seed: int = SEED) -> Tensor
     """Random group ends (E,) int32 at multiples of `alignment`; the last one is m.
 
     No group is empty, and with two or more groups the largest has at least 3 times the tokens of
-    the smallest. m must be a multiple of `alignment`.
+    the smallest.
+
+    Raises:
+        ValueError: m is no multiple of `alignment`, or too small for such groups.
     """
+    if m % alignment:
+        raise ValueError(f"m = {m} must be a multiple of alignment = {alignment}")
     generator = torch.Generator().manual_seed(seed)
     units = m // alignment
-    while True:
+    for _ in range(1000):
         weight = 0.3 + torch.rand(groups, generator=generator)
         share = weight / weight.sum() * units
         size = share.floor().clamp(min=1)
@@ -177,3 +182,7 @@ def uneven_ends(groups: int, m: int, alignment: int, seed: int = SEED) -> Tensor
             size[share.argsort(descending=True)[:short]] += 1
             if groups == 1 or size.max() >= 3 * size.min():
                 return (size.cumsum(0) * alignment).int()
+    raise ValueError(
+        f"found no {groups} uneven groups of multiples of {alignment} in m = {m}; allowed are more "
+        "tokens, or fewer groups"
+    )

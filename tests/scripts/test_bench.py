@@ -133,6 +133,20 @@ def test_uneven_ends(groups, alignment):
 
 
 @pytest.mark.parametrize(
+    "groups, m, alignment, problem",
+    [
+        (2, 256, 128, "found no 2 uneven groups of multiples of 128 in m = 256"),
+        (4, 384, 128, "found no 4 uneven groups"),
+        (1, 0, 16, "found no 1 uneven groups"),
+        (2, 1000, 128, "m = 1000 must be a multiple of alignment = 128"),
+    ],
+)
+def test_ends_that_cannot_be_uneven(groups, m, alignment, problem):
+    with pytest.raises(ValueError, match=problem):
+        uneven_ends(groups, m, alignment)
+
+
+@pytest.mark.parametrize(
     "name, kind",
     [
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),

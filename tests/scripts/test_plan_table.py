@@ -32,7 +32,7 @@ def measure_plan(monkeypatch):
         "GROUPED": ((16, 32),),
         "ELEMENTS": (1 << 12, 1 << 13),
         "WIDTH": 32,
-        "HALF": 1,
+        "MAX_ELEMENTS": 1,
         "ATTENTION": (1, 2, 16, 8),
         "randn": lambda *shape, requires_grad=False: torch.randn(
             shape, dtype=torch.bfloat16
