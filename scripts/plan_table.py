@@ -40,7 +40,23 @@ TAKEN = (
 
 def gpu_of(result: dict) -> str:
     """The name of a table: "h200" for "NVIDIA H200"."""
-    return re.findall(r"[HBA]\d+", result["card"])[0].lower()
+    found = re.search(r"\b[HBA]\d{2,3}\b", result["card"])
+    if found is None:
+        raise ValueError(
+            f"card {result['card']!r}: allowed are names with a word such as H200, B200 or A100"
+        )
+    return found[0].lower()
+
+
+def table_of(result: dict, made: dict[str, dict]) -> dict:
+    """The table of the result's card, made if there is none; ValueError if it is another card's."""
+    gpu = gpu_of(result)
+    table = made.setdefault(gpu, {"gpu": result["card"], "sources": {}, "gemm": []})
+    if table["gpu"] != result["card"]:
+        raise ValueError(
+            f"results of {table['gpu']!r} and {result['card']!r} would share the table {gpu}.json"
+        )
+    return table
 
 
 def gemm_rows(result: dict) -> list[list]:
@@ -122,7 +138,7 @@ def tables(folder: Path) -> dict[str, dict]:
     made: dict[str, dict] = {}
     for file in sorted(folder.glob("gemm*.json")) + sorted(folder.glob("plan/measure_*.json")):
         result = json.loads(file.read_text(encoding="utf-8"))
-        table = made.setdefault(gpu_of(result), {"gpu": result["card"], "sources": {}, "gemm": []})
+        table = table_of(result, made)
         # Of measure_plan.py, or of bench_gemm.py.
         entries = dict(result.get("measured") or {"gemm": gemm_rows(result)})
         table["gemm"] += entries.pop("gemm")
@@ -130,10 +146,11 @@ def tables(folder: Path) -> dict[str, dict]:
             own = table["sources"].setdefault(entry, {"how": "measured", "from": []})
             own["from"].append(source(str(file.relative_to(folder)), result))
         table |= entries
+    own = table_of(runs, made)
     for table in made.values():
         if "host" not in table:
             raise ValueError(f"{table['gpu']}: measure it with scripts/measure_plan.py, too")
-        add_rates(table, runs, made[gpu_of(runs)]["copy_gbps"])
+        add_rates(table, runs, own["copy_gbps"])
     return {gpu: rounded(table) for gpu, table in made.items()}
 
 

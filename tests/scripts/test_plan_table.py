@@ -85,6 +85,31 @@ def test_a_measured_gpu_gets_a_table(measure_plan, monkeypatch, tmp_path):
     assert h100.host["code"] == "abc1234" and h100.host["block_us"] == h200.host["block_us"]
 
 
+@pytest.mark.parametrize(
+    "card, gpu",
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100")],
+)
+def test_the_table_of_a_card(card, gpu):
+    assert plan_table.gpu_of({"card": card}) == gpu
+
+
+@pytest.mark.parametrize("card", ["NVIDIA L40S", "NVIDIA GH200 480GB", "NVIDIA RTX A6000", "CPU"])
+def test_a_card_without_a_short_name(card):
+    with pytest.raises(ValueError, match=f"card '{card}': allowed are names with a word such as"):
+        plan_table.gpu_of({"card": card})
+
+
+@pytest.mark.parametrize("name", ["plan/measure_nvl.json", plan_table.RUNS])
+def test_two_cards_of_one_short_name_share_no_table(name, tmp_path):
+    shutil.copytree(plan_table.INPUTS, tmp_path / "inputs")
+    file = tmp_path / "inputs" / name
+    result = json.loads((file if file.exists() else plan_table.INPUTS / "gemm.json").read_text())
+    file.write_text(json.dumps(result | {"card": "NVIDIA H200 NVL"}))
+    problem = "results of 'NVIDIA H200' and 'NVIDIA H200 NVL' would share the table h200.json"
+    with pytest.raises(ValueError, match=problem):
+        plan_table.tables(tmp_path / "inputs")
+
+
 def test_interpolation():
     h200 = times.load("h200")
     for (family, op), rows in h200.gemm.items():
