@@ -100,10 +100,11 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--only", default="", help="measure the cases whose name contains this")
     args = arguments.parse_args()
+    chosen = {name: make for name, make in cases().items() if args.only in name}
+    if not chosen:
+        arguments.error(f"--only {args.only!r} is in no name of a case; these are {[*cases()]}")
     rows: list[Row] = []
-    for name, make in cases().items():
-        if args.only not in name:
-            continue
+    for name, make in chosen.items():
         torch._dynamo.reset()
         us_of_kinds = call_us([make(kind) for kind in KINDS], CALLS, ROUNDS)
         times = dict(zip(KINDS, us_of_kinds, strict=True))

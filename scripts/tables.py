@@ -26,6 +26,8 @@ def cell(column: str, value: object) -> str:
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The header and the rows as strings; every row has the columns of the first."""
+    if not rows:
+        raise ValueError("a table must have at least one row")
     columns = list(rows[0])
     if any(list(row) != columns for row in rows):
         raise ValueError("the rows of a table must have the same columns in the same order")

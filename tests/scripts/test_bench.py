@@ -7,11 +7,13 @@ import pkgutil
 
 import bench_block
 import bench_common
+import bench_host
 import pytest
 import summarize_trace
 import titan
 import torch
 from shapes import uneven_ends
+from tables import markdown_table, text_table
 from torch._functorch import partitioners
 
 from titan_fp8 import kernels, reference
@@ -219,6 +221,22 @@ def test_a_report_is_printed_and_written(monkeypatch, tmp_path, capsys):
     assert lines[-3:] == ["layer     us  x bf16", " bf16  1,234    1.00", "other"]
     with pytest.raises(ValueError, match="same columns"):
         bench_common.report([*ROWS, {"layer": "third"}], None, "Layers", "All of them.")
+
+
+@pytest.mark.parametrize("table", [text_table, markdown_table])
+def test_a_table_without_rows(table):
+    with pytest.raises(ValueError, match="must have at least one row"):
+        table([])
+
+
+def test_a_case_that_does_not_exist(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "host.json"
+    monkeypatch.setattr("sys.argv", ["bench_host.py", "--only", "nosuch", "--json", str(file)])
+    with pytest.raises(SystemExit, match="2"):
+        bench_host.main()
+    printed = capsys.readouterr().err
+    assert "--only 'nosuch' is in no name of a case; these are ['small linear, eager'," in printed
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("repository", [True, False])
