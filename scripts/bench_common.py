@@ -214,6 +214,12 @@ def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:
     return 2 * source.nbytes / ms / 1e6
 
 
+def bandwidth(gigabytes: float, us: float, copy: float) -> Row:
+    """The cells of what moves so many bytes in this time; `copy` is the copy bandwidth in GB/s."""
+    gbps = gigabytes / us * 1e6
+    return {"GB/s": gbps, "% of copy": 100 * gbps / copy}
+
+
 def environment() -> dict[str, str]:
     """Where and how a result was measured: command, date, card, versions, commit.
 

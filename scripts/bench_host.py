@@ -31,11 +31,14 @@ ABOUT = (
 )
 
 
+def linear_product(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a linear layer of this kind calls with its input and its weight."""
+    return F.linear if kind == BF16 else functools.partial(titan_fp8.fp8_linear, recipe=kind)
+
+
 def linear_step(m: int, n: int, k: int, compiled: bool, kind: str) -> Step:
     x, g, w = randn(m, k, requires_grad=True), randn(m, n), randn(n, k, requires_grad=True)
-    product = F.linear
-    if kind != BF16:
-        product = functools.partial(titan_fp8.fp8_linear, recipe=kind)
+    product = linear_product(kind)
     if compiled:
         # A function of its own for each kind, so that none counts as another's recompilation.
         product = torch.compile(lambda x, w, product=product: product(x, w), fullgraph=True)
@@ -45,9 +48,7 @@ def linear_step(m: int, n: int, k: int, compiled: bool, kind: str) -> Step:
 def forward_step(kind: str) -> Step:
     m, n, k = HOST_SMALL
     x, w = randn(m, k), randn(n, k)
-    product = F.linear
-    if kind != BF16:
-        product = functools.partial(titan_fp8.fp8_linear, recipe=kind)
+    product = linear_product(kind)
 
     def step() -> Tensor:
         with torch.no_grad():

@@ -16,7 +16,7 @@ import copy as copies
 from collections.abc import Callable
 
 import torch
-from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
+from bench_common import bandwidth, copy_gbps, median_us, parser, report, sets_beyond_l2
 from shapes import (
     EXPERT_RANKS,
     LOCAL_EXPERTS,
@@ -81,9 +81,8 @@ def steps(way: str, counts: Tensor) -> dict[str, Callable]:
 
 
 def row_of(what: str, dtype: torch.dtype, gigabytes: float, us: float, copy: float) -> Row:
-    gbps = gigabytes / us * 1e6
     row = {"step": what, "dtype": str(dtype).removeprefix("torch."), "us": us}
-    return row | {"GB/s": gbps, "% of copy": 100 * gbps / copy}
+    return row | bandwidth(gigabytes, us, copy)
 
 
 def measure_gather(dtype: torch.dtype, copy: float) -> Row:

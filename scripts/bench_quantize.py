@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bench_common import copy_gbps, median_us, parser, report, sets_beyond_l2
+from bench_common import bandwidth, copy_gbps, median_us, parser, report, sets_beyond_l2
 from shapes import QUANTIZE, QUANTIZE_WEIGHTS, SEED, SWIGLU, uneven_ends
 from tables import Row
 from torch import Tensor
@@ -134,8 +134,7 @@ def measure(case: Case, copy: float) -> Row:
         case.arguments(case.shape[-2]) for _ in range(sets_beyond_l2(int(gigabytes(case) * 1e9)))
     ]
     us = median_us([lambda a=a: getattr(hopper, case.op)(*a) for a in inputs])
-    gbps = gigabytes(case) / us * 1e6
-    row |= {"us": us, "GB/s": gbps, "% of copy": 100 * gbps / copy, "x compiler": None}
+    row |= {"us": us, **bandwidth(gigabytes(case), us, copy), "x compiler": None}
     if case.op in (FORWARD, BACKWARD):
         row["x compiler"] = median_us([lambda a=a: by_compiler(*a) for a in inputs]) / us
     return row

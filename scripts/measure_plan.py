@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from bench_common import (
     Layer,
     Step,
@@ -31,11 +30,10 @@ from bench_common import (
     randn,
     sets_beyond_l2,
 )
-from bench_host import grouped_step, linear_step
+from bench_host import grouped_step, linear_product, linear_step
 from shapes import HOST_SMALL, uneven_ends
 from torch import Tensor
 
-import titan_fp8
 from titan_fp8.kernels import hopper
 from titan_fp8.recipe import BF16
 
@@ -139,9 +137,7 @@ def chain_step(kind: str) -> Step:
     m, n, _ = HOST_SMALL
     x, g = randn(m, n, requires_grad=True), randn(m, n)
     weights = tuple(randn(n, n, requires_grad=True) for _ in range(CHAIN))
-    product = F.linear
-    if kind != BF16:
-        product = functools.partial(titan_fp8.fp8_linear, recipe=kind)
+    product = linear_product(kind)
 
     def chain(x: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         for w in weights:

@@ -94,6 +94,10 @@ def test_the_time_of_calls_with_the_host(log, monkeypatch):
     assert log == [*"a" * 20, *"b" * 40, *one_round * 3]
 
 
+def test_the_bandwidth_of_a_kernel():
+    assert bench_common.bandwidth(2.0, 1000.0, 4000.0) == {"GB/s": 2000, "% of copy": 50}
+
+
 def test_an_error_in_one_gradient_counts():
     want = [torch.ones(4), torch.ones(4)]
     assert bench_common.relative_error([torch.ones(4), 2 * torch.ones(4)], want) == 1
