@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 PP_4 = ("--parallelism.pipeline_parallel_degree", "4")
+LAYERS = "--parallelism.pipeline_parallel_layers_per_stage"
+LOOPED = ("--parallelism.pipeline_parallel_schedule", "Interleaved1F1B")
 TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_parallel_degree", "1")
 
 
@@ -38,6 +40,17 @@ TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_par
          "microbatch_size = 3: allowed are divisors of training.local_batch_size = 2"),
         ("llama3_8b", (*PP_4, "--parallelism.pipeline_parallel_schedule", "none"),
          "pipeline_parallel_schedule = 'none'"),
+        ("llama3_8b", (*PP_4, LAYERS, "8"), "layers_per_stage = 8: allowed under pipeline_parallel_"
+         "schedule = '1F1B' on 4 ranks are 9 to 11, for 32 blocks that count as 34 layers"),
+        ("llama3_8b", (*PP_4, LAYERS, "9", *LOOPED), "layers_per_stage = 9: allowed under pipeline_"
+         "parallel_schedule = 'Interleaved1F1B' on 4 ranks are 3, for"),
+        ("llama3_8b", (*PP_4, "--parallelism.module_fqns_per_model_part", "layers.0"),
+         "parallelism.module_fqns_per_model_part is a list of 1: allowed under pipeline_parallel_"
+         "schedule = '1F1B' on 4 ranks are lists of 4"),
+        ("llama3_8b", (*PP_4, "--parallelism.pipeline_parallel_last_stage_less_layers", "16"),
+         "last_stage_less_layers = 16: allowed are up to 12, what each of 4 stages has at least"),
+        ("llama3_8b", (*PP_4, "--model.name", "qwen3", "--model.flavor", "1.7B"),
+         "pipeline_parallel_degree = 4: allowed is 1, since torchtitan has no pipeline for"),
         ("llama3_8b", ("--parallelism.tensor_parallel_degree", "16"), "divisors of n_kv_heads = 8"),
         ("deepseek_v3_16b", ("--parallelism.expert_parallel_degree", "3"), "divisors of 64, the"),
         ("deepseek_v3_16b", ("--parallelism.expert_parallel_degree", "16"), "divisors of 8, the"),

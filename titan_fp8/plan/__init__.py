@@ -10,10 +10,10 @@ exit status is 1 if FP8 is predicted to be slower than bf16, and 2 after bad inp
 FILE; it changes no other file.
 
 `model.py` applies torchtitan's parallel plan to a model on the meta device and reads from it what a
-rank computes (`run.py`); `checkpointing.py` says what of that backward repeats. `costs.py` says
-which kernels a layer runs, `times.py` interpolates their times between measurements (`tables/`,
-written by `scripts/plan_table.py`), `step.py` adds up a step, and `advice.py` predicts it again
-with something changed.
+rank computes (`run.py`); `batches.py` and `stages.py` say how often, and `checkpointing.py` what of
+that backward repeats. `costs.py` says which kernels a layer runs, `times.py` interpolates their
+times between measurements (`tables/`, written by `scripts/plan_table.py`), `step.py` adds up a
+step, and `advice.py` predicts it again with something changed.
 
 This module imports none of them: the command line prepares torchtitan before it is imported.
 """

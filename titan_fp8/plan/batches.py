@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.train_spec import get_train_spec
+
+from titan_fp8.plan.stages import stages_per_rank
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Batches:
     stages: int
 
 
-def read_batches(config: Any, dims: ParallelDims) -> Batches:
-    """The batches of a config.
+def read_batches(config: Any, dims: ParallelDims, args: Any) -> Batches:
+    """The batches of a config, whose model has these args of torchtitan's.
 
     Raises:
         ValueError: a value is not allowed, or sizes do not divide each other.
@@ -52,17 +54,13 @@ def read_batches(config: Any, dims: ParallelDims) -> Batches:
             f"parallelism.pipeline_parallel_microbatch_size = {size}: allowed are divisors of "
             f"training.local_batch_size = {batch}"
         )
-    return Batches(size, rounds * batch // size, rounds, _stages(config))
-
-
-def _stages(config: Any) -> int:
-    """Pipeline stages per rank: torchtitan's defaults, one or, for looped schedules, two."""
-    name = config.parallelism.pipeline_parallel_schedule
-    try:
-        schedule = get_schedule_class(name)
-    except ValueError as error:
-        raise ValueError(f"parallelism.pipeline_parallel_schedule = {name!r}: {error}") from None
-    return 2 if issubclass(schedule, PipelineScheduleMulti) else 1
+    if get_train_spec(config.model.name).pipelining_fn is None:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {dims.pp}: allowed is 1, since torchtitan has "
+            f"no pipeline for model.name = {config.model.name!r}"
+        )
+    stages = stages_per_rank(config.parallelism, dims.pp, args.n_layers)
+    return Batches(size, rounds * batch // size, rounds, stages)
 
 
 def check_divisible(args: Any, dims: ParallelDims) -> None:

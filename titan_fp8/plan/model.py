@@ -88,8 +88,8 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         )
     if config.experimental.custom_import:  # as torchtitan's trainer does
         importlib.import_module(config.experimental.custom_import)
-    batches = read_batches(config, dims)
     args = _model_args(config)
+    batches = read_batches(config, dims, args)
     check_divisible(args, dims)
     model_cls = get_train_spec(config.model.name).model_cls
     with torch.device("meta"):
@@ -102,10 +102,6 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     conversions = _convert(config, converted)
     training = config.training
     blocks = [block for _, block in converted.layers.named_children()]
-    if dims.pp > len(blocks):
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree = {dims.pp}: the model has {len(blocks)} blocks"
-        )
     moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
     tokens = batches.sequences * training.seq_len // dims.cp
     top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
