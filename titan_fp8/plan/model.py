@@ -108,8 +108,8 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     split = dims.tp if dims.ep_enabled and dims.etp == 1 else 1
     rows = tokens * top_k // split if moe_blocks else 0
     with _parallelised(config, dims, parallel):
-        parameters = _parameters(parallel, dims)
-        shapes = list(_shapes(parallel, args.dim, dims))
+        parameters = _parameters(parallel)
+        shapes = list(_shapes(parallel, args.dim))
     layers = []
     for name, shape, ranks in shapes:
         conversion = conversions.get(name, (BF16, "its converter is not listed"))
@@ -145,11 +145,11 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
     )
 
 
-def _parameters(parallel: nn.Module, dims: ParallelDims) -> dict[int, int]:
+def _parameters(parallel: nn.Module) -> dict[int, int]:
     """`Run.parameters` of a parallelized model."""
     parameters: dict[int, int] = defaultdict(int)
     for parameter in parallel.parameters():
-        gathered, ranks = _gathered_shape(parameter, dims)
+        gathered, ranks = _gathered_shape(parameter)
         parameters[ranks] += gathered.numel()
     return dict(parameters)
 
@@ -201,20 +201,18 @@ def _permutation(config: Any) -> str:
     return permutation_of(grouped.permutation, grouped.recipe or linear.recipe)
 
 
-def _shapes(
-    model: nn.Module, dim: int, dims: ParallelDims
-) -> Iterator[tuple[str, torch.Size, int]]:
+def _shapes(model: nn.Module, dim: int) -> Iterator[tuple[str, torch.Size, int]]:
     """Name, shape and FSDP2's ranks of every linear (n, k) and every group of experts (E, n, k)."""
     for name, module in model.named_modules():
         stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
         if stacked:
-            parts, (ranks, *_) = zip(*(_gathered_shape(p, dims) for p in stacked))
+            parts, (ranks, *_) = zip(*map(_gathered_shape, stacked))
             # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
             groups = parts[0][0]
             hidden = sum(part.numel() for part in parts) // (3 * groups * dim)
             yield name, torch.Size((groups, hidden, dim)), ranks
         elif isinstance(module, nn.Linear):
-            yield name, *_gathered_shape(module.weight, dims)
+            yield name, *_gathered_shape(module.weight)
 
 
 def _model_args(config: Any) -> Any:
@@ -270,7 +268,7 @@ def _parallelised(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator
         dist.destroy_process_group()
 
 
-def _gathered_shape(parameter: Tensor, dims: ParallelDims) -> tuple[torch.Size, int]:
+def _gathered_shape(parameter: Tensor) -> tuple[torch.Size, int]:
     """The shape of a rank's part of a parameter that FSDP2 has gathered, and FSDP2's ranks."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, 1
