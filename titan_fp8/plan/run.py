@@ -87,8 +87,8 @@ class Run:
         rounds: how often a step accumulates gradients. Without pipeline parallelism a round is one
             micro-batch; with it, a round fills and drains the pipeline once.
         stages: of the pipeline, per rank; 1 without one.
-        parameters: {(elements, ranks): ...} elements per rank before FSDP2 shards them, by the
-            number of ranks that it shards them over.
+        parameters: {ranks: elements} per rank before FSDP2 shards them, by the number of ranks that
+            it shards them over.
         dtype, reduce_bytes: of parameters, and bytes per element of reduced gradients.
         compiled: whether the blocks are compiled.
         repeated_attention, repeated_rest: the share of forward's attention, and of its other

@@ -29,9 +29,10 @@ class Times:
 
     Attributes:
         gpu: the card.
-        sources: where each entry of the table comes from: the files of measurements, and how:
-            "measured" on this card, "scaled" from another card by the bandwidth of copies, or
-            "taken" from it as it is.
+        sources: {entry of the table: where it comes from}: "from", the files of measurements;
+            "how": "measured" on this card, "scaled" from another card by the bandwidth of copies,
+            or "taken" from it as it is; and, of entries that come from runs, "card", that of the
+            runs.
         copy_gbps: bandwidth of a device copy, bytes read and written counted.
         gemm: {(family, op): rows of (groups, m, n, k, us)}; op "mm" contracts k, op "wgrad" m.
         quantize: {op: rows of (elements, us)}.
