@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -66,6 +67,10 @@ def with_slow_cpu() -> times.Times:
 
 def speed(run: Run, of: times.Times) -> float:
     return predict(baseline(run), of).ms / predict(run, of).ms
+
+
+def advice_of(run: Run, of: times.Times) -> list[str]:
+    return advice.advice(run, advice.changes(run, of), of)
 
 
 def shapes(run: Run) -> dict[str, tuple[int, ...]]:
@@ -255,7 +260,7 @@ def test_what_makes_fp8_worth_it():
     # After a step that is logged, one in five, the CPU has no lead.
     assert step.waiting and step.lead
     assert step.ms == pytest.approx(step.host + step.end - 0.8 * step.lead)
-    found = "\n".join(advice.advice(few, h200))
+    found = "\n".join(advice_of(few, h200))
     assert f"The GPU waits {step.waiting:.0f} ms for the CPU" in found
     assert "FP8 pays for no layer here" in found
     assert "fsdp_all_gather = true would save the GPU" in found
@@ -265,7 +270,7 @@ def test_what_makes_fp8_worth_it():
     fast = replace(h200, host=free | {"block_us": 0.0, "fsdp_block_us": 0.0})
     assert speed(few, fast) > 1
     assert not advice.left_out(few, fast)
-    assert "Set fsdp_all_gather = true: the step takes" in "\n".join(advice.advice(few, fast))
+    assert "Set fsdp_all_gather = true: the step takes" in "\n".join(advice_of(few, fast))
     gathered = run_of("llama3_8b", (*FSDP_2, *SHORT, *GATHER))
     assert speed(gathered, fast) > speed(few, fast)
 
@@ -289,17 +294,19 @@ def test_where_the_cpu_waits_for_the_gpu():
 def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
     flags = (*FSDP_2, *SHORT, *GATHER, RECIPE, "rowwise")
     run, h200 = run_of("llama3_8b", flags), times.load("h200")
-    found = advice.advice(run, h200)
+    found = advice_of(run, h200)
     assert found[0].startswith("Set fsdp_all_gather = false: the step takes")
     assert found[-1].startswith("The GPU waits") and len(found) == 3
-    assert "fsdp_all_gather = false\n" in advice.fragment(run, h200)
+    assert "fsdp_all_gather = false\n" in advice.fragment(run, advice.changes(run, h200), h200)
 
 
 def test_a_module_that_does_not_pay_is_left_out_and_the_fragment_is_accepted(tmp_path, capsys):
     config, out = str(ROOT / "configs" / "llama3_8b.toml"), tmp_path / "filter.toml"
     # With fsdp_all_gather, which the advice would add otherwise.
     flags = [*FSDP_2, *SHORT, *GATHER]
-    assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) in (0, 1)
+    with mock.patch.object(advice, "left_out", wraps=advice.left_out) as searched:
+        assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) in (0, 1)
+    searched.assert_called_once()
     printed, fragment = capsys.readouterr().out, out.read_text()
     assert fragment in printed and "filter_fqns = [" in fragment
     patterns = fragment.partition("[\n")[2].partition("]")[0].replace('"', "").split(",")
@@ -353,7 +360,7 @@ def test_sizes_that_keep_layers_in_bf16_are_named_once():
     run = run_of("llama3_8b", FSDP_2)
     reason = "K = 4104 is not a multiple of 16"
     layers = [replace(layer.in_bf16(reason), k=4104) for layer in run.layers[:2]]
-    found = advice.advice(replace(run, layers=tuple(layers)), times.load("h200"))
+    found = advice_of(replace(run, layers=tuple(layers)), times.load("h200"))
     assert found == [
         "4104 is not a multiple of 16, so layers.*.attention.wq, layers.*.attention.wk must stay "
         "in bf16. With 4096 or 4112 they can run in FP8."

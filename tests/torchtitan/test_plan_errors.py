@@ -71,6 +71,9 @@ def test_bad_input(config, flags, message, capsys):
 
 def test_refused_shards_are_named_with_their_sizes():
     run = config_run(str(ROOT / "configs/deepseek_v3_16b.toml"), list(TP_ODD), None)
-    found = "\n".join(advice.advice(run, times.load("h200")))
+    h200 = times.load("h200")
+    advised = advice.changes(run, h200)
+    found = "\n".join(advice.advice(run, advised, h200))
     assert "Training stops at layers.*.feed_forward.w1: N = 1368" in found
-    assert "layers.*.feed_forward.w1" in advice.left_out(run, times.load("h200"))
+    assert "layers.*.feed_forward.w1" in [layer.name for layer in advised.refused]
+    assert '"feed_forward.w1"' in advice.fragment(run, advised, h200)

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from titan_fp8.plan.costs import cost_of, layer_us
 from titan_fp8.plan.run import Layer, Run, readers_of_input, sharing_inputs
@@ -20,20 +21,44 @@ FEW_TOKENS = 0.15
 FILTERED = "advised by --filter auto"
 
 
-def refused(run: Run) -> list[Layer]:
-    """Layers that the config converts and at which training would stop."""
-    return [layer for layer in run.layers if layer.recipe != BF16 and not layer.fits]
+class Changes(NamedTuple):
+    """What to change in a run, each change on top of those before it.
+
+    Attributes:
+        refused: layers that the config converts and at which training would stop.
+        runnable: the run with these in bf16.
+        setting: the line of `fsdp_all_gather` that makes the step shorter, "" if none does.
+        gathered: `runnable` with this setting.
+        left_out: names of layers without which the step is shorter still.
+        best: `gathered` with these in bf16, too.
+    """
+
+    refused: list[Layer]
+    runnable: Run
+    setting: str
+    gathered: Run
+    left_out: list[str]
+    best: Run
+
+
+def changes(run: Run, times: Times) -> Changes:
+    """The changes that make the step shorter, each found after those before it."""
+    refused = [layer for layer in run.layers if layer.recipe != BF16 and not layer.fits]
+    runnable = without(run, [layer.name for layer in refused])
+    gathered, setting = _best_gather(runnable, times)
+    names = left_out(gathered, times)
+    return Changes(refused, runnable, setting, gathered, names, without(gathered, names))
 
 
 def left_out(run: Run, times: Times) -> list[str]:
     """Names of layers to leave in bf16.
 
-    First those that cannot run in FP8; then, again and again, the layer or the group of layers
-    without which the step is shortest, as long as that makes the step shorter. Groups are layers
-    that read one input, which is quantized once, layers of one module, and all layers.
+    Again and again, the layer or the group of layers without which the step is shortest, as long
+    as that makes the step shorter. Groups are layers that read one input, which is quantized once,
+    layers of one module, and all layers.
     """
-    names = list(dict.fromkeys(layer.name for layer in refused(run)))
-    current = without(run, names)
+    names: list[str] = []
+    current = run
     while groups := list(_groups(current)):
         tried = {group: predict(without(current, list(group)), times).ms for group in groups}
         best = min(tried, key=lambda group: tried[group])
@@ -77,7 +102,7 @@ def gathering(run: Run, fp8: bool) -> Run:
     return replace(run, layers=layers)
 
 
-def best_gather(run: Run, times: Times) -> tuple[Run, str]:
+def _best_gather(run: Run, times: Times) -> tuple[Run, str]:
     """The run with the better `fsdp_all_gather`, and what to change, "" if nothing."""
     for fp8 in (True, False):
         changed = gathering(run, fp8)
@@ -86,31 +111,28 @@ def best_gather(run: Run, times: Times) -> tuple[Run, str]:
     return run, ""
 
 
-def advice(run: Run, times: Times) -> list[str]:
-    """Sentences for the user. Each change is added to the changes before it."""
-    found = list(_refusals(run))
-    runnable = without(run, [layer.name for layer in refused(run)])
-    now, bf16 = predict(runnable, times), predict(baseline(run), times)
-    better, setting = best_gather(runnable, times)
-    if setting:
-        found.append(f"Set {setting}: {_change(now, predict(better, times), bf16)}.")
+def advice(run: Run, advised: Changes, times: Times) -> list[str]:
+    """Sentences for the user. `advised` are the changes to `run`."""
+    found = list(_refusals(advised.refused))
+    bf16, now = predict(baseline(run), times), predict(advised.runnable, times)
+    gathered, then = predict(advised.gathered, times), predict(advised.best, times)
+    if advised.setting:
+        found.append(f"Set {advised.setting}: {_change(now, gathered, bf16)}.")
     else:
-        found += _gathers(runnable, times)
-    names = left_out(better, times)
-    if names:
-        then = predict(without(better, names), times)
-        change = _change(predict(better, times), then, bf16)
-        if all(layer.recipe == BF16 for layer in without(better, names).layers):
+        found += _gathers(advised.runnable, times)
+    if advised.left_out:
+        change = _change(gathered, then, bf16)
+        if all(layer.recipe == BF16 for layer in advised.best.layers):
             found.append(f"FP8 pays for no layer here. With all of them in bf16 {change}.")
         else:
+            too = ", too" if advised.setting else ""
             found.append(
-                f"Leave out {', '.join(names)}{', too' if setting else ''}: {change}. "
+                f"Leave out {', '.join(advised.left_out)}{too}: {change}. "
                 "--filter auto prints the setting."
             )
     found += _multiples(run)
-    found += _tokens(without(better, names), times)
+    found += _tokens(advised.best, times)
     if now.waiting > IDLE * now.ms:
-        then = predict(without(better, names), times)
         done = then.waiting <= IDLE * then.ms
         remedy = (
             "After these changes it does not."
@@ -132,10 +154,10 @@ def _change(now: Step, then: Step, bf16: Step) -> str:
     return f"the step takes {then.ms:.0f} ms instead of {now.ms:.0f} ({speed})"
 
 
-def fragment(run: Run, times: Times) -> str:
-    """TOML sections that leave out what `advice` advises to leave out."""
-    better, setting = best_gather(without(run, [layer.name for layer in refused(run)]), times)
-    names = [layer.name for layer in refused(run)] + left_out(better, times)
+def fragment(run: Run, advised: Changes, times: Times) -> str:
+    """TOML sections with the changes to `run`, as far as patterns can name the layers."""
+    setting = advised.setting
+    names = [*dict.fromkeys(layer.name for layer in advised.refused), *advised.left_out]
     patterns = list(run.filter_fqns)
     grouped = {layer.name for layer in run.layers if layer.groups}
     skipped = []
@@ -149,7 +171,8 @@ def fragment(run: Run, times: Times) -> str:
         elif pattern not in patterns:
             patterns.append(pattern)
     left = [name for name in names if name not in skipped]
-    speed = predict(baseline(run), times).ms / predict(without(better, left), times).ms
+    changed = without(advised.gathered, left)
+    speed = predict(baseline(run), times).ms / predict(changed, times).ms
     lines = [f"# Advised by titan_fp8.plan: predicted speed {speed:.2f}x of bf16."]
     lines += [
         f"# {name} is not left out: its pattern would match other layers, too." for name in skipped
@@ -165,8 +188,8 @@ def fragment(run: Run, times: Times) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _refusals(run: Run) -> Iterator[str]:
-    for layer in refused(run):
+def _refusals(refused: list[Layer]) -> Iterator[str]:
+    for layer in refused:
         sizes = ", ".join(
             f"{dim} = {size}" for dim, size in (("N", layer.n), ("K", layer.k)) if size % 16
         )

@@ -40,17 +40,17 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
         times = replace(times, link_gbps=options.link_gbps)
     plan = config_run(options.config, flags, options.ngpu)
     step, bf16 = predict(plan, times), predict(baseline(plan), times)
-    refused = advice.refused(plan)
+    advised = advice.changes(plan, times)
     print(report.text(plan, times, step, bf16))
-    print(report.bullets("Advice", advice.advice(plan, times)))
+    print(report.bullets("Advice", advice.advice(plan, advised, times)))
     if options.filter:
-        fragment = advice.fragment(plan, times)
+        fragment = advice.fragment(plan, advised, times)
         print(f"\n{fragment}", end="")
         if options.out is not None:
             options.out.write_text(fragment, encoding="utf-8")
             print(f"\nwritten to {options.out}")
-    if refused and not options.filter:
-        names = ", ".join(layer.name for layer in refused)
+    if advised.refused and not options.filter:
+        names = ", ".join(layer.name for layer in advised.refused)
         raise ValueError(f"training would stop at {names}: see the advice above, or --filter auto")
     return 1 if bf16.ms < 0.995 * step.ms else 0
 
