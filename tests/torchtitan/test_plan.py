@@ -104,8 +104,8 @@ def test_the_rows_of_layers_add_up_to_the_step(config, flags):
     quantizers = sum(row.layer.count * quantize_us(row.layer, row.cost, run) for row in step.rows)
     parts = step.parts
     both = parts["GEMMs of linears"] + parts.get("GEMMs of experts", 0)
-    assert both == pytest.approx(gemms * run.micro_batches / 1e3)
-    assert parts["quantizers"] == pytest.approx(quantizers * run.micro_batches / 1e3)
+    assert both == pytest.approx(gemms * run.batches.micro_batches / 1e3)
+    assert parts["quantizers"] == pytest.approx(quantizers * run.batches.micro_batches / 1e3)
     assert step.gpu == pytest.approx(sum(parts.values()))
     assert step.ms == step.gpu + step.waiting
 
@@ -189,9 +189,9 @@ def test_a_run_without_the_plugin_is_told_how_to_add_it(tmp_path, capsys):
 def test_batches_pipelines_and_all_ranks():
     flags = ("--parallelism.data_parallel_shard_degree", "-1", "--training.global_batch_size", "64")
     run = run_of("llama3_8b", flags, 16)
-    assert (run.dims.dp_shard, run.micro_batches, run.tokens) == (16, 2, 2 * 8192)
+    assert (run.dims.dp_shard, run.batches.micro_batches, run.tokens) == (16, 2, 2 * 8192)
     piped = run_of("llama3_8b", (*flags, "--parallelism.pipeline_parallel_degree", "2"), 16)
-    assert (piped.dims.dp_shard, piped.micro_batches, piped.tokens) == (8, 8, 8192)
+    assert (piped.dims.dp_shard, piped.batches.micro_batches, piped.tokens) == (8, 8, 8192)
     assert not piped.reshards and run.reshards
 
 
@@ -203,13 +203,13 @@ def test_fsdp_gathers_and_reduces_once_for_each_pipeline():
     for size in ("1", "2", "4"):
         micro = ("--parallelism.pipeline_parallel_microbatch_size", size)
         runs[size] = run_of("llama3_8b", (*PP_4, *accumulated, *micro))
-    assert [(run.micro_batches, run.gathers, run.rounds) for run in runs.values()] == [
-        *((16, 4, 4), (8, 4, 4), (4, 4, 4))
-    ]
+    assert [
+        (run.batches.micro_batches, run.gathers, run.batches.rounds) for run in runs.values()
+    ] == [*((16, 4, 4), (8, 4, 4), (4, 4, 4))]
     fsdp = [predict(run, h200).parts["FSDP"] for run in runs.values()]
     assert fsdp == pytest.approx([fsdp[0]] * 3)
     # Four pipelines, each of four micro-batches on four stages, fill and drain: 4 x (4 + 3).
-    looped = replace(runs["1"], stages=2)
+    looped = replace(runs["1"], batches=replace(runs["1"].batches, stages=2))
     ratio = predict(runs["1"], h200).parts["attention"] / predict(looped, h200).parts["attention"]
     assert ratio == pytest.approx((1 + 3 / 4) / (1 + 3 / 8))
 

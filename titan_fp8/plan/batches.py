@@ -15,7 +15,7 @@ class Batches:
 
     Attributes:
         sequences: in a micro-batch.
-        micro_batches: per step.
+        micro_batches: per step and rank.
         rounds: how often a step accumulates gradients. Without pipeline parallelism a round is one
             micro-batch; with it, a round fills and drains the pipeline once.
         stages: of the pipeline, per rank; 1 without one.

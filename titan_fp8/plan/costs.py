@@ -76,7 +76,7 @@ def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
         for name, n, k in (("w1", hidden, dim), ("w3", hidden, dim), ("w2", dim, hidden)):
             cost += _product(layer, n, k, name, 1.0 if name == "w2" else 0.5, times)
     received = layer.elements * gathered_bytes(layer, run) * (1 - 1 / layer.ranks)
-    received *= run.gathers / run.micro_batches
+    received *= run.gathers / run.batches.micro_batches
     if layer.groups:
         host, weights = 3 * times.host_us("grouped", layer.recipe), 3
     else:

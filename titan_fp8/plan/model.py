@@ -129,9 +129,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         attention_flop=_attention_flop(
             args, len(blocks), batches.sequences, training.seq_len, dims
         ),
-        micro_batches=batches.micro_batches,
-        rounds=batches.rounds,
-        stages=batches.stages,
+        batches=batches,
         parameters=parameters,
         dtype=training.dtype,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,

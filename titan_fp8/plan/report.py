@@ -56,11 +56,11 @@ def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
         f"{row.layer.name}: {row.layer.reason}" for row in step.rows if row.layer.recipe == BF16
     ]
     # The ranks of TP and PP work on the same tokens.
-    tokens = run.tokens * run.micro_batches / (run.dims.tp * run.dims.pp)
+    tokens = run.tokens * run.batches.micro_batches / (run.dims.tp * run.dims.pp)
     shared = f", the same for {run.dims.tp} ranks of TP" * run.dims.tp_enabled
     lines = [
-        f"{run.description}, {run.micro_batches} x {run.tokens} tokens per rank and step{shared}, "
-        f"{times.gpu}",
+        f"{run.description}, {run.batches.micro_batches} x {run.tokens} tokens per rank and step"
+        f"{shared}, {times.gpu}",
         "",
         *table([COLUMNS, *rows], left=(0, 3)),
         "",

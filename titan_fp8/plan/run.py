@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan.distributed import ParallelDims
 
+from titan_fp8.plan.batches import Batches
 from titan_fp8.recipe import BF16
 
 SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
@@ -83,10 +84,7 @@ class Run:
         tokens: tokens that the linears of a rank see per micro-batch.
         rows: tokens that the experts of a rank see per micro-batch and block.
         attention_flop: forward FLOP of attention per micro-batch, all blocks.
-        micro_batches: per step and rank.
-        rounds: how often a step accumulates gradients. Without pipeline parallelism a round is one
-            micro-batch; with it, a round fills and drains the pipeline once.
-        stages: of the pipeline, per rank; 1 without one.
+        batches: micro-batches, rounds of accumulation and stages of the pipeline.
         parameters: {ranks: elements} per rank before FSDP2 shards them, by the number of ranks that
             it shards them over.
         dtype, reduce_bytes: of parameters, and bytes per element of reduced gradients.
@@ -108,9 +106,7 @@ class Run:
     tokens: int
     rows: int
     attention_flop: float
-    micro_batches: int
-    rounds: int
-    stages: int
+    batches: Batches
     parameters: dict[int, int]
     dtype: str
     reduce_bytes: int
@@ -130,7 +126,7 @@ class Run:
     @property
     def gathers(self) -> int:
         """All-gathers of a weight per step. A pipeline keeps what it has gathered."""
-        return 2 * self.micro_batches if self.reshards else self.rounds
+        return 2 * self.batches.micro_batches if self.reshards else self.batches.rounds
 
 
 def sharing_inputs(layers: Iterable[Layer]) -> tuple[Layer, ...]:

@@ -128,7 +128,7 @@ def predict(run: Run, times: Times) -> Step:
         {part: ms for part, ms in parts.items() if ms},
         gpu_forward=_gpu_forward_ms(run, rows, parts),
         host=_host_ms(run, rows, times),
-        waits=1 / run.micro_batches if runs_ahead else 1.0,
+        waits=1 / run.batches.micro_batches if runs_ahead else 1.0,
         lead=LEAD * parts["optimizer"] if runs_ahead else 0.0,
         log_freq=run.log_freq,
     )
@@ -136,8 +136,9 @@ def predict(run: Run, times: Times) -> Step:
 
 def _ms_per_us(run: Run) -> float:
     """ms of a step for each us of a micro-batch of the whole model, pipeline bubble included."""
-    bubble = 1 + (run.dims.pp - 1) * run.rounds / run.micro_batches / run.stages
-    return run.micro_batches * bubble / run.dims.pp / 1e3
+    batches, ranks = run.batches, run.dims.pp
+    bubble = 1 + (ranks - 1) * batches.rounds / batches.micro_batches / batches.stages
+    return batches.micro_batches * bubble / ranks / 1e3
 
 
 def _attention_passes(run: Run) -> float:
@@ -187,8 +188,8 @@ def _gpu_forward_ms(run: Run, rows: tuple[Row, ...], parts: dict[str, float]) ->
     attention = parts["attention"] / _attention_passes(run)
     others = (parts["elementwise"] + parts["permutation"]) / 3 / _elementwise_passes(run)
     gathers = run.gathers / 2 if run.reshards else run.gathers
-    collectives = parts["TP and EP"] / 2 + parts["FSDP"] * gathers / (run.gathers + run.rounds)
-    return layers + attention + others + collectives
+    fsdp = parts["FSDP"] * gathers / (run.gathers + run.batches.rounds)
+    return layers + attention + others + (parts["TP and EP"] / 2 + fsdp)
 
 
 def _host_ms(run: Run, rows: tuple[Row, ...], times: Times) -> float:
@@ -199,7 +200,7 @@ def _host_ms(run: Run, rows: tuple[Row, ...], times: Times) -> float:
     if run.is_sharded and not run.moe_blocks:
         us *= times.host["several_ranks"]
     us += run.moe_blocks * times.host["moe_block_us"]
-    return us * (run.micro_batches / run.dims.pp / 1e3)
+    return us * (run.batches.micro_batches / run.dims.pp / 1e3)
 
 
 def baseline(run: Run) -> Run:
@@ -232,23 +233,25 @@ def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) 
     Shards are cast, copied into the buffers of the collectives and sent on streams of their own.
     Gathered weights are copied out, and gradients copied in, between the kernels of the model.
     """
+    rounds, from_fp32 = run.batches.rounds, CAST_BYTES if run.dtype == "float32" else 0
     # (elements before FSDP2 shards them, ranks, bytes per element of the gather, of the cast)
-    cast = CAST_BYTES if run.dtype == "float32" else 0
     high_precision, weights = dict(run.parameters), []
     for layer in (row.layer for row in rows if row.layer.gathers_fp8):
         elements = layer.count * layer.elements
         high_precision[layer.ranks] -= elements
         weights.append((elements, layer.ranks, gathered_bytes(layer, run), 0))
-    weights += [(each, ranks, HIGH_PRECISION_BYTES, cast) for ranks, each in high_precision.items()]
+    weights += [
+        (each, ranks, HIGH_PRECISION_BYTES, from_fp32) for ranks, each in high_precision.items()
+    ]
     aside = between = 0.0
     for elements, ranks, size, cast in weights:
         if ranks > 1:
             aside += run.gathers * times.copy_us(elements / ranks * (cast + 2 * size))
-            received = elements * (size * run.gathers + run.reduce_bytes * run.rounds)
+            received = elements * (size * run.gathers + run.reduce_bytes * rounds)
             aside += times.link_us(received * (1 - 1 / ranks))
             between += run.gathers * times.copy_us(elements * 2 * size)
             reduced = elements * times.reduce_ps * (2 + run.reduce_bytes) / 6 / 1e6
-            between += run.rounds * reduced
+            between += rounds * reduced
     aside, between = aside / run.dims.pp / 1e3, between / run.dims.pp / 1e3
     exposed = max(times.exposed * min(aside, computation), aside - computation)
     return exposed + between
