@@ -27,7 +27,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_fp8.checks import ConversionReport, permutation_of, why_no_fp8_gemm
 from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.linear import convert_linears
-from titan_fp8.plan.batches import check_divisible, read_batches
+from titan_fp8.plan.batches import Batches, check_divisible, read_batches
 from titan_fp8.plan.checkpointing import block_of, repeated_shares, with_repeats
 from titan_fp8.plan.run import Layer, Run, sharing_inputs
 from titan_fp8.recipe import BF16, get_recipe
@@ -81,35 +81,16 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         ValueError: a value is not allowed, torchtitan refuses the plan, or no converter of ours is
             listed.
     """
-    if LINEAR not in config.model.converters and GROUPED_MM not in config.model.converters:
-        raise ValueError(
-            f"model.converters = {config.model.converters} lists no converter of titan_fp8: add "
-            f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
-        )
-    if config.experimental.custom_import:  # as torchtitan's trainer does
-        importlib.import_module(config.experimental.custom_import)
-    args = _model_args(config)
-    batches = read_batches(config, dims, args)
-    check_divisible(args, dims)
-    model_cls = get_train_spec(config.model.name).model_cls
-    with torch.device("meta"):
-        converted: Any = model_cls(args)
-        parallel: Any = model_cls(args)
-    if not hasattr(converted, "layers"):
-        raise ValueError(
-            f"model.name = {config.model.name!r}: the plan reads only models of transformer blocks"
-        )
+    args, batches, converted, parallel = _models(config, dims)
     conversions = _convert(config, converted)
-    training = config.training
-    blocks = [block for _, block in converted.layers.named_children()]
-    moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
-    tokens = batches.sequences * training.seq_len // dims.cp
-    top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
-    split = dims.tp if dims.ep_enabled and dims.etp == 1 else 1
-    rows = tokens * top_k // split if moe_blocks else 0
-    with _parallelised(config, dims, parallel):
+    with _parallelized(config, dims, parallel):
         parameters = _parameters(parallel)
         shapes = list(_shapes(parallel, args.dim))
+    blocks = [block for _, block in converted.layers.named_children()]
+    moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
+    training = config.training
+    tokens = batches.sequences * training.seq_len // dims.cp
+    rows = _rows(args, tokens, dims) if moe_blocks else 0
     layers = []
     for name, shape, ranks in shapes:
         conversion = conversions.get(name, (BF16, "its converter is not listed"))
@@ -141,6 +122,38 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         log_freq=max(config.metrics.log_freq, 1),
         filter_fqns=tuple(config.quantize.linear.titan_fp8.filter_fqns),
     )
+
+
+def _models(config: Any, dims: ParallelDims) -> tuple[Any, Batches, Any, Any]:
+    """Args of torchtitan's model, batches, and two meta models: to convert, and to parallelize.
+
+    Raises:
+        ValueError: the config has no converter of ours or a value that is not allowed.
+    """
+    if LINEAR not in config.model.converters and GROUPED_MM not in config.model.converters:
+        raise ValueError(
+            f"model.converters = {config.model.converters} lists no converter of titan_fp8: add "
+            f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
+        )
+    if config.experimental.custom_import:  # as torchtitan's trainer does
+        importlib.import_module(config.experimental.custom_import)
+    args = _model_args(config)
+    batches = read_batches(config, dims, args)
+    check_divisible(args, dims)
+    model_cls: Any = get_train_spec(config.model.name).model_cls
+    with torch.device("meta"):
+        models = model_cls(args), model_cls(args)
+    if not hasattr(models[0], "layers"):
+        raise ValueError(
+            f"model.name = {config.model.name!r}: the plan reads only models of transformer blocks"
+        )
+    return args, batches, *models
+
+
+def _rows(args: Any, tokens: int, dims: ParallelDims) -> int:
+    """`Run.rows` of a model with experts."""
+    top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
+    return tokens * top_k // (dims.tp if dims.ep_enabled and dims.etp == 1 else 1)
 
 
 def _parameters(parallel: nn.Module) -> dict[int, int]:
@@ -250,7 +263,7 @@ def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _parallelised(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator[None]:
+def _parallelized(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator[None]:
     """Parallelizes `model` by torchtitan's own rules, on process groups that do not communicate."""
     plain = copy.deepcopy(config)
     # Both wrap modules, and neither changes a shape.
