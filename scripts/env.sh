@@ -55,6 +55,16 @@ find_python() {
     die "no Python from $oldest to 3.12 on PATH"
 }
 
+# Runs a command while no other launch prepares an environment.
+locked() {
+    local lock
+    mkdir -p "$root/build"
+    exec {lock}>"$root/build/env.lock"
+    flock "$lock"
+    "$@"
+    exec {lock}>&-
+}
+
 make_venv() {
     local venv=$root/.venv torch=2.13.0 stamp host_python package
     nvidia-smi -L 2>/dev/null | grep -q GPU && torch=2.11.0
@@ -78,13 +88,13 @@ prepare_env() {
     elif has_everything python3; then
         python=python3
     else
-        make_venv
+        locked make_venv
         python=$root/.venv/bin/python
     fi
 }
 
 prepare_torchtitan_0_3() {
-    local venv=$root/build/venv-torchtitan-0.3 torch=2.13.0 stamp shared
+    local venv=$root/build/venv-torchtitan-0.3 torch=2.13.0 shared
     local packages=("torch==$torch" torchtitan==0.3.0 triton matplotlib pytest pytest-xdist)
     local is_0_3='from importlib.metadata import version; assert version("torchtitan") >= "0.3"'
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]] && "$TITAN_FP8_PYTHON" -c "$is_0_3" 2>/dev/null; then
@@ -103,14 +113,20 @@ print(sysconfig.get_path("purelib") if same and sys.version_info >= (3, 11) else
 PY
     )
     [[ -n "$shared" ]] || python=$(find_python 3.11) || exit 2
-    stamp="${packages[*]} $shared"
+    locked make_venv_0_3 "$venv" "$shared" "${packages[@]}"
+    python=$venv/bin/python
+}
+
+make_venv_0_3() {
+    local venv=$1 shared=$2 stamp
+    shift 2
+    stamp="$* $shared"
     if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
         echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
         "$python" -m venv --clear "$venv" || die "could not create $venv"
         echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
-        "$venv/bin/python" -m pip install "${packages[@]}" >"$venv/install.log" 2>&1 ||
+        "$venv/bin/python" -m pip install "$@" >"$venv/install.log" 2>&1 ||
             { tail -n 20 "$venv/install.log" >&2 && die "could not install torchtitan 0.3"; }
         echo "$stamp" >"$venv/stamp"
     fi
-    python=$venv/bin/python
 }
