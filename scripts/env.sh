@@ -65,36 +65,40 @@ locked() {
     exec {lock}>&-
 }
 
-make_venv() {
-    local venv=$root/.venv torch=2.13.0 stamp host_python package
-    nvidia-smi -L 2>/dev/null | grep -q GPU && torch=2.11.0
-    stamp="$torch $(cat "$root/pyproject.toml" "$root/scripts/env.sh" | cksum)"
-    if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
-        echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
-        host_python=$(find_python) || exit 2
-        "$host_python" -m venv "$venv" || die "could not create $venv"
-        for package in "torch==$torch" "torchtitan==0.2.2" "-e$root[dev]"; do
-            "$venv/bin/python" -m pip install "$package" >"$venv/install.log" 2>&1 ||
-                { tail -n 20 "$venv/install.log" >&2 && die "could not install $package"; }
-        done
-        echo "$stamp" >"$venv/stamp"
-    fi
+has_stamp() { # VENV STAMP
+    [[ "$(cat "$1/stamp" 2>/dev/null)" == "$2" ]]
+}
+
+make_venv() { # VENV STAMP TORCH
+    local venv=$1 stamp=$2 torch=$3 host_python package
+    has_stamp "$venv" "$stamp" && return # Another launch has made it.
+    echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
+    host_python=$(find_python) || exit 2
+    "$host_python" -m venv "$venv" || die "could not create $venv"
+    for package in "torch==$torch" "torchtitan==0.2.2" "-e$root[dev]"; do
+        "$venv/bin/python" -m pip install "$package" >"$venv/install.log" 2>&1 ||
+            { tail -n 20 "$venv/install.log" >&2 && die "could not install $package"; }
+    done
+    echo "$stamp" >"$venv/stamp"
 }
 
 prepare_env() {
+    local venv=$root/.venv torch=2.13.0 stamp
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]]; then
         python=$TITAN_FP8_PYTHON
         "$python" -c 'import torch, torchtitan' || die "TITAN_FP8_PYTHON=$python has no torchtitan"
     elif has_everything python3; then
         python=python3
     else
-        locked make_venv
-        python=$root/.venv/bin/python
+        nvidia-smi -L 2>/dev/null | grep -q GPU && torch=2.11.0
+        stamp="$torch $(cat "$root/pyproject.toml" "$root/scripts/env.sh" | cksum)"
+        has_stamp "$venv" "$stamp" || locked make_venv "$venv" "$stamp" "$torch"
+        python=$venv/bin/python
     fi
 }
 
 prepare_torchtitan_0_3() {
-    local venv=$root/build/venv-torchtitan-0.3 torch=2.13.0 shared
+    local venv=$root/build/venv-torchtitan-0.3 torch=2.13.0 shared stamp
     local packages=("torch==$torch" torchtitan==0.3.0 triton matplotlib pytest pytest-xdist)
     local is_0_3='from importlib.metadata import version; assert version("torchtitan") >= "0.3"'
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]] && "$TITAN_FP8_PYTHON" -c "$is_0_3" 2>/dev/null; then
@@ -113,20 +117,19 @@ print(sysconfig.get_path("purelib") if same and sys.version_info >= (3, 11) else
 PY
     )
     [[ -n "$shared" ]] || python=$(find_python 3.11) || exit 2
-    locked make_venv_0_3 "$venv" "$shared" "${packages[@]}"
+    stamp="${packages[*]} $shared"
+    has_stamp "$venv" "$stamp" || locked make_venv_0_3 "$venv" "$stamp" "$shared" "${packages[@]}"
     python=$venv/bin/python
 }
 
-make_venv_0_3() {
-    local venv=$1 shared=$2 stamp
-    shift 2
-    stamp="$* $shared"
-    if [[ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]]; then
-        echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
-        "$python" -m venv --clear "$venv" || die "could not create $venv"
-        echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
-        "$venv/bin/python" -m pip install "$@" >"$venv/install.log" 2>&1 ||
-            { tail -n 20 "$venv/install.log" >&2 && die "could not install torchtitan 0.3"; }
-        echo "$stamp" >"$venv/stamp"
-    fi
+make_venv_0_3() { # VENV STAMP SHARED PACKAGE ...
+    local venv=$1 stamp=$2 shared=$3
+    shift 3
+    has_stamp "$venv" "$stamp" && return # Another launch has made it.
+    echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
+    "$python" -m venv --clear "$venv" || die "could not create $venv"
+    echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
+    "$venv/bin/python" -m pip install "$@" >"$venv/install.log" 2>&1 ||
+        { tail -n 20 "$venv/install.log" >&2 && die "could not install torchtitan 0.3"; }
+    echo "$stamp" >"$venv/stamp"
 }
