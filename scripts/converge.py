@@ -91,7 +91,7 @@ class Experiment:
 
 
 def ranks_of(config: dict[str, Any]) -> int:
-    return math.prod(config["parallelism"].get(degree, 1) for degree in DEGREES)
+    return math.prod(config["parallelism"][degree] for degree in DEGREES)
 
 
 def digest(*contents: bytes) -> str:
