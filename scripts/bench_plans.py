@@ -8,10 +8,11 @@ blockwise+fsdp_all_gather. Results are in outputs/bench_plans: a folder for each
 as result.json, which render_benchmarks.py reads. A run that fails is reported in the table, the
 others go on, and the exit status is 1.
 
-Two steps near the end are traced (`bench_plans_plugin.py`). Idle is the share of a step in which no
-kernel of rank 0 runs: the step is as long as the tokens/s say, the kernels are those of the last
-trace. "gathered GB" is what all-gathers receive; under FSDP alone, they are those of parameters.
-The loss is the mean of the last five that were logged.
+After the N steps, some more are traced (`bench_plans_plugin.py`). They count for neither tokens/s
+nor losses. Idle is the share of a step in which no kernel of rank 0 runs: the step is as long as
+the tokens/s say, the kernels are those between the last two ends of the optimizer. "gathered GB" is
+what all-gathers receive; under FSDP alone, they are those of parameters. The loss is the mean of
+the last five that were logged.
 """
 
 import argparse
@@ -32,6 +33,10 @@ from titan_fp8.recipe import BF16, RECIPE_NAMES
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "outputs" / "bench_plans"
 GATHER = "+fsdp_all_gather"
+TRACED = 9
+"""Steps at the end in which the profiler warms up or records; they are slower."""
+PAUSE = 10_000
+"""us without a kernel of the optimizer, after which its next one belongs to another step."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -99,47 +104,51 @@ PLANS = {
     "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
     "llama3-8b-fsdp2-2048-kept": Plan(LLAMA, "8B", shard=2, tokens=2048, reshard="never"),
     "llama3-8b-fsdp2-2048x4": Plan(LLAMA, "8B", shard=2, tokens=2048, micro_batches=4),
-    "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2),
-    "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096),
+    "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2, dtype="bfloat16"),
+    "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096, dtype="bfloat16"),
     "llama3-8b-cp2": Plan(LLAMA, "8B", cp=2),
     "llama3-8b-ddp2": Plan(LLAMA, "8B-8-layers", replicate=2),
-    "llama3-70b-tp2": Plan(LLAMA_70B, "70B-6-layers", tp=2),
+    "llama3-70b-tp2": Plan(LLAMA_70B, "70B-6-layers", tp=2, dtype="bfloat16"),
     # 16 billion parameters in FP32 with the optimizer's states do not fit on two GPUs.
     "deepseek-16b-ep2": Plan(DEEPSEEK, "16B", shard=2, ep=2, dtype="bfloat16", **MOE),
     "deepseek-16b-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tokens=4096, dtype="bfloat16"),
-    "deepseek-16b-ep2-tp2": Plan(DEEPSEEK, "16B-8-layers", tp=2, ep=2, etp=1, **MOE),
     "llama3-8b-fsdp4": Plan(LLAMA, "8B", shard=4),
     "llama3-8b-fsdp4-2048": Plan(LLAMA, "8B", shard=4, tokens=2048),
     "llama3-8b-hsdp2x2": Plan(LLAMA, "8B", replicate=2, shard=2),
     "llama3-8b-tp2-fsdp2": Plan(LLAMA, "8B", shard=2, tp=2),
-    "llama3-8b-tp4": Plan(LLAMA, "8B", tp=4),
+    "llama3-8b-tp4": Plan(LLAMA, "8B", tp=4, dtype="bfloat16"),
     "llama3-8b-pp2-fsdp2": Plan(LLAMA, "8B", shard=2, pp=2, batch=4, tokens=4096),
     "llama3-8b-cp2-fsdp2": Plan(LLAMA, "8B", shard=2, cp=2),
     "llama3-8b-ddp4": Plan(LLAMA, "8B-8-layers", replicate=4),
-    "llama3-70b-tp4": Plan(LLAMA_70B, "70B-6-layers", tp=4),
+    "llama3-70b-tp4": Plan(LLAMA_70B, "70B-6-layers", tp=4, dtype="bfloat16"),
     "deepseek-16b-ep4": Plan(DEEPSEEK, "16B", shard=4, ep=4, **MOE),
     "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
     "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
     # A stage has two of the four GPUs, so expert parallelism has at most two, too.
     "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B-8-layers", shard=2, pp=2, ep=2, **MOE),
 }
-"""With etp 1, torchtitan spreads the experts over the ranks of TP as well."""
+"""Without FSDP, torchtitan computes under TP and PP in the dtype of the parameters, so they are
+bf16. With etp 1, it spreads the experts over the ranks of TP as well.
+"""
 
 
 def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
-    """The call of train.sh for one run of a recipe, with or without GATHER at its end."""
+    """The call of train.sh for one run of a recipe, with or without GATHER at its end.
+
+    It trains TRACED steps more than `steps`.
+    """
     recipe, gather, _ = recipe.partition(GATHER)
     values = {
         "job.custom_config_module": "bench_plans_plugin",
         "job.dump_folder": str(folder),
         "quantize.linear.titan_fp8.recipe": recipe,
-        "training.steps": steps,
+        "training.steps": steps + TRACED,
         "lr_scheduler.warmup_steps": max(1, steps // 5),
         "training.dataset": "c4_test",
         "training.dataset_path": "./data/corpus/train",
         "model.hf_assets_path": "./data/tokenizer",
         "metrics.log_freq": max(1, steps // 6),
-        "profiling.profile_freq": steps,
+        "profiling.profile_freq": steps + TRACED,
         "profiling.save_traces_folder": "traces",
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
@@ -181,22 +190,43 @@ def step_of(trace: Path) -> int:
     return int(trace.parent.name.removeprefix("iteration_"))
 
 
-def row_of(name: str, recipe: str, folder: Path, error: str | None, base: Row | None) -> Row:
-    """The row of a run. `base` is that of the plan's first run."""
+def busy_in_a_step(gpu: list[dict]) -> float:
+    """us in which a kernel runs between the last two ends of the optimizer.
+
+    Raises:
+        ValueError: the events have fewer than two such ends.
+    """
+    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in gpu if "Adam" in e["name"])
+    ends = [
+        stop
+        for (_, stop), following in zip(steps, [*steps[1:], None], strict=True)
+        if following is None or following[0] - stop > PAUSE
+    ]
+    if len(ends) < 2:
+        raise ValueError(f"the optimizer runs in {len(ends)} steps of the trace, not in 2 or more")
+    begin, end = ends[-2:]
+    clipped = [(max(begin, e["ts"]), min(end, e["ts"] + e["dur"])) for e in gpu]
+    return busy([{"ts": a, "dur": b - a} for a, b in clipped if a < b])[0]
+
+
+def row_of(
+    name: str, recipe: str, steps: int, folder: Path, error: str | None, base: Row | None
+) -> Row:
+    """The row of a run of `steps` untraced steps. `base` is that of the plan's first run."""
     row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
     measured = ("tokens/s", "x bf16", "GiB", "idle %", "gathered GB", "loss", "gap %", "error")
     row |= dict.fromkeys(measured)
     if error is None:
         try:
             metrics = read_run(folder, recipe)
-            losses = list(metrics.series["loss"].values())[-5:]
-            row |= {"tokens/s": metrics.tps() or None, "GiB": metrics.peak_memory or None}
+            losses = [v for step, v in metrics.series["loss"].items() if step <= steps][-5:]
+            row |= {"tokens/s": metrics.tps(steps) or None, "GiB": metrics.peak_memory or None}
             row["loss"] = statistics.fmean(losses)
             traces = sorted(folder.glob("traces/iteration_*/rank0_trace.json*"), key=step_of)
             if traces:
                 row["gathered GB"] = gathered_bytes(complete_events(traces[0])) / 1e9
             if traces and row["tokens/s"]:
-                working, _ = busy(gpu_events(complete_events(traces[-1])))  # us
+                working = busy_in_a_step(gpu_events(complete_events(traces[-1])))
                 step = 1e6 * PLANS[name].tokens_of_gpu / row["tokens/s"]
                 row["idle %"] = 100 * (1 - working / step)
         except (InputError, OSError, EOFError, LookupError, TypeError, ValueError) as reason:
@@ -247,12 +277,13 @@ def main(argv: list[str] | None = None) -> None:
             begin, folder = time.monotonic(), RESULTS / name / f"{recipe}-{time.time_ns()}"
             print(f"== {name}, {recipe}", flush=True)
             error = run(PLANS[name], recipe, args.steps, folder)
-            row = row_of(name, recipe, folder, error, base)
+            row = row_of(name, recipe, args.steps, folder, error, base)
             base = base or row
             rows.append(row)
             result = row["error"] or f"{row['tokens/s']} tokens/s"
             print(f"   {time.monotonic() - begin:.0f} s: {result}", flush=True)
-    facts = {"steps": args.steps, "tokens/s": f"per GPU, median from step {SPEED_FROM_STEP} on"}
+    speed = f"per GPU, median of steps {SPEED_FROM_STEP} to {args.steps}"
+    facts = {"steps": args.steps, "tokens/s": speed}
     RESULTS.mkdir(parents=True, exist_ok=True)
     bench_common.report(rows, RESULTS / "result.json", "Parallel plans", ABOUT, **facts)
     raise SystemExit(any(row["error"] for row in rows))

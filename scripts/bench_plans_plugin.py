@@ -22,22 +22,31 @@ LAYERS = {
 }
 """Model -> flavor -> layers of the flavor that is added, such as "8B-8-layers"."""
 
-WARMUP_AND_ACTIVE = 4
-"""Steps of a trace by torchtitan's defaults: three to warm the profiler up, and one."""
+BETWEEN = 5
+"""Steps from the end of the earlier trace to that of the later one: three of them warm up."""
 
 
 class TwoTraces(torch.profiler.profile):
-    """torchtitan's profiler, with another trace four steps earlier.
+    """torchtitan's profiler, with another trace five steps earlier.
 
     Only the earlier trace has the events of the CPU, by which NCCL's kernels tell how many elements
     they move. Recording them slows the CPU, and then the GPU waits for it. So the later trace has
-    those of the GPU alone.
+    those of the GPU alone. It covers two steps, because it begins before the GPU has finished the
+    step before them: one whole step lies between the two ends of the optimizer.
     """
 
     def __init__(self, *, schedule: Callable[[int], ProfilerAction], **options: Any):
+        none, last = ProfilerAction.NONE, ProfilerAction.RECORD_AND_SAVE
+
         def twice(step: int) -> ProfilerAction:
-            earlier = schedule(step + WARMUP_AND_ACTIVE)
-            return schedule(step) if earlier is ProfilerAction.NONE else earlier
+            earlier, now, following = (schedule(step + n) for n in (BETWEEN, 0, 1))
+            if now is last:
+                return last
+            if earlier is not none:
+                return earlier
+            if following is last:
+                return ProfilerAction.RECORD
+            return following if now is none else now
 
         super().__init__(schedule=twice, **options)
 

@@ -77,9 +77,10 @@ class Run:
         first = min(found, default=None)
         return first and f"{first[1]} is {first[2]} at step {first[0]}"
 
-    def tps(self) -> float:
-        """Median tokens/s of each rank over the steps from SPEED_FROM_STEP on; 0 if unknown."""
-        values = [v for step, v in self.series.get("tps", {}).items() if step >= SPEED_FROM_STEP]
+    def tps(self, last: float = math.inf) -> float:
+        """Median tokens/s of each rank over steps SPEED_FROM_STEP to `last`; 0 if unknown."""
+        series = self.series.get("tps", {})
+        values = [v for step, v in series.items() if SPEED_FROM_STEP <= step <= last]
         return median(values) if values and self.has_speed else 0.0
 
 

@@ -26,7 +26,7 @@ def test_torchtitan_accepts_the_flags_of_a_plan(name, tmp_path, monkeypatch):
     _, config, *flags = bench_plans.command(plan, "blockwise", 30, tmp_path)
     monkeypatch.chdir(bench_plans.ROOT)
     parsed = ConfigManager().parse_args(["--job.config_file", config, *flags])
-    assert parsed.model.flavor == plan.flavor and parsed.training.steps == 30
+    assert parsed.model.flavor == plan.flavor and parsed.training.steps == 30 + bench_plans.TRACED
     assert parsed.quantize.linear.titan_fp8.recipe == "blockwise"
     p = parsed.parallelism
     dims = ParallelDims(
@@ -107,21 +107,25 @@ def trace(folder, step, *events):
 
 def test_rows_of_finished_runs(tmp_path):
     name = "llama3-8b-fsdp2"
+    speed = dict.fromkeys(range(1, 31), 4096.0) | dict.fromkeys(range(31, 40), 2048.0)
     folders = [
-        dump(tmp_path, kind, curve(range(1, 31), gap), tps=4096, memory=60)
+        dump(tmp_path, kind, curve(range(1, 40), gap), tps=speed, memory=60)
         for kind, gap in (("a", 0), ("b", 1))
     ]
     step = 2e6  # us
     gathers = [{"Out msg nelems": 10**9, "dtype": d} for d in ("Byte", "BFloat16")]
     trace(folders[0], 96, *((0, step, "ncclDevKernel_AllGather_RING_LL", each) for each in gathers))
-    # Two kernels overlap, and what lies between them and the third does not count.
-    trace(folders[0], 100, *((t * step, 0.3 * step, "k", {}) for t in (0, 0.2, 1.5)))
-    base = bench_plans.row_of(name, "bf16", folders[0], None, None)
-    row = bench_plans.row_of(name, "blockwise", folders[1], None, base)
-    assert base["idle %"] == pytest.approx(20) and row["idle %"] is None
+    # Of the step from 1 to 2, 1 to 1.4 and 1.85 to 2 count, with the optimizer at its end.
+    optimizer = [(t * step, 0.05 * step, "FusedAdamMathFunctor", {}) for t in (0.95, 1.95)]
+    kernels = [(t * step, 0.3 * step, "k", {}) for t in (0.1, 0.9, 1.1, 1.85)]
+    trace(folders[0], 100, *optimizer, *kernels)
+    base = bench_plans.row_of(name, "bf16", 30, folders[0], None, None)
+    row = bench_plans.row_of(name, "blockwise", 30, folders[1], None, base)
+    assert base["idle %"] == pytest.approx(45) and row["idle %"] is None
     assert base["gathered GB"] == pytest.approx(3) and row["gathered GB"] is None
     assert base["tokens/s"] == row["tokens/s"] == 4096 and row["x bf16"] == 1
     assert base["gap %"] is None and row["gap %"] == pytest.approx(1, rel=0.01)
+    assert base["loss"] == pytest.approx(sum(curve(range(26, 31), 0).values()) / 5)
     assert base["error"] is row["error"] is None
     assert list(base) == list(row)
 
@@ -132,7 +136,7 @@ def test_a_trace_that_was_cut_short_is_named(tmp_path):
     file = folder / "traces/iteration_30/rank0_trace.json"
     (file.parent / "rank0_trace.json.gz").write_bytes(gzip.compress(file.read_bytes())[:-9])
     file.unlink()
-    row = bench_plans.row_of("llama3-8b-fsdp2", "bf16", folder, None, None)
+    row = bench_plans.row_of("llama3-8b-fsdp2", "bf16", 30, folder, None, None)
     assert "EOFError" in row["error"] and row["tokens/s"] == 4096
 
 
@@ -152,7 +156,7 @@ def test_tokens_of_a_gpu(name, tokens):
 
 
 def test_the_last_trace_has_no_cpu_events(monkeypatch):
-    """Of 30 steps the 26th and the 30th are traced, each after three steps to warm up."""
+    """Of 39 steps, the 34th and the last two are traced, each time after three that warm up."""
     plugin = importlib.import_module("bench_plans_plugin")
     prepared = []
     for method in ("prepare_trace", "start_trace", "stop_trace"):
@@ -166,17 +170,24 @@ def test_the_last_trace_has_no_cpu_events(monkeypatch):
     activities = {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
     with plugin.TwoTraces(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=26, warmup=3, active=1),
+        schedule=torch.profiler.schedule(wait=35, warmup=3, active=1),
         on_trace_ready=lambda profiler: dumped.append(profiler.step_num),
         record_shapes=True,
     ) as profiler:
-        for _ in range(30):
+        for _ in range(39):
             profiler.step()
-            if profiler.step_num == 21:
+            if profiler.step_num == 39 - bench_plans.TRACED - 1:
                 assert not prepared
-    assert dumped == [26, 30]
+    assert dumped == [34, 39]
     cuda = {torch.profiler.ProfilerActivity.CUDA}
     assert prepared == [(activities, True), (cuda, False)]
+
+
+def test_idle_needs_a_whole_step(tmp_path):
+    folder = dump(tmp_path, "a", curve(range(1, 31)), tps=4096, memory=60)
+    trace(folder, 39, (0, 1, "FusedAdamMathFunctor", {}), (5, 1, "FusedAdamMathFunctor", {}))
+    row = bench_plans.row_of("llama3-8b-fsdp2", "bf16", 30, folder, None, None)
+    assert "1 steps of the trace" in row["error"] and row["tokens/s"] == 4096
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
