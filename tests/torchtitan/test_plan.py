@@ -36,6 +36,10 @@ PP_4 = (
     *("--parallelism.data_parallel_shard_degree", "2", "--training.global_batch_size", "-1"),
     *("--parallelism.pipeline_parallel_degree", "4"),
 )
+TP_2 = (
+    *("--parallelism.data_parallel_shard_degree", "1", "--training.global_batch_size", "-1"),
+    *("--parallelism.tensor_parallel_degree", "2"),
+)
 RECIPE = "--quantize.linear.titan_fp8.recipe"
 GATHER = ("--quantize.linear.titan_fp8.fsdp_all_gather",)
 PLANS = {
@@ -365,3 +369,19 @@ def test_sizes_that_keep_layers_in_bf16_are_named_once():
         "4104 is not a multiple of 16, so layers.*.attention.wq, layers.*.attention.wk must stay "
         "in bf16. With 4096 or 4112 they can run in FP8."
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "option"),
+    [
+        (TP_2, "dtype"),
+        ((*TP_2, "--training.dtype", "bfloat16"), None),
+        ((*TP_2, *FSDP_2), None),
+        ((*FSDP_2, "--training.mixed_precision_param", "float32"), "mixed_precision_param"),
+        (ONE_GPU, None),
+    ],
+)
+def test_fp32_is_told_from_bf16(flags, option):
+    found = "\n".join(advice_of(run_of("llama3_debug", flags), times.load("h200")))
+    assert ("The model computes in float32" in found) == bool(option)
+    assert not option or f'with training.{option} = "bfloat16" they hold' in found

@@ -113,7 +113,7 @@ def _best_gather(run: Run, times: Times) -> tuple[Run, str]:
 
 def advice(run: Run, advised: Changes, times: Times) -> list[str]:
     """Sentences for the user. `advised` are the changes to `run`."""
-    found = list(_refusals(advised.refused))
+    found = [*_refusals(advised.refused), *_precision(run)]
     bf16, now = predict(baseline(run), times), predict(advised.runnable, times)
     gathered, then = predict(advised.gathered, times), predict(advised.best, times)
     if advised.setting:
@@ -196,6 +196,18 @@ def _refusals(refused: list[Layer]) -> Iterator[str]:
         yield (
             f"Training stops at {layer.name}: {sizes} on a rank must be a multiple of 16. Use "
             "another degree of parallelism, or leave the layer out (--filter auto)."
+        )
+
+
+def _precision(run: Run) -> Iterator[str]:
+    option, dtype, why = "mixed_precision_param", run.mixed_precision_param, ""
+    if not run.mixed_precision:
+        option, dtype = "dtype", run.dtype
+        why = ": under TP or PP without FSDP, torchtitan has no mixed precision"
+    if dtype != "bfloat16":
+        yield (
+            f"The model computes in {dtype}{why}. The times above are those of bf16; with "
+            f'training.{option} = "bfloat16" they hold.'
         )
 
 

@@ -113,6 +113,7 @@ def read_run(config: Any, dims: ParallelDims) -> Run:
         batches=batches,
         parameters=parameters,
         dtype=training.dtype,
+        mixed_precision_param=training.mixed_precision_param,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
         compiled=compiled,
         repeated_attention=attention,

@@ -87,7 +87,8 @@ class Run:
         batches: micro-batches, rounds of accumulation and stages of the pipeline.
         parameters: {ranks: elements} per rank before FSDP2 shards them, by the number of ranks that
             it shards them over.
-        dtype, reduce_bytes: of parameters, and bytes per element of reduced gradients.
+        dtype, mixed_precision_param: as in torchtitan's [training].
+        reduce_bytes: bytes per element of reduced gradients.
         compiled: whether the blocks are compiled.
         repeated_attention, repeated_rest: the share of forward's attention, and of its other
             operations except GEMMs, that backward repeats.
@@ -109,6 +110,7 @@ class Run:
     batches: Batches
     parameters: dict[int, int]
     dtype: str
+    mixed_precision_param: str
     reduce_bytes: int
     compiled: bool
     repeated_attention: float
@@ -122,6 +124,11 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards parameters over several ranks."""
         return any(ranks > 1 for ranks in self.parameters)
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether torchtitan computes in `mixed_precision_param`: by FSDP2, or by autocast."""
+        return self.dims.fsdp_enabled or not (self.dims.tp_enabled or self.dims.pp_enabled)
 
     @property
     def gathers(self) -> int:
