@@ -64,6 +64,8 @@ class Target:
         """The value without our replacement; if others have replaced ours since, their value."""
         owner, attribute = self.locate()
         value = getattr(owner, attribute, _ABSENT)
+        if getattr(value, "__isabstractmethod__", False):
+            value = _ABSENT
         if value is _ABSENT and not self.may_be_absent:
             raise AttributeError(self.path)
         # Compared by value: torch's config modules copy theirs.

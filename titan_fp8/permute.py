@@ -129,3 +129,17 @@ def sort_back(y: Tensor, permutation: Permutation) -> Tensor:
 def rows_of_slots(slots: Tensor, scores: Tensor) -> Tensor:
     """`rows` (T, k) for `Expand` and `Combine`, from `slots` (R,) and the scores (T, k)."""
     return _ops.invert_index(slots, scores.numel()).view_as(scores)
+
+
+def slots_by_expert(chosen: Tensor, experts: int) -> Tensor:
+    """The slots of all tokens, sorted by expert; those of one expert keep their order.
+
+    Args:
+        chosen: (T, k) integers, the expert of each slot, below `experts`.
+
+    Returns:
+        The slots (T · k,) int64.
+    """
+    # A GPU sorts 8 bits in each pass over the keys, and a pass takes several launches.
+    fits = (dtype for dtype in (torch.uint8, torch.int16) if experts <= torch.iinfo(dtype).max + 1)
+    return chosen.flatten().to(next(fits, chosen.dtype)).argsort(stable=True)

@@ -370,9 +370,10 @@ def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 
 
 def invert_index(index: Tensor, count: int) -> Tensor:
-    """The position in `index`, int64, of each number below `count`; -1 where it is missing."""
+    """The position in `index`, distinct int64, of each number below `count`; -1 where missing."""
     positions = torch.arange(len(index), device=index.device)
-    return index.new_full((count,), -1).scatter_(0, index, positions)
+    inverse = index.new_empty(count) if len(index) == count else index.new_full((count,), -1)
+    return inverse.scatter_(0, index, positions)
 
 
 def places_of_tokens(

@@ -10,7 +10,7 @@ from gpu_utils import no_sync, poisoned_outputs
 from shapes import ODD_ROUTING, ODD_ROW_LENGTHS
 from torch import Tensor
 
-from titan_fp8 import reference
+from titan_fp8 import permute, reference
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -208,6 +208,14 @@ def test_a_layer_with_gathers_equals_torchtitans(torchtitan_moe, permutation, to
         assert got.dtype == want.dtype and want.any(), name
         error = (got - want).norm() / want.norm()
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), name
+
+
+@pytest.mark.parametrize("experts", [64, 256, 257])
+def test_slots_are_sorted_by_expert(experts):
+    chosen = torch.randint(experts, (16384, 6), device="cuda")
+    chosen[7:90] = experts - 1
+    want = chosen.flatten().argsort(stable=True)
+    assert torch.equal(permute.slots_by_expert(chosen, experts), want)
 
 
 def test_nothing_waits_for_the_device(permutation):

@@ -16,7 +16,7 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8 import reference
+from titan_fp8 import permute, reference
 from titan_fp8.torchtitan_0_2 import moe, permutation, token_exchange
 
 NAN = float("nan")
@@ -125,6 +125,14 @@ def test_opcheck():
     index = torch.tensor([4, 0, 2])
     torch.library.opcheck(torch.ops.titan_fp8.invert_index.default, (index, 6))
     assert torch.ops.titan_fp8.invert_index(index, 6).tolist() == [1, -1, 2, -1, 0, -1]
+
+
+@pytest.mark.parametrize("experts", [1, 4, 256, 257, 32768, 32769])
+def test_slots_are_sorted_by_expert(experts):
+    chosen = torch.randint(experts, (100, 6))
+    chosen[3, 2:5] = experts - 1
+    slots = permute.slots_by_expert(chosen, experts)
+    assert torch.equal(slots, chosen.flatten().argsort(stable=True))
 
 
 def test_nothing_but_indices_is_kept_for_backward():
@@ -254,6 +262,8 @@ def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: st
             kinds = {type(block.moe) for block in layers if block.moe_enabled}
         replaced = expert_parallel._permute is permutation.permute
         assert replaced == (way == "gather")
+        dispatch = expert_parallel.ExpertParallel._token_dispatch
+        assert replaced == (dispatch is token_exchange.token_dispatch)
         assert kinds == {moe.GatherMoE if replaced else MoE}
     torchtitans, by_gathers = results
     assert torchtitans.keys() == by_gathers.keys()

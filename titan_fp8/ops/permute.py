@@ -37,7 +37,10 @@ def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
 
 @primitive(kernel="none")
 def invert_index(index: Tensor, count: int) -> Tensor:
-    """The position in `index` (R,) int64 of each number below `count`, -1 if missing: (count,)."""
+    """The position in `index` of each number below `count`, -1 if missing: (count,).
+
+    index (R,) int64, in which no number occurs twice.
+    """
     return index.new_empty(count)
 
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torchtitan.models.moe.moe import MoE
+from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
-from titan_fp8.permute import Combine, Expand, rows_of_slots
+from titan_fp8.permute import Combine, Expand, rows_of_slots, slots_by_expert
 
 
 class Routed(NamedTuple):
@@ -51,8 +51,12 @@ class GatherMoE(MoE):
         scores, chosen, counts = router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        # Under sequence parallelism these are only the slots of this rank's tokens.
-        _, slots, counts = reorderer(scores, chosen)
+        if type(reorderer) is TokenReorderer and not has_hooks(reorderer):
+            # What it computes, but it would also count the slots again and sort the scores.
+            slots = slots_by_expert(chosen, len(self.tokens_per_expert))
+        else:
+            # Under sequence parallelism these are only the slots of this rank's tokens.
+            _, slots, counts = reorderer(scores, chosen)
         rows = rows_of_slots(slots, scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
         return Routed(tokens, Expand.apply(tokens, slots, rows, before), counts, slots, rows, after)

@@ -85,20 +85,26 @@ PERMUTATION = Patch(
 
 TOKEN_EXCHANGE = Patch(
     name="token exchange",
-    targets=tuple(
+    targets=(
+        *(
+            Target(
+                f"torchtitan.distributed.expert_parallel:{name}",
+                ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
+            )
+            for name in ("all_to_all_single", "all_to_all_single_autograd")
+        ),
         Target(
-            f"torchtitan.distributed.expert_parallel:{name}",
-            ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
-        )
-        for name in ("all_to_all_single", "all_to_all_single_autograd")
+            "torchtitan.distributed.expert_parallel:ExpertParallel._token_dispatch",
+            ("self", "mod", "inputs", "device_mesh"),
+        ),
     ),
     relies_on=(
         Target("torch._C:_AutoDispatchBelowAutograd"),
         Target("torch.distributed._functional_collectives:AsyncCollectiveTensor"),
     ),
     why="PyTorch's functional all-to-alls spend CPU time on checks, and on autograd functions "
-    "written in Python (token_exchange.py).",
-    without="PyTorch's functions run: more CPU time.",
+    "written in Python; torchtitan's dispatch reads sizes back twice (token_exchange.py).",
+    without="PyTorch's and torchtitan's functions run: more CPU time.",
     versions=f"{TORCHTITAN}, {TORCH}",
     gain="3 % of the CPU time of forward and backward (DeepSeekV3 debug model on a CPU, one of two "
     "ranks, EP 2, with FP8 ops that only allocate).",

@@ -3,6 +3,10 @@
 PyTorch's functional collectives do in Python what torchtitan's dispatch does not need: they resolve
 the process group, check the sizes, and pass through two autograd functions. These functions call
 the same ops, so activation checkpointing sees and saves what it did before.
+
+The dispatch reads from the GPU how many rows it sends to each rank and receives from it. After the
+experts of the layer before have run, the GPU waits until the CPU has these sizes and launches the
+exchange. torchtitan sums and copies both separately; here both are in one tensor.
 """
 
 from typing import Any
@@ -11,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import expert_parallel
 
 from titan_fp8.functional import no_double_backward
 
@@ -39,6 +45,33 @@ def all_to_all_single_autograd(
         output_split_sizes, input_split_sizes: the rows from each rank, and for each rank.
     """
     return _Exchange.apply(x, output_split_sizes, input_split_sizes, group.group_name)
+
+
+def token_dispatch(
+    self: expert_parallel.ExpertParallel,
+    mod: Any,
+    inputs: tuple[Tensor, Tensor],
+    device_mesh: DeviceMesh,
+) -> tuple[Tensor, Tensor]:
+    """ExpertParallel._token_dispatch: sends each row to the rank of its expert.
+
+    Args:
+        inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
+
+    Returns:
+        The rows of the local experts, as `_permute` pads them, and the padded sizes of the groups.
+    """
+    rows, counts = inputs
+    group, ranks = device_mesh.get_group(), device_mesh.shape[0]
+    with torch.no_grad():
+        received = _c10d.wait_tensor.default(all_to_all_single(counts, None, None, group))
+        splits = torch.stack((counts, received)).view(2, ranks, -1).sum(-1)
+        self.input_splits, self.output_splits = splits.to("cpu").tolist()  # waits for the GPU
+    rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
+    self.input_shape, rows, self.permuted_indices, sizes = expert_parallel._permute(
+        rows, received, ranks, len(counts) // ranks
+    )
+    return rows, sizes
 
 
 class _Exchange(torch.autograd.Function):

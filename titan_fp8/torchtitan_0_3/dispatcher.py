@@ -31,6 +31,7 @@ from titan_fp8.permute import (
     Expand,
     Permutation,
     rows_of_slots,
+    slots_by_expert,
     sort_back,
     sort_by_expert,
 )
@@ -58,7 +59,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         topk_expert_ids_TK: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens (T, D) as rows (N, D) sorted by expert, their slots (N,), and the scores."""
-        slots = torch.argsort(topk_expert_ids_TK.flatten(), stable=True)
+        slots = slots_by_expert(topk_expert_ids_TK, self.num_experts)
         scores = topk_scores_TK.float()
         return Expand.apply(x_TD, slots, rows_of_slots(slots, scores), None), slots, scores
 
