@@ -42,12 +42,22 @@ TP_2 = (
 )
 RECIPE = "--quantize.linear.titan_fp8.recipe"
 GATHER = ("--quantize.linear.titan_fp8.fsdp_all_gather",)
+GATHER_BOTH = (*GATHER, "--quantize.grouped_mm.titan_fp8.fsdp_all_gather")
+FOUR = ("--parallelism.data_parallel_shard_degree", "4")
 PLANS = {
     "one GPU": ONE_GPU,
     "FSDP 2": (*FSDP_2, *GATHER),
     "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT, *GATHER),
     "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, *GATHER, "--training.global_batch_size", "8"),
+    "FSDP 2, 1 x 4096": (
+        *(*FSDP_2, *GATHER_BOTH, "--training.dtype", "bfloat16"),
+        *("--parallelism.expert_parallel_degree", "1"),
+    ),
+    "FSDP 4": (*FSDP_2, *GATHER, *FOUR),
+    "FSDP 4, 2048 tokens": (*FSDP_2, *SHORT, *GATHER, *FOUR),
     "EP 2": EP_2,
+    "EP 2, gathers in FP8": (*EP_2, *GATHER_BOTH),
+    "EP 4": (*GATHER_BOTH, *FOUR, "--parallelism.expert_parallel_degree", "4"),
 }
 RUNS = json.loads((ROOT / "docs/benchmarks/plan/runs_h200.json").read_text(encoding="utf-8"))
 
