@@ -14,6 +14,7 @@ from titan import (
 )
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import _CachingTorchDispatchMode
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from titan_fp8.torchtitan_0_2 import moe_block
 
@@ -103,23 +104,43 @@ def test_a_hook_on_the_shared_experts_still_runs(job, regions):
     assert len(calls) == 1 and len(regions) == 1
 
 
-def test_checkpoints_do_not_see_ops_outside_of_the_region(job, monkeypatch):
-    """They save none of them, so these ops need not be dispatched."""
-    seen = []
+@pytest.fixture
+def seen(monkeypatch):
+    """The names of the ops that checkpoints see in forward."""
+    ops = []
     dispatch = _CachingTorchDispatchMode.__torch_dispatch__
 
     def note(self, func, *args):
-        seen.append(str(func))
+        ops.append(str(func))
         return dispatch(self, func, *args)
 
     monkeypatch.setattr(_CachingTorchDispatchMode, "__torch_dispatch__", note)
+    return ops
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_checkpoints_see_ops_only_where_they_save_some(job, monkeypatch, seen, attention):
+    """Ops outside of the region, and those of a region with FlexAttention, are not dispatched."""
+    if attention == "flex":  # which cannot be trained on the CPU
+        monkeypatch.setattr(moe_block, "FlexAttentionWrapper", ScaledDotProductAttentionWrapper)
     with trainer(job("deepseek_v3", *COMPILE, *CHECKPOINTING["op"])) as t:
         loss_and_gradients(t)  # compiles
         seen.clear()
         loss_and_gradients(t)
     ops = {op for op in seen if op.startswith("titan_fp8.")}
-    assert "titan_fp8.gather_rows.default" in seen  # in the region
+    assert ("titan_fp8.gather_rows.default" in ops) == (attention == "sdpa")
     assert not [op for op in ops if "swiglu" in op]
+    assert any(op.startswith("aten.") for op in seen)
+
+
+def test_without_the_checkpoints_mode_gradients_stay_the_same(job, monkeypatch):
+    results = []
+    for wrapper in (moe_block.FlexAttentionWrapper, ScaledDotProductAttentionWrapper):
+        monkeypatch.setattr(moe_block, "FlexAttentionWrapper", wrapper)
+        with trainer(job("deepseek_v3", *COMPILE, *CHECKPOINTING["op"])) as t:
+            results.append(loss_and_gradients(t))
+    with_mode, without = results
+    assert not [name for name in with_mode if not torch.equal(with_mode[name], without[name])]
 
 
 @pytest.mark.parametrize(

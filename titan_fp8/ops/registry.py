@@ -178,7 +178,7 @@ def _define(
     def call(*args: Any, **options: Any) -> Any:
         if not _needs_dispatcher(args):
             return run(*args, **options)
-        if _mode_ignores_ops():
+        if mode_ignores_ops():
             with _pop_mode_temporarily():
                 return call(*args, **options)
         return overload(*args, **options)
@@ -198,7 +198,7 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(x: Tensor, *args: Any) -> Any:
         if _needs_dispatcher((x, *args)):
-            if _mode_ignores_ops():
+            if mode_ignores_ops():
                 with _pop_mode_temporarily():
                     return call(x, *args)
             return function(x, *args)
@@ -232,7 +232,7 @@ def _needs_dispatcher(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
 
 
-def _mode_ignores_ops() -> bool:
+def mode_ignores_ops() -> bool:
     """True if the only dispatch mode is that of a checkpoint which saves none of our ops."""
     return (
         not torch.compiler.is_compiling()

@@ -9,6 +9,10 @@ both norms, attention, the first residual sum, the router and the copying of the
 hooks on the experts, the exchange of tokens, and the shared experts, which run during it, stay
 outside.
 
+Under op-level checkpointing, the checkpoint's dispatch mode would see each op that the region's
+code calls. It saves only attention, and only SDPA, because FlexAttention is a part of the compiled
+code. So a region with FlexAttention runs without the mode, in forward and when it is recomputed.
+
 The region contains torchtitan's modules with the hooks on them, such as those of context
 parallelism. A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block
 with such a hook runs as torchtitan has compiled it; under tensor parallelism these are all.
@@ -16,16 +20,20 @@ with such a hook runs as torchtitan has compiled it; under tensor parallelism th
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.utils._python_dispatch import _pop_mode_temporarily
+from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
 from titan_fp8.feed_forward import has_hooks
+from titan_fp8.ops.registry import mode_ignores_ops
 from titan_fp8.torchtitan_0_2.moe import GatherMoE, Routed
 
 
@@ -73,8 +81,16 @@ class MoEBlock(nn.Module):
         if not compiled or any(map(has_hooks, (*parts, moe))):
             return super().forward(x, *args, **kwargs)
         region = compiled_before_experts(self.compile_backend)
-        h, routed = region(*(part._orig_mod for part in parts), moe, x, *args, **kwargs)
+        modules = [part._orig_mod for part in parts]
+        with _without_checkpoint_mode(self.attention):
+            h, routed = region(*modules, moe, x, *args, **kwargs)
         return h + moe.finish(routed).view_as(h)
+
+
+def _without_checkpoint_mode(attention: Any) -> AbstractContextManager:
+    """Takes a checkpoint's dispatch mode away if it saves nothing in a region with `attention`."""
+    is_flex = isinstance(attention.inner_attention, FlexAttentionWrapper)
+    return _pop_mode_temporarily() if is_flex and mode_ignores_ops() else nullcontext()
 
 
 class DeepSeekV3Block(MoEBlock, deepseek_v3.TransformerBlock):
