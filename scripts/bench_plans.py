@@ -35,8 +35,6 @@ RESULTS = ROOT / "outputs" / "bench_plans"
 GATHER = "+fsdp_all_gather"
 TRACED = 9
 """Steps at the end in which the profiler warms up or records; they are slower."""
-PAUSE = 10_000
-"""us without a kernel of the optimizer, after which its next one belongs to another step."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -190,17 +188,21 @@ def step_of(trace: Path) -> int:
     return int(trace.parent.name.removeprefix("iteration_"))
 
 
-def busy_in_a_step(gpu: list[dict]) -> float:
+def busy_in_a_step(gpu: list[dict], step: float) -> float:
     """us in which a kernel runs between the last two ends of the optimizer.
 
+    Args:
+        step: the length of a step in us. Kernels of the optimizer that are half of it apart belong
+            to two steps.
+
     Raises:
-        ValueError: the events have fewer than two such ends.
+        ValueError: the optimizer runs in fewer than two steps.
     """
-    steps = sorted((e["ts"], e["ts"] + e["dur"]) for e in gpu if "Adam" in e["name"])
+    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in gpu if "Adam" in e["name"])
     ends = [
         stop
-        for (_, stop), following in zip(steps, [*steps[1:], None], strict=True)
-        if following is None or following[0] - stop > PAUSE
+        for (_, stop), following in zip(kernels, [*kernels[1:], None], strict=True)
+        if following is None or following[0] - stop > step / 2
     ]
     if len(ends) < 2:
         raise ValueError(f"the optimizer runs in {len(ends)} steps of the trace, not in 2 or more")
@@ -226,8 +228,8 @@ def row_of(
             if traces:
                 row["gathered GB"] = gathered_bytes(complete_events(traces[0])) / 1e9
             if traces and row["tokens/s"]:
-                working = busy_in_a_step(gpu_events(complete_events(traces[-1])))
                 step = 1e6 * PLANS[name].tokens_of_gpu / row["tokens/s"]
+                working = busy_in_a_step(gpu_events(complete_events(traces[-1])), step)
                 row["idle %"] = 100 * (1 - working / step)
         except (InputError, OSError, EOFError, LookupError, TypeError, ValueError) as reason:
             error = f"unreadable results: {reason!r}"[:120]

@@ -31,8 +31,8 @@ class TwoTraces(torch.profiler.profile):
 
     Only the earlier trace has the events of the CPU, by which NCCL's kernels tell how many elements
     they move. Recording them slows the CPU, and then the GPU waits for it. So the later trace has
-    those of the GPU alone. It covers two steps, because it begins before the GPU has finished the
-    step before them: one whole step lies between the two ends of the optimizer.
+    those of the GPU alone. It begins while the GPU still runs the step before, and covers two
+    steps: from one end of the optimizer to the next is one whole step.
     """
 
     def __init__(self, *, schedule: Callable[[int], ProfilerAction], **options: Any):

@@ -209,6 +209,22 @@ def test_a_layer_by_gathers_equals_torchtitans(top_k, before, shared, half, dtyp
             assert error < (1e-2 if dtype == torch.bfloat16 else 1e-6), (name, error)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_torchtitans_reorderer_does_not_run(compiled):
+    layer = moe_layer(torch.float32, top_k=2, num_shared_experts=0)
+    moe.route_by_gathers(nn.ModuleList([layer]))
+    if compiled:
+        layer.reorderer = torch.compile(layer.reorderer, backend="eager")
+    calls = []
+    hook = layer.reorderer.register_forward_pre_hook(lambda *args: calls.append(args))
+    layer(torch.randn(1, 20, 32))
+    assert calls
+    hook.remove()
+    original = getattr(layer.reorderer, "_orig_mod", layer.reorderer)
+    original.forward = None
+    layer(torch.randn(1, 20, 32))
+
+
 def test_a_layer_keeps_its_rows_once_and_not_in_fp32():
     layer = moe_layer(torch.bfloat16, top_k=2, score_before_experts=False, num_shared_experts=0)
     moe.route_by_gathers(nn.ModuleList([layer]))

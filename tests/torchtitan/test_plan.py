@@ -36,10 +36,10 @@ PP_4 = (
     *("--parallelism.data_parallel_shard_degree", "2", "--training.global_batch_size", "-1"),
     *("--parallelism.pipeline_parallel_degree", "4"),
 )
-TP_2 = (
-    *("--parallelism.data_parallel_shard_degree", "1", "--training.global_batch_size", "-1"),
-    *("--parallelism.tensor_parallel_degree", "2"),
-)
+ONE = ("--parallelism.data_parallel_shard_degree", "1", "--training.global_batch_size", "-1")
+TP_2 = (*ONE, "--parallelism.tensor_parallel_degree", "2")
+PP_2 = ("--parallelism.pipeline_parallel_degree", "2")
+CP_2 = ("--parallelism.context_parallel_degree", "2")
 RECIPE = "--quantize.linear.titan_fp8.recipe"
 GATHER = ("--quantize.linear.titan_fp8.fsdp_all_gather",)
 GATHER_BOTH = (*GATHER, "--quantize.grouped_mm.titan_fp8.fsdp_all_gather")
@@ -388,6 +388,8 @@ def test_sizes_that_keep_layers_in_bf16_are_named_once():
         ((*TP_2, "--training.dtype", "bfloat16"), None),
         ((*TP_2, *FSDP_2), None),
         ((*FSDP_2, "--training.mixed_precision_param", "float32"), "mixed_precision_param"),
+        ((*ONE, *PP_2), "dtype"),
+        ((*ONE, *CP_2), None),
         (ONE_GPU, None),
     ],
 )

@@ -144,7 +144,7 @@ def advice(run: Run, advised: Changes, times: Times) -> list[str]:
             f"The GPU waits {now.waiting:.0f} ms for the CPU: forward takes the CPU "
             f"{now.host_forward:.0f} ms and the GPU {now.gpu_forward:.0f} ms, forward and backward "
             f"{now.host:.0f} and {now.passes:.0f} ms. {remedy} CPU times differ between machines "
-            f"by a third; these were measured at commit {times.host['code']}."
+            "by a third."
         )
     return found
 

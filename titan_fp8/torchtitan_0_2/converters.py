@@ -174,8 +174,8 @@ class GroupedMMConverter(_Converter):
             patches.TOKEN_EXCHANGE.apply(
                 lambda _: token_exchange.all_to_all_single,
                 lambda _: token_exchange.all_to_all_single_autograd,
-                lambda _: token_exchange.token_dispatch,
             )
+            patches.TOKEN_DISPATCH.apply(lambda _: token_exchange.token_dispatch)
         if layers:
             logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
         elif requested:

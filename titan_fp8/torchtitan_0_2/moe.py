@@ -51,7 +51,7 @@ class GatherMoE(MoE):
         scores, chosen, counts = router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        if type(reorderer) is TokenReorderer and not has_hooks(reorderer):
+        if _sorts_all_slots(reorderer):
             # What it computes, but it would also count the slots again and sort the scores.
             slots = slots_by_expert(chosen, len(self.tokens_per_expert))
         else:
@@ -70,6 +70,12 @@ class GatherMoE(MoE):
         shared = None if shared_experts is None else shared_experts(tokens)
         out = Combine.apply(copies, slots, rows, scores).to(tokens.dtype)
         return out if shared is None else shared + out
+
+
+def _sorts_all_slots(reorderer: nn.Module) -> bool:
+    """Whether it is torchtitan's, without hooks such as those of sequence parallelism."""
+    original = reorderer._orig_mod if isinstance(reorderer, OptimizedModule) else reorderer
+    return type(original) is TokenReorderer and not (has_hooks(reorderer) or has_hooks(original))
 
 
 def _without_compiler(module: nn.Module | None) -> nn.Module | None:

@@ -9,9 +9,9 @@ both norms, attention, the first residual sum, the router and the copying of the
 hooks on the experts, the exchange of tokens, and the shared experts, which run during it, stay
 outside.
 
-Under op-level checkpointing, the checkpoint's dispatch mode would see each op that the region's
-code calls. It saves only attention, and only SDPA, because FlexAttention is a part of the compiled
-code. So a region with FlexAttention runs without the mode, in forward and when it is recomputed.
+Under op-level checkpointing, the checkpoint's dispatch mode sees each op that the region's code
+calls. Of those that Inductor's code calls it saves only attention, and not FlexAttention, which is
+compiled. So a region with FlexAttention runs without the mode, in forward and when recomputed.
 
 The region contains torchtitan's modules with the hooks on them, such as those of context
 parallelism. A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block
@@ -82,15 +82,16 @@ class MoEBlock(nn.Module):
             return super().forward(x, *args, **kwargs)
         region = compiled_before_experts(self.compile_backend)
         modules = [part._orig_mod for part in parts]
-        with _without_checkpoint_mode(self.attention):
+        with self._without_checkpoint_mode():
             h, routed = region(*modules, moe, x, *args, **kwargs)
         return h + moe.finish(routed).view_as(h)
 
-
-def _without_checkpoint_mode(attention: Any) -> AbstractContextManager:
-    """Takes a checkpoint's dispatch mode away if it saves nothing in a region with `attention`."""
-    is_flex = isinstance(attention.inner_attention, FlexAttentionWrapper)
-    return _pop_mode_temporarily() if is_flex and mode_ignores_ops() else nullcontext()
+    def _without_checkpoint_mode(self) -> AbstractContextManager:
+        """Takes the dispatch mode of a checkpoint away if it would save nothing in the region."""
+        is_flex = isinstance(self.attention.inner_attention, FlexAttentionWrapper)
+        if is_flex and self.compile_backend == "inductor" and mode_ignores_ops():
+            return _pop_mode_temporarily()
+        return nullcontext()
 
 
 class DeepSeekV3Block(MoEBlock, deepseek_v3.TransformerBlock):
