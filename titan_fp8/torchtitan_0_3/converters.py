@@ -22,7 +22,7 @@ from titan_fp8.checks import (
     permutation_of,
 )
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
-from titan_fp8.gradient_copies import copy_by_kernel
+from titan_fp8.gradient_copies import copy_by_kernel, without_fp32_on_one_rank
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
@@ -170,6 +170,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
+    patches.REDUCTION_ON_ONE_RANK.apply(without_fp32_on_one_rank)
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
