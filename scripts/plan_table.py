@@ -115,7 +115,7 @@ def rates(runs: dict, copy_gbps: float) -> dict:
         "reduce_ps": reduce_ps,
         "shard_ps": {each: fp8[each]["shards"] * 1e9 / fp8["shard_elements"] for each in RECIPES},
         "link_gbps": received / moe["nccl"] / 1e6,
-        "exposed": runs["exposed"]["value"],
+        "exposed": {each: runs["exposed"][each] for each in ("bf16", "fp8")},
         "host": {
             **{each: us for each, us in runs["host"].items() if each != "source"},
             "fsdp_all_gather": {each: fp8[each]["cpu"] * 1e3 / fp8["weights"] for each in RECIPES},

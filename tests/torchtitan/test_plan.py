@@ -310,7 +310,7 @@ def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
     run, h200 = run_of("llama3_8b", flags), times.load("h200")
     found = advice_of(run, h200)
     assert found[0].startswith("Set fsdp_all_gather = false: the step takes")
-    assert found[-1].startswith("The GPU waits") and len(found) == 3
+    assert found[-1].startswith("The GPU waits") and len(found) == 2
     assert "fsdp_all_gather = false\n" in advice.fragment(run, advice.changes(run, h200), h200)
 
 

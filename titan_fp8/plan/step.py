@@ -253,5 +253,7 @@ def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) 
             reduced = elements * times.reduce_ps * (2 + run.reduce_bytes) / 6 / 1e6
             between += rounds * reduced
     aside, between = aside / run.dims.pp / 1e3, between / run.dims.pp / 1e3
-    exposed = max(times.exposed * min(aside, computation), aside - computation)
+    in_fp8 = any(row.layer.recipe != BF16 for row in rows)
+    share = times.exposed["fp8" if in_fp8 else BF16]
+    exposed = max(share * min(aside, computation), aside - computation)
     return exposed + between

@@ -44,8 +44,8 @@ class Times:
         reduce_ps: ps per gradient that FSDP2 copies to the FP32 buffer of a reduction.
         shard_ps: {recipe: ps per element of a shard that is quantized before it is gathered}.
         link_gbps: bytes that a rank receives in collectives.
-        exposed: what FSDP2's gathers and reductions add to the step while they overlap with
-            computation, as a share of that time.
+        exposed: {"bf16" or "fp8": what FSDP2's gathers and reductions add to the step while they
+            overlap with computation, as a share of that time}.
         host: us of CPU time per linear, forward and backward, per weight that is gathered in FP8
             ("fsdp_all_gather"), and per block; see `host_us`. A block costs "block_us", and with
             FSDP2 "fsdp_block_us" more; one with experts costs "moe_block_us", on one of several
@@ -65,7 +65,7 @@ class Times:
     reduce_ps: float
     shard_ps: dict[str, float]
     link_gbps: float
-    exposed: float
+    exposed: dict[str, float]
     host: dict[str, Any] = field(repr=False)
 
     def gemm_us(self, family: str, op: str, groups: int, m: int, n: int, k: int) -> float:
