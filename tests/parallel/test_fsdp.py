@@ -126,7 +126,7 @@ def test_gradients_of_what_one_rank_has_whole_are_not_reduced_in_fp32():
 
 
 def test_gradients_of_several_ranks_are_reduced_in_fp32():
-    cases = [((ranks), torch.bfloat16, 2.0, torch.float32) for ranks in ((2,), (2, 1))]
+    cases = [(ranks, torch.bfloat16, 2.0, torch.float32) for ranks in ((2,), (2, 1))]
     gloo.spawn(compare_reductions, 2, cases)
 
 

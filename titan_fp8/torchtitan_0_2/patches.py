@@ -116,8 +116,7 @@ TOKEN_DISPATCH = Patch(
     ),
     relies_on=(
         Target("torchtitan.distributed.expert_parallel:_permute"),
-        Target("torch._C:_AutoDispatchBelowAutograd"),
-        Target("torch.distributed._functional_collectives:AsyncCollectiveTensor"),
+        *TOKEN_EXCHANGE.relies_on,
     ),
     why="torchtitan sums and copies to the CPU twice what each rank sends and receives; the GPU "
     "waits for it (token_exchange.py).",
