@@ -1,8 +1,5 @@
 """FP8 modules under FSDP2: how gradients are copied, and loading into its modules."""
 
-import functools
-import inspect
-
 import gloo
 import pytest
 import torch
@@ -11,10 +8,10 @@ from titan import CONVERTERS, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan_fp8 import convert_linears, gradient_copies
-from titan_fp8.gradient_copies import copy_by_kernel, fits_kernel, without_fp32_on_one_rank
+from titan_fp8.gradient_copies import copy_by_kernel, fits_kernel
 from titan_fp8.kernels import gradients as kernels
 from titan_fp8.patches import GRADIENT_COPIES
 
@@ -70,64 +67,6 @@ def test_gradients_are_those_of_fsdp2s_own_copies(ranks):
     else:
         with one_process():
             compare_gradients(0, 1)
-
-
-def reduced(ranks: tuple[int, ...], dtype: torch.dtype, factor: float | None) -> list[Tensor]:
-    """Gradients of two batches, the second added to the first, from parameters of this dtype."""
-    torch.manual_seed(0)
-    model = Experts().to(dtype)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    names = ("replicate", "shard")[-len(ranks) :]
-    fully_shard(model, mesh=init_device_mesh("cpu", ranks, mesh_dim_names=names), mp_policy=policy)
-    if factor is not None:
-        model.set_gradient_divide_factor(factor)
-        model.set_force_sum_reduction_for_comms(max(ranks) > 1)  # as on a GPU, if gloo can
-    for _ in range(2):
-        model(torch.randn(4, 4, 8, dtype=torch.bfloat16)).backward()
-    return [p.grad.to_local() for p in model.parameters()]
-
-
-def compare_reductions(rank: int, cases: list[tuple]) -> None:
-    seen: list[torch.dtype] = []
-
-    def noting(foreach_reduce):
-        @functools.wraps(foreach_reduce)
-        def reduce(*args, **kwargs):
-            given = inspect.signature(foreach_reduce).bind(*args, **kwargs).arguments
-            seen.append(given["reduce_dtype"])
-            return foreach_reduce(*args, **kwargs)
-
-        return reduce
-
-    for ranks, dtype, factor, reduced_in in cases:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            noted = noting(_fsdp_param_group.foreach_reduce)
-            monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", noted)
-            expected = reduced(ranks, dtype, factor)
-            assert seen == 2 * [torch.float32]
-            seen.clear()
-            wrapped = without_fp32_on_one_rank(noted)
-            monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", wrapped)
-            got = reduced(ranks, dtype, factor)
-        assert seen == 2 * [reduced_in]
-        seen.clear()
-        assert all(map(torch.equal, got, expected)) and {g.dtype for g in got} == {dtype}
-
-
-ALONE = [
-    *(((1,), torch.bfloat16, factor, torch.bfloat16) for factor in (None, 1.0, 2.0, 3.0)),
-    ((1,), torch.float32, 3.0, torch.float32),
-]
-
-
-def test_gradients_of_what_one_rank_has_whole_are_not_reduced_in_fp32():
-    with one_process():
-        compare_reductions(0, ALONE)
-
-
-def test_gradients_of_several_ranks_are_reduced_in_fp32():
-    cases = [(ranks, torch.bfloat16, 2.0, torch.float32) for ranks in ((2,), (2, 1))]
-    gloo.spawn(compare_reductions, 2, cases)
 
 
 class OnGPU:

@@ -1,4 +1,4 @@
-"""The kernel that copies gradients into the buffer of a reduce-scatter; for any CUDA GPU."""
+"""Kernels that copy gradients into the buffer of a reduction, and sum them; for any CUDA GPU."""
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -45,4 +45,51 @@ def copy_gradients(buffer: Tensor, ranks: int, *gradients: Tensor) -> tuple[()]:
             gradient, buffer, size, offset, stride, TILE, LAYOUT, num_warps=WARPS
         )
         offset += size
+    return ()
+
+
+@kernel()
+def sum_gradients_kernel(
+    out,
+    own,
+    received,
+    size,
+    rank,
+    others,
+    SCALE: gl.constexpr,
+    TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Adds the parts of all ranks in FP32, in the order of the ranks, each multiplied by SCALE."""
+    i = gl.program_id(0) * TILE + gl.arange(0, TILE, LAYOUT)
+    mask = i < size
+    total = gl.zeros([TILE], gl.float32, LAYOUT)
+    other = received
+    for _ in range(rank):
+        total += gl.load(other + i, mask=mask).to(gl.float32) * SCALE
+        other += size
+    total += gl.load(own + i, mask=mask).to(gl.float32) * SCALE
+    for _ in range(rank, others):
+        total += gl.load(other + i, mask=mask).to(gl.float32) * SCALE
+        other += size
+    gl.store(out + i, total, mask=mask)
+
+
+@replayed
+def sum_gradients(out: Tensor, own: Tensor, received: Tensor, rank: int, scale: float) -> tuple[()]:
+    """Sums this rank's part of the gradients of all ranks.
+
+    Args:
+        out: (n,), FP32, contiguous, as all others; n < 2^31.
+        own: (n,), bf16, what this rank has computed.
+        received: ((ranks - 1) n,), bf16, what the other ranks have, in their order.
+        rank: that of this rank.
+        scale: each gradient is multiplied by it, in FP32, before they are added.
+    """
+    size = own.numel()
+    others = received.numel() // size
+    grid = (cdiv(size, TILE),)
+    sum_gradients_kernel[grid](
+        out, own, received, size, rank, others, scale, TILE, LAYOUT, num_warps=WARPS
+    )
     return ()

@@ -11,11 +11,11 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
+from titan_fp8 import activation_checkpointing, gradient_reduction, profiler_ranges, recomputation
 from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8
-from titan_fp8.gradient_copies import copy_by_kernel, without_fp32_on_one_rank
+from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.requantize import requantize, requantize_in_forward
@@ -58,7 +58,7 @@ class _Converter(QuantizationConverter):
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
-            patches.REDUCTION_ON_ONE_RANK.apply(without_fp32_on_one_rank)
+            patches.GRADIENT_REDUCTION.apply(gradient_reduction.in_bf16)
             patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
         patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)

@@ -12,7 +12,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, profiler_ranges, recomputation
+from titan_fp8 import activation_checkpointing, gradient_reduction, profiler_ranges, recomputation
 from titan_fp8.checks import (
     ConversionReport,
     check_patterns,
@@ -22,7 +22,7 @@ from titan_fp8.checks import (
     permutation_of,
 )
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
-from titan_fp8.gradient_copies import copy_by_kernel, without_fp32_on_one_rank
+from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
@@ -170,7 +170,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
-    patches.REDUCTION_ON_ONE_RANK.apply(without_fp32_on_one_rank)
+    patches.GRADIENT_REDUCTION.apply(gradient_reduction.in_bf16)
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 

@@ -1,0 +1,85 @@
+"""Gradients that NCCL ranks exchange in bf16 equal those that FSDP2 reduce-scatters in FP32."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpu_utils import no_sync
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from titan_fp8.gradient_reduction import in_bf16
+from titan_fp8.kernels.gradients import TILE, sum_gradients
+from titan_fp8.patches import GRADIENT_REDUCTION
+
+DIM = 259  # not even: shards are padded
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("size", [1, 8, TILE - 1, 5 * TILE + 8])
+def test_sums_are_those_of_fp32_in_the_order_of_ranks(ranks, size):
+    for rank in range(ranks):
+        for _ in range(3):  # The third call is the first replay.
+            parts = torch.randn(ranks, size, device="cuda").bfloat16()
+            parts[0, 0] = float("inf")
+            others = torch.cat([parts[:rank], parts[rank + 1 :]]).flatten()
+            out = torch.full((size,), float("nan"), device="cuda")
+            with no_sync():
+                sum_gradients(out, parts[rank].clone(), others, rank, 0.25)
+            expected = torch.zeros(size, device="cuda")
+            for part in parts:
+                expected += part.float() * 0.25
+            assert torch.equal(out, expected)
+
+
+def gradients(mesh: tuple[int, ...], factor: float | None) -> list[Tensor]:
+    """FP32 gradients of two batches, the second added to the first."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM), nn.LayerNorm(DIM)]
+    model = nn.Sequential(*layers).cuda()
+    names = ("replicate", "shard")[-len(mesh) :]
+    placed = init_device_mesh("cuda", mesh, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model[0], model):
+        fully_shard(module, mesh=placed, mp_policy=policy)
+        if factor is not None:
+            module.set_gradient_divide_factor(factor)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        model(torch.randn(64, DIM, device="cuda", dtype=torch.bfloat16)).square().sum().backward()
+    return [p.grad.to_local() for p in model.parameters()]
+
+
+def compare(rank: int, ranks: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
+    )
+    for mesh in [(ranks,), *[(2, ranks // 2)] * (ranks >= 4)]:
+        for factor in (None, 2.0 * ranks, 1.0):
+            expected = gradients(mesh, factor)
+            assert GRADIENT_REDUCTION.apply(in_bf16)
+            found = gradients(mesh, factor)
+            GRADIENT_REDUCTION.targets[0].restore()
+            for want, got in zip(expected, found, strict=True):
+                assert got.dtype == torch.float32 and want.abs().max() > 0
+                if mesh[-1] == 2:
+                    assert torch.equal(got, want)
+                else:
+                    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exchanged_gradients_are_those_of_a_reduce_scatter(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    mp.spawn(compare, (ranks, 29600 + ranks), nprocs=ranks)

@@ -1,0 +1,166 @@
+"""Gradients that travel in bf16 equal those that FSDP2 reduces in FP32.
+
+On gloo ranks, with PyTorch ops in place of the kernel and of NCCL's all-to-all.
+"""
+
+import functools
+import inspect
+import os
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from gradient_kernel import SumGradients
+from titan import one_process
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from titan_fp8 import gradient_reduction
+from titan_fp8.kernels import gradients as kernels
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Experts(nn.Module):
+    """Parameters whose first dimensions divide by two ranks, and some that do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 5, 8)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(5, 8, 5))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.bmm(x, self.w1.mT) * torch.bmm(x, self.w3.mT)
+        return torch.bmm(self.w2[:4], h.mT).sum() * self.bias.sum() + self.w2[4].sum()
+
+
+def gradients(
+    ranks: tuple[int, ...], dtype: torch.dtype, factor: float | None, force_sum: bool
+) -> list[Tensor]:
+    """Gradients of two batches, the second added to the first, from parameters of this dtype."""
+    torch.manual_seed(0)
+    model = Experts().to(dtype)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    names = ("replicate", "shard")[-len(ranks) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", ranks, mesh_dim_names=names), mp_policy=policy)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    model.set_force_sum_reduction_for_comms(force_sum)  # gloo has no other reductions
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        model(torch.randn(4, 4, 8, dtype=BF16)).backward()
+    return [p.grad.to_local() for p in model.parameters()]
+
+
+def all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Like NCCL, sends nothing where a tensor is empty, which gloo cannot."""
+    sends = [dist.isend(t, group=group, group_dst=p) for p, t in enumerate(inputs) if t.numel()]
+    for p, t in enumerate(outputs):
+        if t.numel():
+            dist.recv(t, group=group, group_src=p)
+    for work in sends:
+        work.wait()
+
+
+def noting(foreach_reduce, seen: list):
+    """`foreach_reduce`, which appends the dtype of each call and the class that communicates."""
+
+    @functools.wraps(foreach_reduce)
+    def reduce(*args, **kwargs):
+        given = inspect.signature(foreach_reduce).bind(*args, **kwargs).arguments
+        seen.append((given["reduce_dtype"], type(given["reduce_scatter_comm"]).__name__))
+        return foreach_reduce(*args, **kwargs)
+
+    return reduce
+
+
+def patched_gradients(rank_count, dtype, factor, force_sum=False) -> tuple[list[Tensor], list]:
+    """What `gradients` gives with the patch, and what FSDP2's function was called with."""
+    seen: list = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        original = noting(_fsdp_param_group.foreach_reduce, seen)
+        wrapped = gradient_reduction.in_bf16(original)
+        monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", wrapped)
+        monkeypatch.setattr(gradient_reduction, "has_kernel", lambda device: True)
+        monkeypatch.setattr(kernels, "sum_gradients_kernel", SumGradients())
+        total = kernels.sum_gradients.__wrapped__
+        monkeypatch.setattr(gradient_reduction, "_kernel", lambda: total)
+        monkeypatch.setattr(dist, "all_to_all", all_to_all)
+        found = gradients(rank_count, dtype, factor, force_sum)
+    return found, seen
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0, 3.0])
+def test_bf16_gradients_of_what_one_rank_has_whole_stay_in_bf16(factor):
+    with one_process():
+        expected = gradients((1,), BF16, factor, False)
+        found, seen = patched_gradients((1,), BF16, factor)
+    assert seen == 2 * [(BF16, "DefaultReduceScatter")]
+    assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {BF16}
+
+
+def test_fp32_gradients_of_what_one_rank_has_whole_stay_in_fp32():
+    with one_process():
+        _, seen = patched_gradients((1,), FP32, 3.0)
+    assert seen == 2 * [(FP32, "DefaultReduceScatter")]
+
+
+def compare_exchange(rank: int, mesh: tuple[int, ...], dtype: torch.dtype, factor: float) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+    expected = gradients(mesh, dtype, factor, True)
+    found, seen = patched_gradients(mesh, dtype, factor)
+    assert seen == 2 * [(FP32, "GradientExchange")]
+    assert {g.dtype for g in found} == {dtype}
+    if max(mesh) == 2:
+        assert all(map(torch.equal, found, expected))
+    else:  # FP32 sums in another order
+        assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(found, expected))
+    assert any(g.any() for g in found)
+
+
+@pytest.mark.parametrize(
+    "mesh, dtype, factor",
+    [((2,), FP32, 2.0), ((2,), BF16, 4.0), ((3,), FP32, 3.0), ((2, 2), FP32, 4.0)],
+)
+def test_exchanged_gradients_are_those_of_a_reduce_scatter(mesh, dtype, factor):
+    gloo.spawn(compare_exchange, torch.Size(mesh).numel(), mesh, dtype, factor)
+
+
+def compare_default_factor(rank: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    expected = gradients((2,), FP32, 2.0, True)
+    found, _ = patched_gradients((2,), FP32, None)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_gradients_are_averaged_by_default():
+    gloo.spawn(compare_default_factor, 2)
+
+
+def leave_to_fsdp2(rank: int) -> None:
+    for ranks_of_host in (None, "1"):
+        if ranks_of_host:
+            os.environ["LOCAL_WORLD_SIZE"] = ranks_of_host
+        else:
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+        gradient_reduction.on_one_host.cache_clear()
+        _, seen = patched_gradients((2,), FP32, 2.0, force_sum=True)
+        assert seen == 2 * [(FP32, "DefaultReduceScatter")]
+        assert not gradient_reduction.on_one_host(dist.group.WORLD)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    gradient_reduction.on_one_host.cache_clear()
+    assert gradient_reduction.on_one_host(dist.group.WORLD)
+    _, seen = patched_gradients((2,), FP32, 2.0, force_sum=True)
+    assert seen == 2 * [(FP32, "DefaultReduceScatter")]
+
+
+def test_reductions_between_hosts_and_forced_sums_are_left_to_fsdp2():
+    gloo.spawn(leave_to_fsdp2, 2)
+
+
+def test_without_a_kernel_nothing_is_exchanged():
+    assert not gradient_reduction.has_kernel(torch.device("cpu"))
