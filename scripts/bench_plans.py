@@ -9,13 +9,14 @@ as result.json, which render_benchmarks.py reads. A run that fails is reported i
 others go on, and the exit status is 1.
 
 After the N steps, some more are traced (`bench_plans_plugin.py`). They count for neither tokens/s
-nor losses. Idle is the share of a step in which no kernel of rank 0 runs: the step is as long as
-the tokens/s say, the kernels are those between the last two ends of the optimizer. "gathered GB" is
-what all-gathers receive; under FSDP alone, they are those of parameters. The loss is the mean of
-the last five that were logged.
+nor losses. Idle is the share of a step in which no kernel of rank 0 runs. It is that of the
+shortest of the steps that are traced without the events of the CPU. "gathered GB" is what
+all-gathers receive; under FSDP alone, they are those of parameters. The loss is the mean of the
+last five that were logged.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -33,7 +34,7 @@ from titan_fp8.recipe import BF16, RECIPE_NAMES
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "outputs" / "bench_plans"
 GATHER = "+fsdp_all_gather"
-TRACED = 9
+TRACED = 12
 """Steps at the end in which the profiler warms up or records; they are slower."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
@@ -188,12 +189,13 @@ def step_of(trace: Path) -> int:
     return int(trace.parent.name.removeprefix("iteration_"))
 
 
-def busy_in_a_step(gpu: list[dict], step: float) -> float:
-    """us in which a kernel runs between the last two ends of the optimizer.
+def idle_share(gpu: list[dict], step: float) -> float:
+    """The share of the shortest traced step in which no kernel runs.
 
     Args:
-        step: the length of a step in us. Kernels of the optimizer that are half of it apart belong
-            to two steps.
+        gpu: events of several steps.
+        step: about the length of a step in us. Kernels of the optimizer that are half of it apart
+            belong to two steps.
 
     Raises:
         ValueError: the optimizer runs in fewer than two steps.
@@ -206,9 +208,10 @@ def busy_in_a_step(gpu: list[dict], step: float) -> float:
     ]
     if len(ends) < 2:
         raise ValueError(f"the optimizer runs in {len(ends)} steps of the trace, not in 2 or more")
-    begin, end = ends[-2:]
-    clipped = [(max(begin, e["ts"]), min(end, e["ts"] + e["dur"])) for e in gpu]
-    return busy([{"ts": a, "dur": b - a} for a, b in clipped if a < b])[0]
+    length, begin = min((end - begin, begin) for begin, end in itertools.pairwise(ends))
+    clipped = [(max(begin, e["ts"]), min(begin + length, e["ts"] + e["dur"])) for e in gpu]
+    working = busy([{"ts": a, "dur": b - a} for a, b in clipped if a < b])[0]
+    return 1 - working / length
 
 
 def row_of(
@@ -229,8 +232,8 @@ def row_of(
                 row["gathered GB"] = gathered_bytes(complete_events(traces[0])) / 1e9
             if traces and row["tokens/s"]:
                 step = 1e6 * PLANS[name].tokens_of_gpu / row["tokens/s"]
-                working = busy_in_a_step(gpu_events(complete_events(traces[-1])), step)
-                row["idle %"] = 100 * (1 - working / step)
+                gpu = gpu_events(complete_events(traces[-1]))
+                row["idle %"] = 100 * idle_share(gpu, step)
         except (InputError, OSError, EOFError, LookupError, TypeError, ValueError) as reason:
             error = f"unreadable results: {reason!r}"[:120]
     row["error"] = error

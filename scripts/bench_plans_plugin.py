@@ -22,31 +22,34 @@ LAYERS = {
 }
 """Model -> flavor -> layers of the flavor that is added, such as "8B-8-layers"."""
 
-BETWEEN = 5
-"""Steps from the end of the earlier trace to that of the later one: three of them warm up."""
+BETWEEN = 8
+"""Steps from the end of the earlier trace to that of the later one."""
+
+WARM_UP = 4
+"""How many steps before its end the later trace warms up; it records those that follow."""
 
 
 class TwoTraces(torch.profiler.profile):
-    """torchtitan's profiler, with another trace five steps earlier.
+    """torchtitan's profiler, with another trace eight steps earlier.
 
     Only the earlier trace has the events of the CPU, by which NCCL's kernels tell how many elements
     they move. Recording them slows the CPU, and then the GPU waits for it. So the later trace has
-    those of the GPU alone. It begins while the GPU still runs the step before, and covers two
-    steps: from one end of the optimizer to the next is one whole step.
+    those of the GPU alone. It covers four steps, because ranks do not begin to record at the same
+    time: in the first of them, kernels of NCCL wait for the other ranks.
     """
 
     def __init__(self, *, schedule: Callable[[int], ProfilerAction], **options: Any):
         none, last = ProfilerAction.NONE, ProfilerAction.RECORD_AND_SAVE
 
         def twice(step: int) -> ProfilerAction:
-            earlier, now, following = (schedule(step + n) for n in (BETWEEN, 0, 1))
-            if now is last:
+            earlier = schedule(step + BETWEEN)
+            if schedule(step) is last:
                 return last
             if earlier is not none:
                 return earlier
-            if following is last:
+            if last in (schedule(step + n) for n in range(1, WARM_UP)):
                 return ProfilerAction.RECORD
-            return following if now is none else now
+            return ProfilerAction.WARMUP if schedule(step + WARM_UP) is last else none
 
         super().__init__(schedule=twice, **options)
 

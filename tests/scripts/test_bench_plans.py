@@ -107,16 +107,17 @@ def trace(folder, step, *events):
 
 def test_rows_of_finished_runs(tmp_path):
     name = "llama3-8b-fsdp2"
-    speed = dict.fromkeys(range(1, 31), 4096.0) | dict.fromkeys(range(31, 40), 2048.0)
+    speed = dict.fromkeys(range(1, 31), 4096.0) | dict.fromkeys(range(31, 43), 2048.0)
     folders = [
-        dump(tmp_path, kind, curve(range(1, 40), gap), tps=speed, memory=60)
+        dump(tmp_path, kind, curve(range(1, 43), gap), tps=speed, memory=60)
         for kind, gap in (("a", 0), ("b", 1))
     ]
     step = 2e6  # us
     gathers = [{"Out msg nelems": 10**9, "dtype": d} for d in ("Byte", "BFloat16")]
     trace(folders[0], 96, *((0, step, "ncclDevKernel_AllGather_RING_LL", each) for each in gathers))
-    # Of the step from 1 to 2, 1 to 1.4 and 1.82 to 2 count, with the optimizer at its end.
-    starts = (0.82, 0.95, 1.82, 1.95)
+    # The shortest step is that from 1 to 2: 1 to 1.4 and 1.82 to 2 count, with the optimizer at its
+    # end. The one before it takes 1.2.
+    starts = (-0.38, -0.25, 0.82, 0.95, 1.82, 1.95)
     optimizer = [(t * step, 0.05 * step, "FusedAdamMathFunctor", {}) for t in starts]
     kernels = [(t * step, 0.3 * step, "k", {}) for t in (0.1, 0.9, 1.1, 1.85)]
     trace(folders[0], 100, *optimizer, *kernels)
@@ -157,7 +158,7 @@ def test_tokens_of_a_gpu(name, tokens):
 
 
 def test_the_last_trace_has_no_cpu_events(monkeypatch):
-    """Of 39 steps, the 34th and the last two are traced, each time after three that warm up."""
+    """Of 42 steps, the 34th and the last four are traced, after three and one that warm up."""
     plugin = importlib.import_module("bench_plans_plugin")
     prepared = []
     for method in ("prepare_trace", "start_trace", "stop_trace"):
@@ -171,15 +172,15 @@ def test_the_last_trace_has_no_cpu_events(monkeypatch):
     activities = {torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA}
     with plugin.TwoTraces(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=35, warmup=3, active=1),
+        schedule=torch.profiler.schedule(wait=38, warmup=3, active=1),
         on_trace_ready=lambda profiler: dumped.append(profiler.step_num),
         record_shapes=True,
     ) as profiler:
-        for _ in range(39):
+        for _ in range(42):
             profiler.step()
-            if profiler.step_num == 39 - bench_plans.TRACED - 1:
+            if profiler.step_num == 42 - bench_plans.TRACED - 1:
                 assert not prepared
-    assert dumped == [34, 39]
+    assert dumped == [34, 42]
     cuda = {torch.profiler.ProfilerActivity.CUDA}
     assert prepared == [(activities, True), (cuda, False)]
 
