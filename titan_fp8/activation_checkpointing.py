@@ -21,18 +21,26 @@ place, so a saved output may be overwritten before backward reads it, and no ver
 it. So no output of an FP8 op is saved in these blocks, and FP8 ops that are called outside of
 compiled code skip the modes (`ignores_fp8_ops`). In bf16 no output of a GEMM is saved there either,
 because Inductor calls GEMMs without dispatch.
+
+An op that a mode sees takes the CPU about 20 us longer. `outside_checkpoint` takes the mode of such
+a block away while code runs that calls many ops of which few are saved; it calls those in
+`inside_checkpoint`. The recomputation does the same, so it finds what forward has saved.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_fp8.ops.registry import mode_ignores_ops
 from titan_fp8.recipe import RECIPES, op_of
 
 _DENSE_GEMMS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
@@ -94,3 +102,43 @@ def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
 def _is_running(args: tuple) -> bool:
     """True if an op with these arguments executes on real tensors, not while tracing."""
     return type(args[0]) is Tensor
+
+
+class _Left(threading.local):
+    """The mode that `outside_checkpoint` has taken away in this thread."""
+
+    mode: TorchDispatchMode | None = None
+
+
+_left = _Left()
+
+
+@contextlib.contextmanager
+def outside_checkpoint() -> Iterator[None]:
+    """Takes the dispatch mode of a checkpoint away if it is the only one and ignores FP8 ops.
+
+    Ops of which the checkpoint may save the output must be called in `inside_checkpoint`.
+    """
+    if not mode_ignores_ops():
+        yield
+        return
+    _left.mode = _pop_mode()
+    try:
+        yield
+    finally:
+        _push_mode(_left.mode)
+        _left.mode = None
+
+
+@contextlib.contextmanager
+def inside_checkpoint() -> Iterator[None]:
+    """In `outside_checkpoint`, brings the mode back; elsewhere it changes nothing."""
+    mode = _left.mode
+    if mode is None:
+        yield
+        return
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()

@@ -10,14 +10,28 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from titan import BOTH, GROUPED_MM, LINEAR, loss_and_gradients, parse, toml, trainer, training
+from titan import (
+    BOTH,
+    CHECKPOINTING,
+    COMPILE,
+    GROUPED_MM,
+    LINEAR,
+    loss_and_gradients,
+    parse,
+    toml,
+    trainer,
+    training,
+)
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import permute, reference
 from titan_fp8.torchtitan_0_2 import moe, permutation, token_exchange
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 NAN = float("nan")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -264,7 +278,10 @@ def test_tokens_are_exchanged_as_by_pytorch():
 
 
 def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: str) -> None:
-    """On one of two ranks: torchtitan's permutation and gathers give the same step."""
+    """On one of two ranks: torchtitan's permutation and gathers give the same two steps.
+
+    Only the second step exchanges the counts before FSDP2's hooks.
+    """
     folder = folder / str(rank)
     folder.mkdir()
     flags = (*training(text, folder), "--debug.deterministic", f"--{LINEAR}.recipe", recipe, *flags)
@@ -273,23 +290,76 @@ def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: st
     for way in ("host", "gather"):
         key = (f"--{GROUPED_MM}.permutation", way)
         with trainer(parse(folder, toml("deepseek_v3", BOTH), *flags, *key)) as t:
-            results.append(loss_and_gradients(t))
+            results.append([loss_and_gradients(t, seed) for seed in range(2)])
             layers = t.model_parts[0].layers.values()
-            kinds = {type(block.moe) for block in layers if block.moe_enabled}
+            blocks = [getattr(block, "_checkpoint_wrapped_module", block) for block in layers]
+            kinds = {type(block.moe) for block in blocks if block.moe_enabled}
         replaced = expert_parallel._permute is permutation.permute
         assert replaced == (way == "gather")
         dispatch = expert_parallel.ExpertParallel._token_dispatch
         assert replaced == (dispatch is token_exchange.token_dispatch)
         assert kinds == {moe.GatherMoE if replaced else MoE}
-    torchtitans, by_gathers = results
-    assert torchtitans.keys() == by_gathers.keys()
-    different = [n for n in torchtitans if not torch.equal(torchtitans[n], by_gathers[n])]
-    assert not different
+    for torchtitans, by_gathers in zip(*results, strict=True):
+        assert torchtitans.keys() == by_gathers.keys()
+        different = [n for n in torchtitans if not torch.equal(torchtitans[n], by_gathers[n])]
+        assert not different
 
 
 @pytest.mark.parametrize(
     "recipe, flags",
-    [("blockwise", ()), ("bf16", ()), ("blockwise", ("--activation_checkpoint.mode", "full"))],
+    [
+        ("blockwise", ()),
+        ("bf16", ()),
+        ("blockwise", CHECKPOINTING["full"]),
+        ("blockwise", CHECKPOINTING["op"]),
+        ("blockwise", (*COMPILE, *CHECKPOINTING["op"])),
+    ],
 )
 def test_training_does_not_change(tmp_path, text, recipe, flags):
     gloo.spawn(train_both_ways, 2, tmp_path, text, recipe, *flags)
+
+
+def note_order(rank: int, folder: Path, text: Path) -> None:
+    """On one of two ranks: what happens around the experts, in forward and in backward."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    flags = (*training(text, folder), *COMPILE, *CHECKPOINTING["op"])
+    flags += ("--parallelism.expert_parallel_degree", 2)
+    events = []
+    exchange, unshard = token_exchange.all_to_all_single, FSDPParamGroup.pre_forward
+    dispatch = _CachingTorchDispatchMode.__torch_dispatch__
+
+    def note_counts(*args):
+        events.append("counts")
+        return exchange(*args)
+
+    def note_unshard(group, module, *args):
+        if isinstance(module, FP8GroupedExperts):
+            events.append("unshard")
+        return unshard(group, module, *args)
+
+    def note_op(mode, func, *args):
+        if events[-1:] in (["counts"], ["unshard"], ["all_to_all_single"]):
+            events.append(func._schema.name.partition("::")[2])
+        return dispatch(mode, func, *args)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        trainer(parse(folder, toml("deepseek_v3", BOTH), *flags)) as t,
+    ):
+        patch.setattr(token_exchange, "all_to_all_single", note_counts)
+        patch.setattr(FSDPParamGroup, "pre_forward", note_unshard)
+        loss_and_gradients(t)
+        patch.setattr(_CachingTorchDispatchMode, "__torch_dispatch__", note_op)
+        events.append("step")
+        loss_and_gradients(t)
+    first, second = "/".join(events).split("/step/")
+    # In the first forward the group is not known yet; backward never starts early.
+    assert first.startswith("unshard/counts/")
+    layer = "counts/all_to_all_single/unshard/all_to_all_single/all_to_all_single"
+    assert second.startswith(layer), second
+
+
+def test_counts_travel_while_fsdp2_gathers_the_experts(tmp_path, text):
+    """And the checkpoint sees only what it may save."""
+    gloo.spawn(note_order, 2, tmp_path, text)

@@ -9,9 +9,11 @@ both norms, attention, the first residual sum, the router and the copying of the
 hooks on the experts, the exchange of tokens, and the shared experts, which run during it, stay
 outside.
 
-Under op-level checkpointing, the checkpoint's dispatch mode sees each op that the region's code
-calls. Of those that Inductor's code calls it saves only attention, and not FlexAttention, which is
-compiled. So a region with FlexAttention runs without the mode, in forward and when recomputed.
+Under op-level checkpointing, the checkpoint's dispatch mode sees each op that the block calls. Of
+those that the region's code calls it saves only attention, and not FlexAttention, which is
+compiled. So a region with FlexAttention runs without the mode, in forward and when recomputed. Of
+what follows the region it saves the all-to-alls, for which the mode comes back
+(`token_exchange.py`).
 
 The region contains torchtitan's modules with the hooks on them, such as those of context
 parallelism. A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block
@@ -20,20 +22,19 @@ with such a hook runs as torchtitan has compiled it; under tensor parallelism th
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.utils._python_dispatch import _pop_mode_temporarily
 from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
+from titan_fp8.activation_checkpointing import outside_checkpoint
 from titan_fp8.feed_forward import has_hooks
-from titan_fp8.ops.registry import mode_ignores_ops
 from titan_fp8.torchtitan_0_2.moe import GatherMoE, Routed
 
 
@@ -82,16 +83,12 @@ class MoEBlock(nn.Module):
             return super().forward(x, *args, **kwargs)
         region = compiled_before_experts(self.compile_backend)
         modules = [part._orig_mod for part in parts]
-        with self._without_checkpoint_mode():
-            h, routed = region(*modules, moe, x, *args, **kwargs)
-        return h + moe.finish(routed).view_as(h)
-
-    def _without_checkpoint_mode(self) -> AbstractContextManager:
-        """Takes the dispatch mode of a checkpoint away if it would save nothing in the region."""
         is_flex = isinstance(self.attention.inner_attention, FlexAttentionWrapper)
-        if is_flex and self.compile_backend == "inductor" and mode_ignores_ops():
-            return _pop_mode_temporarily()
-        return nullcontext()
+        saves_nothing = is_flex and self.compile_backend == "inductor"
+        with outside_checkpoint() if saves_nothing else nullcontext():
+            h, routed = region(*modules, moe, x, *args, **kwargs)
+        with outside_checkpoint():
+            return h + moe.finish(routed).view_as(h)
 
 
 class DeepSeekV3Block(MoEBlock, deepseek_v3.TransformerBlock):

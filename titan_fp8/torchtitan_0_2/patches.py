@@ -118,12 +118,13 @@ TOKEN_DISPATCH = Patch(
         Target("torchtitan.distributed.expert_parallel:_permute"),
         *TOKEN_EXCHANGE.relies_on,
     ),
-    why="torchtitan sums and copies to the CPU twice what each rank sends and receives; the GPU "
-    "waits for it (token_exchange.py).",
+    why="torchtitan exchanges the token counts after FSDP2's hook on the experts, and sums and "
+    "copies twice to the CPU what each rank sends and receives; the GPU waits for all of it "
+    "(token_exchange.py).",
     without="torchtitan's dispatch runs: more CPU time.",
     versions=f"{TORCHTITAN}, {TORCH}",
     gain="Not measured apart.",
-    until="torchtitan copies both at once.",
+    until="torchtitan exchanges the counts earlier.",
 )
 
 CHECKPOINT_MARKS = Patch(

@@ -4,23 +4,74 @@ PyTorch's functional collectives do in Python what torchtitan's dispatch does no
 the process group, check the sizes, and pass through two autograd functions. These functions call
 the same ops, so activation checkpointing sees and saves what it did before.
 
-The dispatch reads from the GPU how many rows it sends to each rank and receives from it. After the
-experts of the layer before have run, the GPU waits until the CPU has these sizes and launches the
-exchange. torchtitan sums and copies both separately; here both are in one tensor.
+To send its rows, a rank must know how many of them each rank gets, and how many it receives. So the
+ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan does all
+of this in a hook on the experts, which runs after that of FSDP2. Here `exchange_counts` starts it
+before FSDP2's hook, whose work the CPU then does while the counts travel, and the sums are copied
+to the CPU together.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import expert_parallel
 
+from titan_fp8.activation_checkpointing import inside_checkpoint
 from titan_fp8.functional import no_double_backward
 
 _c10d = torch.ops._c10d_functional
+
+
+class _Counts(NamedTuple):
+    """The rows for each expert, exchanged between the ranks.
+
+    Attributes:
+        sent: how many of this rank's rows each expert gets (experts,).
+        received: how many rows come from each rank for each local expert (experts,), rank first.
+        splits: the sums of both for each rank (2, ranks), on the CPU.
+        wait: waits until `splits` has arrived there.
+    """
+
+    sent: Tensor
+    received: Tensor
+    splits: Tensor
+    wait: Callable[[], None]
+
+
+_groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
+"""The ranks between which the tokens of experts are exchanged, once that has happened."""
+_started: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
+"""What `exchange_counts` has started and `token_dispatch` has not used yet."""
+
+
+def exchange_counts(experts: nn.Module, counts: Tensor) -> None:
+    """Starts the exchange of the counts that `experts` will be called with.
+
+    Not in the recomputation of a checkpoint, which has the result or is not waited for.
+    """
+    group = _groups.get(experts)
+    if group is not None and torch._C._current_graph_task_id() == -1:
+        _started[experts] = _exchanged(counts, group, wait=False)
+
+
+def _exchanged(counts: Tensor, group: ProcessGroup, wait: bool) -> _Counts:
+    ranks = group.size()
+    with torch.no_grad():
+        with inside_checkpoint():
+            sent = all_to_all_single(counts, None, None, group)
+        received = _c10d.wait_tensor.default(sent)
+        splits = torch.stack((counts, received)).view(2, ranks, -1).sum(-1)
+        with inside_checkpoint():
+            splits = splits.to("cpu", non_blocking=not wait)
+    if wait or not counts.is_cuda:
+        return _Counts(counts, received, splits, lambda: None)
+    return _Counts(counts, received, splits, torch.cuda.current_stream().record_event().synchronize)
 
 
 def all_to_all_single(
@@ -63,13 +114,15 @@ def token_dispatch(
     """
     rows, counts = inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
-    with torch.no_grad():
-        received = _c10d.wait_tensor.default(all_to_all_single(counts, None, None, group))
-        splits = torch.stack((counts, received)).view(2, ranks, -1).sum(-1)
-        self.input_splits, self.output_splits = splits.to("cpu").tolist()  # waits for the GPU
+    exchanged = _started.pop(mod, None)
+    if exchanged is None or exchanged.sent is not counts:
+        exchanged = _exchanged(counts, group, wait=True)
+    _groups[mod] = group
+    exchanged.wait()
+    self.input_splits, self.output_splits = exchanged.splits.tolist()
     rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
     self.input_shape, rows, self.permuted_indices, sizes = expert_parallel._permute(
-        rows, received, ranks, len(counts) // ranks
+        rows, exchanged.received, ranks, len(counts) // ranks
     )
     return rows, sizes
 
@@ -82,9 +135,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
     ) -> Tensor:
         ctx.arguments = sent, received, group_name
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
             out = _c10d.all_to_all_single.default(x, received, sent, group_name)
-            return AsyncCollectiveTensor(out)
+        return AsyncCollectiveTensor(out)
 
     @staticmethod
     @no_double_backward
