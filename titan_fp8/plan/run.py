@@ -9,6 +9,8 @@ from torchtitan.distributed import ParallelDims
 from titan_fp8.plan.batches import Batches
 from titan_fp8.recipe import BF16
 
+GPUS_OF_HOST = 8
+"""How many GPUs a host is taken to have."""
 SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
 """Names of linears of one module that read one input, which is then quantized once."""
 
@@ -124,6 +126,13 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether FSDP2 shards parameters over several ranks."""
         return any(ranks > 1 for ranks in self.parameters)
+
+    @property
+    def can_exchange_gradients(self) -> bool:
+        """Whether FP8 runs send bf16 gradients as bf16 (`gradient_reduction.py`)."""
+        dims, to_fp32 = self.dims, self.reduce_bytes == 4
+        on_one_host = dims.dp_shard * dims.cp * dims.tp <= GPUS_OF_HOST
+        return self.mixed_precision_param == "bfloat16" and to_fp32 and on_one_host
 
     @property
     def mixed_precision(self) -> bool:

@@ -39,6 +39,8 @@ from titan_fp8.recipe import BF16
 
 CAST_BYTES = 6
 """Bytes per element of a shard that FSDP2 casts from FP32 to bf16 before it gathers it."""
+GRADIENT_BYTES = 2
+"""Bytes per element of a gradient before it is reduced."""
 END = ("quantizing shards", "optimizer")
 """Parts of a step that begin when backward has ended."""
 FORWARD_HOST = 0.43
@@ -243,17 +245,21 @@ def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) 
     weights += [
         (each, ranks, HIGH_PRECISION_BYTES, from_fp32) for ranks, each in high_precision.items()
     ]
+    in_fp8 = any(row.layer.recipe != BF16 for row in rows)
+    exchanges = in_fp8 and run.can_exchange_gradients
+    sent = GRADIENT_BYTES if exchanges else run.reduce_bytes
     aside = between = 0.0
     for elements, ranks, size, cast in weights:
         if ranks > 1:
             aside += run.gathers * times.copy_us(elements / ranks * (cast + 2 * size))
-            received = elements * (size * run.gathers + run.reduce_bytes * rounds)
+            received = elements * (size * run.gathers + sent * rounds)
             aside += times.link_us(received * (1 - 1 / ranks))
+            if exchanges:
+                summed = elements / ranks * (sent * ranks + run.reduce_bytes)
+                aside += rounds * times.copy_us(summed)
             between += run.gathers * times.copy_us(elements * 2 * size)
-            reduced = elements * times.reduce_ps * (2 + run.reduce_bytes) / 6 / 1e6
-            between += rounds * reduced
+            between += rounds * elements * times.reduce_ps * (GRADIENT_BYTES + sent) / 6 / 1e6
     aside, between = aside / run.dims.pp / 1e3, between / run.dims.pp / 1e3
-    in_fp8 = any(row.layer.recipe != BF16 for row in rows)
     share = times.exposed["fp8" if in_fp8 else BF16]
     exposed = max(share * min(aside, computation), aside - computation)
     return exposed + between
