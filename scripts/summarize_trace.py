@@ -22,7 +22,7 @@ KINDS = {
     "FP8 GEMM": r"^(blockwise|rowwise)_|e4m3",
     "quantizers": r"^(quantize|transpose_fp8)_",
     "SwiGLU": r"^swiglu_",
-    "FSDP copies": r"^copy_gradient_|chunk_cat|split_with_sizes_copy",
+    "FSDP copies": r"^copy_gradient_|^sum_gradients_|chunk_cat|split_with_sizes_copy",
     "attention": r"flash|fmha|cudnn.*sdpa|attention",
     "permutation": r"^permute_|fill_indices|index|scatter|gather|sort|radix",
     "optimizer": r"multi_tensor|adam|lpnorm",
@@ -33,9 +33,9 @@ KINDS = {
 """Kinds of kernels and patterns of their names; the first match counts.
 
 The kernels of this project start with blockwise_ or rowwise_ (GEMMs), quantize_, transpose_fp8_
-(weights gathered in FP8, which take the place of quantizing them), swiglu_, permute_ or
-copy_gradient_, after the modules that they are in. zero_empty_groups belongs to PyTorch's grouped
-GEMM.
+(weights gathered in FP8, which take the place of quantizing them), swiglu_, permute_,
+copy_gradient_ or sum_gradients_, after the modules that they are in. zero_empty_groups belongs to
+PyTorch's grouped GEMM.
 """
 
 

@@ -5,9 +5,9 @@ To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under 
 - forward: FSDP2 all-gathers the parameters in `mixed_precision_param`, bf16 by default. fprop
   quantizes the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
 - backward: FSDP2 gathers again, and dgrad quantizes the weight as gathered then.
-- gradients: wgrad returns the gradient in the dtype of the gathered weight, and FSDP2
-  reduce-scatters it in `mixed_precision_reduce`, FP32 by default. `gradient_copies.py` copies it
-  into FSDP2's buffer.
+- gradients: wgrad returns the gradient in the dtype of the gathered weight. FSDP2 copies it into a
+  buffer (`gradient_copies.py`) and sums it over the ranks in `mixed_precision_reduce`, FP32 by
+  default (`gradient_reduction.py`).
 
 With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
 Gradients, and what the optimizer and checkpoints see, do not change. This uses FSDP2's own

@@ -252,7 +252,9 @@ GRADIENT_REDUCTION = Patch(
     "in the same way (gradient_reduction.py).",
     without="FSDP2 sends FP32: slower with few tokens per GPU.",
     versions=TORCH,
-    gain="Half of the bytes that reductions send on one host; not measured.",
+    gain="Half of the bytes that reductions send on one host. Llama3-8B, FSDP on 2 H200s, "
+    "2,048 tokens per GPU: 6,850 tokens/s blockwise and 6,957 rowwise instead of 6,697 and 6,725, "
+    "and 1.5 GiB less.",
     until="FSDP2 sends gradients in their own dtype.",
 )
 
