@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-PART_LIMIT = 2**31
-"""A rank's part of a gradient must have fewer elements: the kernel counts them in 32 bits."""
+PART_LIMIT = 2**31 - 2**13
+"""A rank's part of a gradient must have fewer elements: the kernels count them in 32 bits, those
+beyond the end of the last tile, too."""
 
 
 def copy_by_kernel(copy_in: Callable) -> Callable:

@@ -1,13 +1,18 @@
-"""How FSDP2 reduces the gradients of a unit: bf16 gradients travel in bf16.
+"""How FSDP2 reduces the gradients of a unit: bf16 gradients are sent in bf16.
 
-With `mixed_precision_reduce = "float32"`, torchtitan's default, FSDP2 casts gradients to FP32 and
-reduce-scatters them. If the gradients are bf16, half of what it sends is zeros. Here the ranks of
-one host exchange their parts in bf16, and each sums what it gets in FP32. Between two ranks the
-results are those of NCCL's reduce-scatter, bit for bit. With more ranks NCCL adds in an order of
-its own, so FP32 sums may be rounded in another way.
+With `mixed_precision_reduce = "float32"`, torchtitan's default, FSDP2 casts bf16 gradients to FP32
+and reduce-scatters them. Half of the bytes of such an FP32 number are zeros. Here the ranks send
+each other the bf16 gradients, and each sums its part in FP32. Between two ranks the results are
+those of NCCL's reduce-scatter, bit for bit, if gradients are divided by a power of two, such as the
+number of ranks. Otherwise FP32 sums may be rounded in another way: the order in which NCCL adds is
+its own, and the kernel here multiplies and adds in one operation.
 
-Between hosts a reduce-scatter sums what leaves a host, and an exchange would not. So groups that
-span several hosts are left to FSDP2.
+FSDP2's own way remains
+
+- for groups that span several hosts. A reduce-scatter can add up the gradients of a host before
+  they leave it; an exchange would send each of them.
+- for gradients in FP32, such as those that FSDP2 adds up without reducing them (pipeline
+  parallelism, `set_requires_gradient_sync(False)`).
 
 A unit that one rank has whole, such as experts under as much expert parallelism as there are ranks,
 has nothing to reduce, and FSDP2 still copies its gradients to FP32, divides them, copies them and
@@ -25,29 +30,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PART_LIMIT = 2**31
-"""A rank's part of the gradients must have fewer elements: the kernel counts them in 32 bits."""
+from titan_fp8.gradient_copies import PART_LIMIT
 
 
 def in_bf16(foreach_reduce: Callable) -> Callable:
-    """Wraps FSDP2's `foreach_reduce`: bf16 gradients travel as they are and are summed in FP32."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-
+    """Wraps FSDP2's `foreach_reduce`: bf16 gradients are sent as they are, and summed in FP32."""
     names = tuple(inspect.signature(foreach_reduce).parameters)
 
     @functools.wraps(foreach_reduce)
     def reduce(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
-        if _stays_on_its_rank(given):
-            given["reduce_dtype"] = torch.bfloat16
-        elif type(given["reduce_scatter_comm"]) is DefaultReduceScatter and _can_be_exchanged(
-            given
-        ):
-            divisor = given["gradient_divide_factor"] or given["reduce_scatter_group"].size()
-            given["reduce_scatter_comm"] = GradientExchange(1 / divisor)
+        group = given["reduce_scatter_group"]
+        if group is not None and not given.get("force_sum_reduction_for_comms"):
+            if _stays_on_its_rank(given):
+                given["reduce_dtype"] = torch.bfloat16
+            elif _can_be_exchanged(given):
+                divisor = given["gradient_divide_factor"] or group.size()
+                given["reduce_scatter_comm"] = GradientExchange(1 / divisor)
         return foreach_reduce(**given)
 
     return reduce
+
+
+def noting_accumulation(to_accumulated_grad: Callable) -> Callable:
+    """Wraps `FSDPParam.to_accumulated_grad_if_needed`, which runs where nothing is reduced.
+
+    What has accumulated is FP32 and is not exchanged. A rank on which a unit got no gradient then
+    would have a bf16 gradient later, and must not exchange it, either.
+    """
+
+    @functools.wraps(to_accumulated_grad)
+    def accumulate(param: Any) -> None:
+        param.titan_fp8_accumulates = True
+        to_accumulated_grad(param)
+
+    return accumulate
 
 
 def _all_are_bf16(given: dict[str, Any]) -> bool:
@@ -56,28 +73,32 @@ def _all_are_bf16(given: dict[str, Any]) -> bool:
 
 def _stays_on_its_rank(given: dict[str, Any]) -> bool:
     """Whether these arguments of `foreach_reduce` only copy and divide bf16 gradients."""
-    group = given["reduce_scatter_group"]
     return (
-        group is not None
-        and group.size() == 1
+        given["reduce_scatter_group"].size() == 1
         and given["all_reduce_group"] is None
         and given["all_reduce_hook"] is None
-        and not given.get("force_sum_reduction_for_comms")
         and given["orig_dtype"] == torch.bfloat16
         and _all_are_bf16(given)
     )
 
 
 def _can_be_exchanged(given: dict[str, Any]) -> bool:
-    """Whether these arguments of `foreach_reduce` reduce bf16 gradients in FP32 on one host."""
+    """Whether these arguments of `foreach_reduce` reduce bf16 gradients in FP32 on one host.
+
+    All ranks of the group come to the same answer.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
     group = given["reduce_scatter_group"]
+    ranks = group.size()
+    part = sum(-(-g.shape[0] // ranks) * g[:1].numel() for g in given["unsharded_grads"])
     return (
-        group is not None
-        and group.size() > 1
-        and not given.get("force_sum_reduction_for_comms")
+        ranks > 1
+        and type(given["reduce_scatter_comm"]) is DefaultReduceScatter
         and given["reduce_dtype"] == torch.float32
         and _all_are_bf16(given)
-        and sum(gradient.numel() for gradient in given["unsharded_grads"]) < PART_LIMIT
+        and not any(hasattr(param, "titan_fp8_accumulates") for param in given["fsdp_params"])
+        and 0 < part < PART_LIMIT
         and has_kernel(given["device"])
         and on_one_host(group)
     )
@@ -87,9 +108,11 @@ def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-@functools.cache
 def on_one_host(group: dist.ProcessGroup) -> bool:
-    """Whether torchrun has started all ranks of the group on one host."""
+    """Whether all ranks of the group are on one host.
+
+    torchrun says how many ranks a host has; hosts are taken to have equally many.
+    """
     ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not ranks_of_host:
         return False
@@ -99,8 +122,8 @@ def on_one_host(group: dist.ProcessGroup) -> bool:
 class GradientExchange:
     """A reduce-scatter with FSDP2's interface (`ReduceScatter`), for one call of `foreach_reduce`.
 
-    FSDP2 allocates the gradients of all ranks, copies them in, and then allocates the output. What
-    it allocates first is bf16 here.
+    FSDP2 allocates a buffer for the gradients of all ranks, copies them in, and then allocates the
+    output. The buffer is bf16 here, whatever dtype FSDP2 asks for.
 
     Args:
         scale: each gradient is multiplied by it before they are added, as NCCL does it.
@@ -127,7 +150,7 @@ class GradientExchange:
     ) -> None:
         """Sums each rank's part of `input_tensor` (bf16) in `output_tensor` (FP32); both flat.
 
-        `op` is SUM, AVG or PREMUL_SUM, by NCCL's names. `scale` says the same.
+        `op` is ignored, because `scale` says by what it would divide.
         """
         rank, ranks = group.rank(), group.size()
         parts = list(input_tensor.chunk(ranks))
@@ -136,7 +159,7 @@ class GradientExchange:
         received = input_tensor.new_empty((ranks - 1) * own.numel())
         others = list(received.chunk(ranks - 1))
         dist.all_to_all([*others[:rank], received[:0], *others[rank:]], parts, group)
-        _kernel()(output_tensor, own, received, rank, self.scale)
+        _kernel()(output_tensor, own, received, rank, ranks, self.scale)
 
 
 @functools.cache

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_fp8.gradient_reduction import in_bf16
+from titan_fp8.gradient_reduction import in_bf16, noting_accumulation
 from titan_fp8.kernels.gradients import TILE, sum_gradients
-from titan_fp8.patches import GRADIENT_REDUCTION
+from titan_fp8.patches import GRADIENT_REDUCTION, restore
 
 DIM = 259  # not even: shards are padded
 
@@ -27,15 +27,16 @@ def test_sums_are_those_of_fp32_in_the_order_of_ranks(ranks, size):
     for rank in range(ranks):
         for _ in range(3):  # The third call is the first replay.
             parts = torch.randn(ranks, size, device="cuda").bfloat16()
-            parts[0, 0] = float("inf")
+            parts[0, 0], parts[:, -1] = float("inf"), -0.0
             others = torch.cat([parts[:rank], parts[rank + 1 :]]).flatten()
             out = torch.full((size,), float("nan"), device="cuda")
             with no_sync():
-                sum_gradients(out, parts[rank].clone(), others, rank, 0.25)
-            expected = torch.zeros(size, device="cuda")
+                sum_gradients(out, parts[rank].clone(), others, rank, ranks, 0.25)
+            expected = torch.full((size,), -0.0, device="cuda")
             for part in parts:
                 expected += part.float() * 0.25
             assert torch.equal(out, expected)
+            assert torch.equal(out.signbit(), expected.signbit())
 
 
 def gradients(mesh: tuple[int, ...], factor: float | None) -> list[Tensor]:
@@ -64,14 +65,14 @@ def compare(rank: int, ranks: int, port: int) -> None:
         "nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank)
     )
     for mesh in [(ranks,), *[(2, ranks // 2)] * (ranks >= 4)]:
-        for factor in (None, 2.0 * ranks, 1.0):
+        for factor in (None, 2.0 * ranks, 1.0, 3.0):
             expected = gradients(mesh, factor)
-            assert GRADIENT_REDUCTION.apply(in_bf16)
+            assert GRADIENT_REDUCTION.apply(in_bf16, noting_accumulation)
             found = gradients(mesh, factor)
-            GRADIENT_REDUCTION.targets[0].restore()
+            restore([GRADIENT_REDUCTION])
             for want, got in zip(expected, found, strict=True):
                 assert got.dtype == torch.float32 and want.abs().max() > 0
-                if mesh[-1] == 2:
+                if mesh[-1] == 2 and factor != 3.0:
                     assert torch.equal(got, want)
                 else:
                     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

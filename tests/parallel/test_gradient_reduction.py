@@ -3,9 +3,11 @@
 On gloo ranks, with PyTorch ops in place of the kernel and of NCCL's all-to-all.
 """
 
+import contextlib
 import functools
 import inspect
 import os
+from collections.abc import Iterator
 
 import gloo
 import pytest
@@ -17,11 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from titan_fp8 import gradient_reduction
 from titan_fp8.kernels import gradients as kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
+POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
 class Experts(nn.Module):
@@ -44,9 +48,9 @@ def gradients(
     """Gradients of two batches, the second added to the first, from parameters of this dtype."""
     torch.manual_seed(0)
     model = Experts().to(dtype)
-    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     names = ("replicate", "shard")[-len(ranks) :]
-    fully_shard(model, mesh=init_device_mesh("cpu", ranks, mesh_dim_names=names), mp_policy=policy)
+    mesh = init_device_mesh("cpu", ranks, mesh_dim_names=names)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
     model.set_force_sum_reduction_for_comms(force_sum)  # gloo has no other reductions
@@ -72,26 +76,37 @@ def noting(foreach_reduce, seen: list):
     @functools.wraps(foreach_reduce)
     def reduce(*args, **kwargs):
         given = inspect.signature(foreach_reduce).bind(*args, **kwargs).arguments
-        seen.append((given["reduce_dtype"], type(given["reduce_scatter_comm"]).__name__))
-        return foreach_reduce(*args, **kwargs)
+        communicates = type(given["reduce_scatter_comm"]).__name__
+        seen.append((given["reduce_dtype"], communicates))
+        if given["reduce_scatter_group"].size() > 1 and communicates == "DefaultReduceScatter":
+            given["force_sum_reduction_for_comms"] = True  # gloo has no other reductions
+        return foreach_reduce(**given)
 
     return reduce
 
 
-def patched_gradients(rank_count, dtype, factor, force_sum=False) -> tuple[list[Tensor], list]:
-    """What `gradients` gives with the patch, and what FSDP2's function was called with."""
+@contextlib.contextmanager
+def patched() -> Iterator[list]:
+    """The patch, as on GPUs; yields what FSDP2's function is called with."""
     seen: list = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         original = noting(_fsdp_param_group.foreach_reduce, seen)
         wrapped = gradient_reduction.in_bf16(original)
         monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", wrapped)
+        accumulate = gradient_reduction.noting_accumulation(FSDPParam.to_accumulated_grad_if_needed)
+        monkeypatch.setattr(FSDPParam, "to_accumulated_grad_if_needed", accumulate)
         monkeypatch.setattr(gradient_reduction, "has_kernel", lambda device: True)
         monkeypatch.setattr(kernels, "sum_gradients_kernel", SumGradients())
         total = kernels.sum_gradients.__wrapped__
         monkeypatch.setattr(gradient_reduction, "_kernel", lambda: total)
         monkeypatch.setattr(dist, "all_to_all", all_to_all)
-        found = gradients(rank_count, dtype, factor, force_sum)
-    return found, seen
+        yield seen
+
+
+def patched_gradients(ranks, dtype, factor, force_sum=False) -> tuple[list[Tensor], list]:
+    """What `gradients` gives with the patch, and what FSDP2's function was called with."""
+    with patched() as seen:
+        return gradients(ranks, dtype, factor, force_sum), seen
 
 
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0, 3.0])
@@ -147,12 +162,10 @@ def leave_to_fsdp2(rank: int) -> None:
             os.environ["LOCAL_WORLD_SIZE"] = ranks_of_host
         else:
             os.environ.pop("LOCAL_WORLD_SIZE", None)
-        gradient_reduction.on_one_host.cache_clear()
         _, seen = patched_gradients((2,), FP32, 2.0, force_sum=True)
         assert seen == 2 * [(FP32, "DefaultReduceScatter")]
         assert not gradient_reduction.on_one_host(dist.group.WORLD)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    gradient_reduction.on_one_host.cache_clear()
     assert gradient_reduction.on_one_host(dist.group.WORLD)
     _, seen = patched_gradients((2,), FP32, 2.0, force_sum=True)
     assert seen == 2 * [(FP32, "DefaultReduceScatter")]
@@ -160,6 +173,39 @@ def leave_to_fsdp2(rank: int) -> None:
 
 def test_reductions_between_hosts_and_forced_sums_are_left_to_fsdp2():
     gloo.spawn(leave_to_fsdp2, 2)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        return h, self.second(h)
+
+
+def accumulate_on_one_rank(rank: int) -> None:
+    """In a first batch that is not reduced, rank 0 has no gradient of the second layer."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    model, mesh = TwoLayers(), init_device_mesh("cpu", (2,))
+    for module in (model.first, model.second, model):
+        # Only rank 1 would gather the second layer again for backward.
+        fully_shard(module, mesh=mesh, mp_policy=POLICY, reshard_after_forward=False)
+        module.set_gradient_divide_factor(2.0)
+        module.set_force_sum_reduction_for_comms(False)
+    with patched() as seen:
+        for synced in (False, True):
+            model.set_requires_gradient_sync(synced)
+            model.set_reshard_after_backward(synced)
+            h, out = model(torch.randn(4, 8, dtype=BF16))
+            (out if synced or rank == 1 else h).float().sum().backward()
+    # Rank 0 has a bf16 gradient of the second layer, rank 1 one in FP32.
+    assert seen == 2 * [(FP32, "DefaultReduceScatter")]
+
+
+def test_ranks_that_accumulate_different_gradients_reduce_in_the_same_way():
+    gloo.spawn(accumulate_on_one_rank, 2, timeout=60)
 
 
 def test_without_a_kernel_nothing_is_exchanged():

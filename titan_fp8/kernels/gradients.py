@@ -63,7 +63,7 @@ def sum_gradients_kernel(
     """Adds the parts of all ranks in FP32, in the order of the ranks, each multiplied by SCALE."""
     i = gl.program_id(0) * TILE + gl.arange(0, TILE, LAYOUT)
     mask = i < size
-    total = gl.zeros([TILE], gl.float32, LAYOUT)
+    total = gl.full([TILE], -0.0, gl.float32, LAYOUT)  # what leaves the sign of a zero
     other = received
     for _ in range(rank):
         total += gl.load(other + i, mask=mask).to(gl.float32) * SCALE
@@ -76,20 +76,21 @@ def sum_gradients_kernel(
 
 
 @replayed
-def sum_gradients(out: Tensor, own: Tensor, received: Tensor, rank: int, scale: float) -> tuple[()]:
+def sum_gradients(
+    out: Tensor, own: Tensor, received: Tensor, rank: int, ranks: int, scale: float
+) -> tuple[()]:
     """Sums this rank's part of the gradients of all ranks.
 
     Args:
-        out: (n,), FP32, contiguous, as all others; n < 2^31.
+        out: (n,), FP32, contiguous, as all others; 0 < n < PART_LIMIT (`gradient_copies.py`).
         own: (n,), bf16, what this rank has computed.
         received: ((ranks - 1) n,), bf16, what the other ranks have, in their order.
-        rank: that of this rank.
+        rank, ranks: of this rank, and how many there are.
         scale: each gradient is multiplied by it, in FP32, before they are added.
     """
     size = own.numel()
-    others = received.numel() // size
     grid = (cdiv(size, TILE),)
     sum_gradients_kernel[grid](
-        out, own, received, size, rank, others, scale, TILE, LAYOUT, num_warps=WARPS
+        out, own, received, size, rank, ranks - 1, scale, TILE, LAYOUT, num_warps=WARPS
     )
     return ()

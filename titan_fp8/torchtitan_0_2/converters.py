@@ -58,7 +58,9 @@ class _Converter(QuantizationConverter):
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
-            patches.GRADIENT_REDUCTION.apply(gradient_reduction.in_bf16)
+            patches.GRADIENT_REDUCTION.apply(
+                gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
+            )
             patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
         patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)

@@ -170,7 +170,9 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
-    patches.GRADIENT_REDUCTION.apply(gradient_reduction.in_bf16)
+    patches.GRADIENT_REDUCTION.apply(
+        gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
+    )
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
