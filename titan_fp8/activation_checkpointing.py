@@ -105,7 +105,7 @@ def _is_running(args: tuple) -> bool:
 
 
 class _Left(threading.local):
-    """The mode that `outside_checkpoint` has taken away in this thread."""
+    """The mode that the innermost `outside_checkpoint` of this thread has taken away."""
 
     mode: TorchDispatchMode | None = None
 
@@ -122,12 +122,13 @@ def outside_checkpoint() -> Iterator[None]:
     if not mode_ignores_ops():
         yield
         return
-    _left.mode = _pop_mode()
+    before, mode = _left.mode, _pop_mode()
+    _left.mode = mode
     try:
         yield
     finally:
-        _push_mode(_left.mode)
-        _left.mode = None
+        _left.mode = before
+        _push_mode(mode)
 
 
 @contextlib.contextmanager
@@ -137,8 +138,10 @@ def inside_checkpoint() -> Iterator[None]:
     if mode is None:
         yield
         return
+    _left.mode = None
     _push_mode(mode)
     try:
         yield
     finally:
         _pop_mode()
+        _left.mode = mode

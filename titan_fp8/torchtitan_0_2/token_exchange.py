@@ -11,7 +11,6 @@ before FSDP2's hook, whose work the CPU then does while the counts travel, and t
 to the CPU together.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,50 +27,50 @@ from titan_fp8.functional import no_double_backward
 _c10d = torch.ops._c10d_functional
 
 
-class _Counts(NamedTuple):
+class _Exchanged(NamedTuple):
     """The rows for each expert, exchanged between the ranks.
 
     Attributes:
-        sent: how many of this rank's rows each expert gets (experts,).
+        counts: how many of this rank's rows each expert gets (experts,).
         received: how many rows come from each rank for each local expert (experts,), rank first.
         splits: the sums of both for each rank (2, ranks), on the CPU.
-        wait: waits until `splits` has arrived there.
+        copied: when `splits` has arrived there; None if it has.
     """
 
-    sent: Tensor
+    counts: Tensor
     received: Tensor
     splits: Tensor
-    wait: Callable[[], None]
+    copied: torch.cuda.Event | None
 
 
 _groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
 """The ranks between which the tokens of experts are exchanged, once that has happened."""
-_started: WeakKeyDictionary[nn.Module, _Counts] = WeakKeyDictionary()
+_started: WeakKeyDictionary[nn.Module, _Exchanged] = WeakKeyDictionary()
 """What `exchange_counts` has started and `token_dispatch` has not used yet."""
 
 
 def exchange_counts(experts: nn.Module, counts: Tensor) -> None:
     """Starts the exchange of the counts that `experts` will be called with.
 
-    Not in the recomputation of a checkpoint, which has the result or is not waited for.
+    It does nothing in a recomputation. Under op-level checkpointing the result is saved there;
+    under full checkpointing `token_dispatch` makes the exchange.
     """
     group = _groups.get(experts)
     if group is not None and torch._C._current_graph_task_id() == -1:
-        _started[experts] = _exchanged(counts, group, wait=False)
+        _started[experts] = _exchange_counts(counts, group, blocking=False)
 
 
-def _exchanged(counts: Tensor, group: ProcessGroup, wait: bool) -> _Counts:
-    ranks = group.size()
+def _exchange_counts(counts: Tensor, group: ProcessGroup, blocking: bool) -> _Exchanged:
     with torch.no_grad():
         with inside_checkpoint():
-            sent = all_to_all_single(counts, None, None, group)
-        received = _c10d.wait_tensor.default(sent)
-        splits = torch.stack((counts, received)).view(2, ranks, -1).sum(-1)
+            arriving = all_to_all_single(counts, None, None, group)
+        received = _c10d.wait_tensor.default(arriving)
+        splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
         with inside_checkpoint():
-            splits = splits.to("cpu", non_blocking=not wait)
-    if wait or not counts.is_cuda:
-        return _Counts(counts, received, splits, lambda: None)
-    return _Counts(counts, received, splits, torch.cuda.current_stream().record_event().synchronize)
+            splits = splits.to("cpu", non_blocking=not blocking)
+    pending = not blocking and counts.is_cuda
+    copied = torch.cuda.current_stream().record_event() if pending else None
+    return _Exchanged(counts, received, splits, copied)
 
 
 def all_to_all_single(
@@ -115,10 +114,11 @@ def token_dispatch(
     rows, counts = inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
     exchanged = _started.pop(mod, None)
-    if exchanged is None or exchanged.sent is not counts:
-        exchanged = _exchanged(counts, group, wait=True)
+    if exchanged is None or exchanged.counts is not counts:
+        exchanged = _exchange_counts(counts, group, blocking=True)
     _groups[mod] = group
-    exchanged.wait()
+    if exchanged.copied is not None:
+        exchanged.copied.synchronize()
     self.input_splits, self.output_splits = exchanged.splits.tolist()
     rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
     self.input_shape, rows, self.permuted_indices, sizes = expert_parallel._permute(
