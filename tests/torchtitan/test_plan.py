@@ -213,6 +213,7 @@ def test_fsdp_gathers_and_reduces_once_for_each_pipeline():
     """As torchtitan with PP 2 and FSDP 2 does: its schedule keeps what it has gathered."""
     h200 = times.load("h200")
     accumulated = ("--training.global_batch_size", "32", "--training.local_batch_size", "4")
+    assert run_of("llama3_8b", FSDP_2).can_exchange_gradients
     runs = {}
     for size in ("1", "2", "4"):
         micro = ("--parallelism.pipeline_parallel_microbatch_size", size)
@@ -220,6 +221,7 @@ def test_fsdp_gathers_and_reduces_once_for_each_pipeline():
     assert [
         (run.batches.micro_batches, run.gathers, run.batches.rounds) for run in runs.values()
     ] == [*((16, 4, 4), (8, 4, 4), (4, 4, 4))]
+    assert not any(run.can_exchange_gradients for run in runs.values())  # FSDP2 adds them in FP32
     fsdp = [predict(run, h200).parts["FSDP"] for run in runs.values()]
     assert fsdp == pytest.approx([fsdp[0]] * 3)
     # Four pipelines, each of four micro-batches on four stages, fill and drain: 4 x (4 + 3).
@@ -306,10 +308,9 @@ def test_where_the_cpu_waits_for_the_gpu():
 
 
 def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
-    flags = (*FSDP_2, *SHORT, *GATHER, RECIPE, "rowwise")
-    run, slow = run_of("llama3_8b", flags), with_slow_cpu()
-    found = advice_of(run, slow)
-    assert found[0].startswith("Set fsdp_all_gather = false: the step takes"), found
+    flags, slow = (*FSDP_2, *SHORT, *GATHER, RECIPE, "rowwise"), with_slow_cpu()
+    found = advice_of(run := run_of("llama3_8b", flags), slow)
+    assert found[0].startswith("Set fsdp_all_gather = false: the step takes")
     assert found[-1].startswith("The GPU waits")
     assert "fsdp_all_gather = false\n" in advice.fragment(run, advice.changes(run, slow), slow)
 

@@ -129,10 +129,14 @@ class Run:
 
     @property
     def can_exchange_gradients(self) -> bool:
-        """Whether FP8 runs send bf16 gradients as bf16 (`gradient_reduction.py`)."""
+        """Whether FP8 runs send bf16 gradients as bf16 (`gradient_reduction.py`).
+
+        Under pipeline parallelism FSDP2 adds them up in FP32 first.
+        """
         dims, to_fp32 = self.dims, self.reduce_bytes == 4
         on_one_host = dims.dp_shard * dims.cp * dims.tp <= GPUS_OF_HOST
-        return self.mixed_precision_param == "bfloat16" and to_fp32 and on_one_host
+        from_bf16 = self.mixed_precision_param == "bfloat16" and not dims.pp_enabled
+        return from_bf16 and to_fp32 and on_one_host
 
     @property
     def mixed_precision(self) -> bool:
