@@ -9,10 +9,10 @@ as result.json, which render_benchmarks.py reads. A run that fails is reported i
 others go on, and the exit status is 1.
 
 After the N steps, some more are traced (`bench_plans_plugin.py`). They count for neither tokens/s
-nor losses. Idle is the share of a step in which no kernel of rank 0 runs. It is that of the
-shortest of the steps that are traced without the events of the CPU. "gathered GB" is what
-all-gathers receive; under FSDP alone, they are those of parameters. The loss is the mean of the
-last five that were logged.
+nor losses. Idle is the share of a step in which no kernel of rank 0 runs. It is taken from the
+shortest step of the second trace, which has no events of the CPU; a mean over all steps would be
+larger. "gathered GB" is what all-gathers receive; under FSDP alone, they are those of parameters.
+The loss is the mean of the last five that were logged.
 """
 
 import argparse
