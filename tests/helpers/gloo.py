@@ -23,7 +23,7 @@ PRELOAD = "plan_ranks"
 """The module that the server has imported when it forks the ranks."""
 
 
-def spawn(worker: Callable, ranks: int, *args, timeout: float = 180) -> None:
+def spawn(worker: Callable, ranks: int, *args, timeout: float = 400) -> None:
     """Runs `worker(rank, *args)` on each of `ranks` ranks of one process group.
 
     `worker` must be importable: a function at the top level of a module.

@@ -205,7 +205,7 @@ def accumulate_on_one_rank(rank: int) -> None:
 
 
 def test_ranks_that_accumulate_different_gradients_reduce_in_the_same_way():
-    gloo.spawn(accumulate_on_one_rank, 2, timeout=60)
+    gloo.spawn(accumulate_on_one_rank, 2)
 
 
 def test_without_a_kernel_nothing_is_exchanged():
