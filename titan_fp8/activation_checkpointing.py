@@ -37,7 +37,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _pop_mode,
+    _pop_mode_temporarily,
+    _push_mode,
+)
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_fp8.ops.registry import mode_ignores_ops
@@ -105,7 +110,7 @@ def _is_running(args: tuple) -> bool:
 
 
 class _Left(threading.local):
-    """The mode that the innermost `outside_checkpoint` of this thread has taken away."""
+    """The mode that `outside_checkpoint` has taken away in this thread, until it is back."""
 
     mode: TorchDispatchMode | None = None
 
@@ -122,13 +127,11 @@ def outside_checkpoint() -> Iterator[None]:
     if not mode_ignores_ops():
         yield
         return
-    before, mode = _left.mode, _pop_mode()
-    _left.mode = mode
-    try:
-        yield
-    finally:
-        _left.mode = before
-        _push_mode(mode)
+    with _pop_mode_temporarily() as _left.mode:
+        try:
+            yield
+        finally:
+            _left.mode = None
 
 
 @contextlib.contextmanager

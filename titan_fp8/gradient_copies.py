@@ -29,10 +29,14 @@ def copy_by_kernel(copy_in: Callable) -> Callable:
     return copy
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels of `kernels/gradients.py` run there."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def fits_kernel(gradients: Sequence[Tensor], buffer: Tensor, ranks: int) -> bool:
     """Whether the kernel can copy them: plain contiguous tensors whose rows divide evenly."""
-    on_nvidia = buffer.is_cuda and torch.version.hip is None
-    return on_nvidia and all(
+    return has_kernels(buffer.device) and all(
         type(g) is Tensor
         and g.is_contiguous()
         and g.shape[0]

@@ -22,6 +22,7 @@ the same: both ways divide in FP32 and round once.
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8.gradient_copies import PART_LIMIT
+from titan_fp8.gradient_copies import PART_LIMIT, has_kernels
 
 
 def in_bf16(foreach_reduce: Callable) -> Callable:
@@ -91,7 +92,8 @@ def _can_be_exchanged(given: dict[str, Any]) -> bool:
 
     group = given["reduce_scatter_group"]
     ranks = group.size()
-    part = sum(-(-g.shape[0] // ranks) * g[:1].numel() for g in given["unsharded_grads"])
+    shapes = (gradient.shape for gradient in given["unsharded_grads"])
+    part = sum(-(-rows // ranks) * math.prod(others) for rows, *others in shapes)
     return (
         ranks > 1
         and type(given["reduce_scatter_comm"]) is DefaultReduceScatter
@@ -99,13 +101,9 @@ def _can_be_exchanged(given: dict[str, Any]) -> bool:
         and _all_are_bf16(given)
         and not any(hasattr(param, "titan_fp8_accumulates") for param in given["fsdp_params"])
         and 0 < part < PART_LIMIT
-        and has_kernel(given["device"])
+        and has_kernels(given["device"])
         and on_one_host(group)
     )
-
-
-def has_kernel(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
 
 
 def on_one_host(group: dist.ProcessGroup) -> bool:

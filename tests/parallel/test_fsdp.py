@@ -3,7 +3,7 @@
 import gloo
 import pytest
 import torch
-from gradient_kernel import CopyGradient
+from gradient_kernel import CopyGradient, Experts
 from titan import CONVERTERS, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,18 +16,6 @@ from titan_fp8.kernels import gradients as kernels
 from titan_fp8.patches import GRADIENT_COPIES
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 5, 8)) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(4, 8, 5))
-        self.bias = nn.Parameter(torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.bmm(x, self.w1.mT) * torch.bmm(x, self.w3.mT)
-        return torch.bmm(self.w2, h.mT).sum() * self.bias.sum()
 
 
 def gradients(ranks: int) -> list[Tensor]:
@@ -72,7 +60,7 @@ def test_gradients_are_those_of_fsdp2s_own_copies(ranks):
 class OnGPU:
     """What `fits_kernel` asks of a buffer."""
 
-    is_cuda = True
+    device = torch.device("cuda")
 
 
 @pytest.mark.parametrize(

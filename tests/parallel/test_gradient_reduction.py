@@ -13,7 +13,7 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from gradient_kernel import SumGradients
+from gradient_kernel import Experts, SumGradients
 from titan import one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,26 +28,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
-class Experts(nn.Module):
-    """Parameters whose first dimensions divide by two ranks, and some that do not."""
-
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 5, 8)) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(5, 8, 5))
-        self.bias = nn.Parameter(torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.bmm(x, self.w1.mT) * torch.bmm(x, self.w3.mT)
-        return torch.bmm(self.w2[:4], h.mT).sum() * self.bias.sum() + self.w2[4].sum()
-
-
 def gradients(
     ranks: tuple[int, ...], dtype: torch.dtype, factor: float | None, force_sum: bool
 ) -> list[Tensor]:
     """Gradients of two batches, the second added to the first, from parameters of this dtype."""
     torch.manual_seed(0)
-    model = Experts().to(dtype)
+    model = Experts(unused=1).to(dtype)
     names = ("replicate", "shard")[-len(ranks) :]
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=names)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
@@ -95,7 +81,7 @@ def patched() -> Iterator[list]:
         monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", wrapped)
         accumulate = gradient_reduction.noting_accumulation(FSDPParam.to_accumulated_grad_if_needed)
         monkeypatch.setattr(FSDPParam, "to_accumulated_grad_if_needed", accumulate)
-        monkeypatch.setattr(gradient_reduction, "has_kernel", lambda device: True)
+        monkeypatch.setattr(gradient_reduction, "has_kernels", lambda device: True)
         monkeypatch.setattr(kernels, "sum_gradients_kernel", SumGradients())
         total = kernels.sum_gradients.__wrapped__
         monkeypatch.setattr(gradient_reduction, "_kernel", lambda: total)
@@ -162,7 +148,7 @@ def leave_to_fsdp2(rank: int) -> None:
             os.environ["LOCAL_WORLD_SIZE"] = ranks_of_host
         else:
             os.environ.pop("LOCAL_WORLD_SIZE", None)
-        _, seen = patched_gradients((2,), FP32, 2.0, force_sum=True)
+        _, seen = patched_gradients((2,), FP32, 2.0)
         assert seen == 2 * [(FP32, "DefaultReduceScatter")]
         assert not gradient_reduction.on_one_host(dist.group.WORLD)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -173,6 +159,19 @@ def leave_to_fsdp2(rank: int) -> None:
 
 def test_reductions_between_hosts_and_forced_sums_are_left_to_fsdp2():
     gloo.spawn(leave_to_fsdp2, 2)
+
+
+def reduce_replicas(rank: int) -> None:
+    """Each of two replicas has the whole unit."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    expected = gradients((2, 1), BF16, 2.0, False)
+    found, seen = patched_gradients((2, 1), BF16, 2.0)
+    assert seen == 2 * [(FP32, "DefaultReduceScatter")]
+    assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {BF16}
+
+
+def test_gradients_of_replicas_are_reduced_in_fp32():
+    gloo.spawn(reduce_replicas, 2)
 
 
 class TwoLayers(nn.Module):
@@ -209,4 +208,4 @@ def test_ranks_that_accumulate_different_gradients_reduce_in_the_same_way():
 
 
 def test_without_a_kernel_nothing_is_exchanged():
-    assert not gradient_reduction.has_kernel(torch.device("cpu"))
+    assert not gradient_reduction.has_kernels(torch.device("cpu"))
