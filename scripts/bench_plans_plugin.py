@@ -25,8 +25,8 @@ LAYERS = {
 BETWEEN = 8
 """Steps from the end of the earlier trace to that of the later one."""
 
-WARM_UP = 4
-"""How many steps before its end the later trace warms up; it records those that follow."""
+RECORDED = 4
+"""Steps of the later trace, which warms up in the step before them."""
 
 
 class TwoTraces(torch.profiler.profile):
@@ -47,9 +47,9 @@ class TwoTraces(torch.profiler.profile):
                 return last
             if earlier is not none:
                 return earlier
-            if last in (schedule(step + n) for n in range(1, WARM_UP)):
+            if last in (schedule(step + n) for n in range(1, RECORDED)):
                 return ProfilerAction.RECORD
-            return ProfilerAction.WARMUP if schedule(step + WARM_UP) is last else none
+            return ProfilerAction.WARMUP if schedule(step + RECORDED) is last else none
 
         super().__init__(schedule=twice, **options)
 

@@ -320,7 +320,7 @@ def test_training_does_not_change(tmp_path, text, recipe, flags):
 
 
 def note_order(rank: int, folder: Path, text: Path) -> None:
-    """On one of two ranks: what happens around the experts, in forward and in backward."""
+    """On one of two ranks: the order of what happens around the experts."""
     folder = folder / str(rank)
     folder.mkdir()
     flags = (*training(text, folder), *COMPILE, *CHECKPOINTING["op"])
@@ -354,7 +354,7 @@ def note_order(rank: int, folder: Path, text: Path) -> None:
         events.append("step")
         loss_and_gradients(t)
     first, second = "/".join(events).split("/step/")
-    # In the first forward the group is not known yet; backward never starts early.
+    # In the first forward the group is not known yet.
     assert first.startswith("unshard/counts/")
     layer = "counts/all_to_all_single/unshard/all_to_all_single/all_to_all_single"
     assert second.startswith(layer), second

@@ -67,15 +67,15 @@ def run_of(config: str, flags: tuple[str, ...], ngpu: int | None = None) -> Run:
     return config_run(str(ROOT / "configs" / f"{config}.toml"), list(flags), ngpu)
 
 
-def with_slow_cpu() -> times.Times:
-    """The H200 with a CPU that takes three times as long."""
+def with_slow_cpu(factor: float = 3) -> times.Times:
+    """The H200 with a CPU that takes `factor` times as long."""
     h200 = times.load("h200")
     slow = {}
     for key, value in h200.host.items():
         if isinstance(value, dict):
-            slow[key] = {each: 3 * us for each, us in value.items()}
+            slow[key] = {each: factor * us for each, us in value.items()}
         elif key.endswith("_us"):
-            slow[key] = 3 * value
+            slow[key] = factor * value
     return replace(h200, host=h200.host | slow)
 
 
@@ -212,8 +212,8 @@ def test_batches_pipelines_and_all_ranks():
 def test_fsdp_gathers_and_reduces_once_for_each_pipeline():
     """As torchtitan with PP 2 and FSDP 2 does: its schedule keeps what it has gathered."""
     h200 = times.load("h200")
-    accumulated = ("--training.global_batch_size", "32", "--training.local_batch_size", "4")
     assert run_of("llama3_8b", FSDP_2).can_exchange_gradients
+    accumulated = ("--training.global_batch_size", "32", "--training.local_batch_size", "4")
     runs = {}
     for size in ("1", "2", "4"):
         micro = ("--parallelism.pipeline_parallel_microbatch_size", size)
@@ -221,7 +221,7 @@ def test_fsdp_gathers_and_reduces_once_for_each_pipeline():
     assert [
         (run.batches.micro_batches, run.gathers, run.batches.rounds) for run in runs.values()
     ] == [*((16, 4, 4), (8, 4, 4), (4, 4, 4))]
-    assert not any(run.can_exchange_gradients for run in runs.values())  # FSDP2 adds them in FP32
+    assert not any(run.can_exchange_gradients for run in runs.values())
     fsdp = [predict(run, h200).parts["FSDP"] for run in runs.values()]
     assert fsdp == pytest.approx([fsdp[0]] * 3)
     # Four pipelines, each of four micro-batches on four stages, fill and drain: 4 x (4 + 3).
@@ -308,10 +308,10 @@ def test_where_the_cpu_waits_for_the_gpu():
 
 
 def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
-    flags, slow = (*FSDP_2, *SHORT, *GATHER, RECIPE, "rowwise"), with_slow_cpu()
-    found = advice_of(run := run_of("llama3_8b", flags), slow)
-    assert found[0].startswith("Set fsdp_all_gather = false: the step takes")
-    assert found[-1].startswith("The GPU waits")
+    run = run_of("llama3_8b", (*FSDP_2, *SHORT, *GATHER, RECIPE, "rowwise"))
+    found = advice_of(run, slow := with_slow_cpu(2))
+    starts = ("Set fsdp_all_gather = false: the step takes", "Leave out layers.", "The GPU waits")
+    assert len(found) == 3 and all(map(str.startswith, found, starts))
     assert "fsdp_all_gather = false\n" in advice.fragment(run, advice.changes(run, slow), slow)
 
 
