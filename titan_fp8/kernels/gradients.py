@@ -63,7 +63,8 @@ def sum_gradients_kernel(
     """Adds the parts of all ranks in FP32, in the order of the ranks, each multiplied by SCALE."""
     i = gl.program_id(0) * TILE + gl.arange(0, TILE, LAYOUT)
     mask = i < size
-    total = gl.full([TILE], -0.0, gl.float32, LAYOUT)  # what leaves the sign of a zero
+    # -0.0, so that zeros keep their sign. gl.full(-0.0) is +0.0.
+    total = gl.full([TILE], -(2**31), gl.int32, LAYOUT).to(gl.float32, bitcast=True)
     other = received
     for _ in range(rank):
         total += gl.load(other + i, mask=mask).to(gl.float32) * SCALE
