@@ -134,10 +134,9 @@ def test_checkpoints_see_ops_only_where_they_save_some(job, monkeypatch, seen):
             results.append((loss_and_gradients(t), set(seen)))
     (want, with_mode), (got, without) = results
     assert not [name for name in want if not torch.equal(got[name], want[name])]
-    gather = torch.ops.titan_fp8.gather_rows.default
-    assert gather in with_mode and gather not in without and without < with_mode
+    assert without < with_mode
     assert not _op_sac_save_list & with_mode  # so nothing is lost without the mode
-    assert not [op for op in with_mode if "swiglu" in str(op)]
+    assert not [op for op in with_mode if "titan_fp8" in str(op)]
 
 
 def test_checkpoints_see_what_uncompiled_code_of_a_region_calls(job, monkeypatch, seen):
@@ -147,8 +146,8 @@ def test_checkpoints_see_what_uncompiled_code_of_a_region_calls(job, monkeypatch
         loss_and_gradients(t)
         seen.clear()
         loss_and_gradients(t)
-    assert {torch.ops.aten.mm.default, torch.ops.titan_fp8.gather_rows.default} <= set(seen)
-    assert not [op for op in seen if "swiglu" in str(op)]
+    assert torch.ops.aten.mm.default in seen
+    assert not [op for op in seen if "titan_fp8" in str(op)]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ torch.compile merge equal calls, such as the quantization of an input that wq, w
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -43,13 +43,16 @@ NAMESPACE = "titan_fp8"
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes that quantizers read and GEMMs write."""
 NAMES: list[str] = []
-"""The names of all ops, in the order of their definition."""
+"""The names of all ops of one step, in the order of their definition."""
+FP8_OPS: set[torch._ops.OpOverload] = set()
+"""The ops that launch Hopper kernels, all of them in `NAMES`."""
 
 direct = SimpleNamespace()
-"""The ops as functions that skip PyTorch's dispatcher where possible, which saves 10 us a call.
+"""The ops as functions that skip PyTorch's dispatcher where possible, which saves 7 us a call.
 
 torch.compile, dispatch modes such as activation checkpointing's, and subclasses of Tensor need the
-dispatcher. These functions record no gradients: call them with grad mode off.
+dispatcher. These functions record no gradients: call them with grad mode off. With grad mode off
+`torch.ops.titan_fp8` skips the dispatcher in the same cases. Code from torch.compile calls it.
 """
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -149,8 +152,8 @@ def _define(
     fp8: the op launches Hopper kernels, which can be replayed, and may have `emulate`.
     """
     name = stub.__name__
-    parameters = list(inspect.signature(stub).parameters)
-    positions = [parameters.index(argument) for argument in checked]
+    parameters = inspect.signature(stub).parameters
+    positions = [list(parameters).index(argument) for argument in checked]
 
     def run(x: Tensor, *args: Any, **options: Any) -> Any:
         x = x.contiguous()
@@ -158,33 +161,79 @@ def _define(
             _check(name, checked, [(x, *args)[i] for i in positions])
         if not x.is_cuda:
             return compute(x, *args, **options)
-        on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
-        # Kernels are launched on the current device.
-        if x.get_device() == torch._C._cuda_getDevice():
-            return on_gpu(x, *args, **options)
-        with torch.cuda.device(x.device):
-            return on_gpu(x, *args, **options)
+        on_gpu = replays(compute) if fp8 and not options.get("emulate") else compute
+        return on_device_of(x, on_gpu, x, *args, **options)
 
-    schema = name + torch.library.infer_schema(stub, mutates_args=())
-    _library.define(schema)
-    # torch.compile's caches on disk do not notice that the arguments of an op have changed.
-    caches = torch.compiler.config
-    caches.cache_key_tag = hashlib.sha256((caches.cache_key_tag + schema).encode()).hexdigest()
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", stub, lib=_library)
+    overload = register(name, torch.library.infer_schema(stub, mutates_args=()), run, stub)
     NAMES.append(name)
-    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    dispatch = overload._op
 
     def call(*args: Any, **options: Any) -> Any:
-        if not _needs_dispatcher(args):
+        if not needs_dispatcher(args):
             return run(*args, **options)
         if mode_ignores_ops():
             with _pop_mode_temporarily():
                 return call(*args, **options)
-        return overload(*args, **options)
+        return (overload if torch.compiler.is_compiling() else dispatch)(*args, **options)
 
     setattr(direct, name, call)
     _overloads[call] = overload
+    # From here on `overload` has another hash.
+    overload._op = _without_dispatcher(call, dispatch, parameters, overload._schema)
+    if fp8:
+        FP8_OPS.add(overload)
+
+
+def register(
+    name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Defines `torch.ops.titan_fp8.<name>`, which `run` computes.
+
+    Args:
+        signature: the arguments and results of its schema.
+        fake: makes the outputs of tensors without data.
+    """
+    _library.define(name + signature)
+    # torch.compile's caches on disk do not notice that the arguments of an op have changed.
+    caches = torch.compiler.config
+    tag = (caches.cache_key_tag + name + signature).encode()
+    caches.cache_key_tag = hashlib.sha256(tag).hexdigest()
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _without_dispatcher(
+    call: Callable[..., Any],
+    dispatch: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    schema: torch.FunctionSchema,
+) -> Callable[..., Any]:
+    """What an overload calls, in place of `dispatch`: `call` if no gradients are recorded.
+
+    Code from torch.compile calls overloads. It passes arguments that have defaults by name, and a
+    default dtype as PyTorch's number for it.
+    """
+    numbers = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    positional = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    defaults = [
+        (p.name, p.default, numbers[p.name] if isinstance(p.default, torch.dtype) else None)
+        for p in positional
+        if p.default is not p.empty
+    ]
+    required = len(positional) - len(defaults)
+
+    def call_overload(*args: Any, **options: Any) -> Any:
+        given = len(args) - required  # of those with defaults
+        if given < 0 or torch.is_grad_enabled() or not _PLAIN.issuperset(map(type, args)):
+            return dispatch(*args, **options)
+        values = [*args]
+        for name, default, number in defaults[given:]:
+            value = options.pop(name, default)
+            values.append(default if number is not None and value == number else value)
+        return call(*values, **options)
+
+    return call_overload
 
 
 def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,19 +246,27 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(x: Tensor, *args: Any) -> Any:
-        if _needs_dispatcher((x, *args)):
+        if needs_dispatcher((x, *args)):
             if mode_ignores_ops():
                 with _pop_mode_temporarily():
                     return call(x, *args)
             return function(x, *args)
         if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
             return function(x, *args)
-        return _replayed(function)(x, *args)
+        return replays(function)(x, *args)
 
     return call
 
 
-def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_device_of(x: Tensor, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls the function. Kernels are launched on the current device, so that is x's."""
+    if x.get_device() == torch._C._cuda_getDevice():
+        return function(*args, **options)
+    with torch.cuda.device(x.device):
+        return function(*args, **options)
+
+
+def replays(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that replays `function`; while ops are observed, `function` itself."""
     return _replay_of(function) if _wrap is None else function
 
@@ -221,7 +278,7 @@ def _replay_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return replayed(function)
 
 
-def _needs_dispatcher(args: Sequence[Any]) -> bool:
+def needs_dispatcher(args: Sequence[Any]) -> bool:
     """Whether an op with these arguments must be called through PyTorch's dispatcher."""
     if torch.compiler.is_compiling():
         return True
