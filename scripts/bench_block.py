@@ -9,11 +9,12 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
+from titan_fp8.graph_passes import FewerOps
+from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS
 from titan_fp8.recipe import BF16
 from titan_fp8.recomputation import with_recomputable_quantizers
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.patches import RECOMPUTABLE_QUANTIZERS
 
 
 def block_layer(args: TransformerModelArgs, tokens: int, kind: str, compiled: bool) -> Layer:
@@ -29,7 +30,7 @@ def block_layer(args: TransformerModelArgs, tokens: int, kind: str, compiled: bo
 def converted(block: nn.Module, kind: str, compiled: bool) -> Callable[..., Tensor]:
     """Converts a block in place, and returns it or its compiled version.
 
-    The patch of the compiler stays until the process ends; it changes FP8 layers only.
+    The patches of the compiler stay until the process ends; they change FP8 layers only.
     """
     if kind != BF16:
         titan_fp8.convert_linears(block, recipe=kind)
@@ -37,4 +38,5 @@ def converted(block: nn.Module, kind: str, compiled: bool) -> Callable[..., Tens
         fuse_feed_forwards(block)
         if compiled:
             RECOMPUTABLE_QUANTIZERS.apply(with_recomputable_quantizers)
+            FEWER_OPS.apply(FewerOps.after)
     return torch.compile(block, fullgraph=True) if compiled else block

@@ -211,6 +211,17 @@ RECOMPUTABLE_QUANTIZERS = Patch(
     until="torch.library has a tag for ops that are cheap to recompute.",
 )
 
+FEWER_OPS = Patch(
+    name="fewer ops",
+    targets=(Target("torch._inductor.config:post_grad_custom_post_pass"),),
+    why="After its partitioner torch.compile neither merges calls of custom ops nor drops outputs "
+    "that nothing reads (graph_passes.py).",
+    without="Compiled FP8 layers call more ops, and quantizers write more than is read: slower.",
+    versions=TORCH,
+    gain="Not measured yet.",
+    until="torch.compile launches custom ops as cheaply as its own kernels.",
+)
+
 GRADIENT_COPIES = Patch(
     name="gradient copies",
     targets=(

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_fp8.chained_pass import ChainedPass
 from titan_fp8.recipe import RECIPES, op_of
 
 _aten = torch.ops.aten
@@ -73,19 +73,14 @@ def with_recomputable_quantizers(get_default_op_list: Callable[[], Any]) -> Call
 
 
 @dataclass(frozen=True)
-class CompleteMarks(CustomGraphPass):
+class CompleteMarks(ChainedPass):
     """Marks FP8 ops and casts of forward that lie between marked nodes of one checkpoint.
 
-    To be installed as `torch._inductor.config.joint_custom_pre_pass`; runs the passes `before`
-    first. `ac_graph_id` in a mark is the number of the checkpoint in its graph. Graphs without
-    marks are left alone.
+    To be installed as `torch._inductor.config.joint_custom_pre_pass`. `ac_graph_id` in a mark is
+    the number of the checkpoint in its graph. Graphs without marks are left alone.
     """
 
-    before: tuple[CustomGraphPass, ...] = ()
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for graph_pass in self.before:
-            graph_pass(graph)
+    def run(self, graph: fx.Graph) -> None:
         marked_here = []
         for node in graph.nodes:
             if "recompute" in node.meta or not _is_forward(node) or not _may_be_marked(node):
@@ -101,16 +96,8 @@ class CompleteMarks(CustomGraphPass):
             if not any(_is_forward(n) and n.meta.get("ac_graph_id") == region for n in node.users):
                 del node.meta["recompute"], node.meta["ac_graph_id"]
 
-    def uuid(self) -> object:
-        return get_hash_for_files((__file__,)), *(each.uuid() for each in self.before)
-
-
-def complete_marks_after(existing: Any) -> CompleteMarks:
-    """The pass to install in place of `existing` (a pass, a list or None), which it runs first."""
-    if isinstance(existing, CompleteMarks):
-        return existing
-    before = existing if isinstance(existing, (list, tuple)) else [existing] if existing else ()
-    return CompleteMarks(tuple(before))
+    def files(self) -> tuple[str, ...]:
+        return (__file__,)
 
 
 def _may_be_marked(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import functools
 from array import array
 
 import pytest
@@ -17,6 +18,7 @@ from titan_fp8.kernels import gradients, hopper, launch, replay
 from titan_fp8.kernels.hopper import gemm_blockwise, quantize_rowwise_one_pass
 from titan_fp8.kernels.replay import replayed
 from titan_fp8.ops import gemm, registry, swiglu
+from titan_fp8.ops.sequence import Place, Step, encode, run_steps
 
 
 class Launch(ctypes.Structure):
@@ -136,6 +138,20 @@ def experts():
     return both, make
 
 
+def three_layers():
+    """A sequence of `torch.compile`: linear layers that share an input."""
+    layer = functools.partial(Step, "blockwise_fprop", options={})
+    steps = [Step("quantize_1x128", (Place(0, 0),), {})]
+    steps += [layer((Place(1, 0), Place(1, 1), Place(0, n))) for n in (1, 2, 3)]
+    run = encode(steps, [Place(n, 0) for n in (2, 3, 4)])
+
+    def make():
+        shapes = (320, 384), (272, 384), (128, 384), (128, 384)
+        return tuple(torch.randn(shape).bfloat16() for shape in shapes)
+
+    return lambda *tensors: run_steps(*tensors, run), make
+
+
 HOPPER = {
     "blockwise": product("blockwise", None),
     "blockwise, groups": product("blockwise", (5, 5, 200)),
@@ -144,6 +160,7 @@ HOPPER = {
     "rowwise_with_gw_hp, which calls torch.mm": product("rowwise_with_gw_hp", None),
     "rowwise, groups": product("rowwise", (128, 320)),
     "experts": experts(),
+    "a sequence": three_layers(),
 }
 
 

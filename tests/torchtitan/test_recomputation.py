@@ -16,7 +16,6 @@ from titan_fp8.layouts import E4M3
 from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, restore
 from titan_fp8.recomputation import (
     CompleteMarks,
-    complete_marks_after,
     with_recomputable_quantizers,
 )
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
@@ -157,8 +156,8 @@ def test_other_passes_still_run():
             return "other"
 
     with inductor_config.patch(joint_custom_pre_pass=Other()):
-        CHECKPOINT_MARKS.apply(complete_marks_after)
-        CHECKPOINT_MARKS.apply(complete_marks_after)
+        CHECKPOINT_MARKS.apply(CompleteMarks.after)
+        CHECKPOINT_MARKS.apply(CompleteMarks.after)
         mine = inductor_config.joint_custom_pre_pass
         assert isinstance(mine, CompleteMarks) and len(mine.before) == 1
         kept_in_fp8(SwiGLU(), torch.randn(32, 64))

@@ -5,7 +5,7 @@ Importing this package registers them. `registry.py` says how an op is defined. 
 recipe, is defined in `titan_fp8.gemms`.
 """
 
-from titan_fp8.ops import gathered, gemm, permute, quantize, swiglu  # noqa: F401  (define the ops)
+from titan_fp8.ops import gathered, gemm, permute, quantize, sequence, swiglu  # noqa: F401  (define the ops)
 from titan_fp8.ops.registry import (
     DTYPES,
     NAMES,

@@ -11,7 +11,13 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, gradient_reduction, profiler_ranges, recomputation
+from titan_fp8 import (
+    activation_checkpointing,
+    gradient_reduction,
+    graph_passes,
+    profiler_ranges,
+    recomputation,
+)
 from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8
@@ -67,7 +73,9 @@ class _Converter(QuantizationConverter):
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
         if self.compiles and self.job_config.activation_checkpoint.mode in ("full", "selective"):
-            patches.CHECKPOINT_MARKS.apply(recomputation.complete_marks_after)
+            patches.CHECKPOINT_MARKS.apply(recomputation.CompleteMarks.after)
+        if self.compiles:
+            patches.FEWER_OPS.apply(graph_passes.FewerOps.after)
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
 

@@ -12,7 +12,13 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, gradient_reduction, profiler_ranges, recomputation
+from titan_fp8 import (
+    activation_checkpointing,
+    gradient_reduction,
+    graph_passes,
+    profiler_ranges,
+    recomputation,
+)
 from titan_fp8.checks import (
     ConversionReport,
     check_patterns,
@@ -168,6 +174,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
     patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
     patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
+    patches.FEWER_OPS.apply(graph_passes.FewerOps.after)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
     patches.GRADIENT_COPIES.apply(copy_by_kernel)
     patches.GRADIENT_REDUCTION.apply(

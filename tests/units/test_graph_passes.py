@@ -1,0 +1,171 @@
+"""Graph passes: quantizers write what is read, connected ops become sequences, bits stay."""
+
+import weakref
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import titan_fp8
+from titan_fp8.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
+from titan_fp8.ops import sequence
+from titan_fp8.ops.sequence import Place, Step, encode
+from titan_fp8.recipe import RECIPES, op_of
+
+fp8 = torch.ops.titan_fp8
+M, N, K = 160, 96, 144
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape).bfloat16() for shape in shapes]
+
+
+def names(graph_module) -> Counter:
+    """How often the graph calls each op of titan_fp8."""
+    ops = [n.target for n in graph_module.graph.nodes if "titan_fp8" in str(n.target)]
+    return Counter(op._opname for op in ops)
+
+
+def check(function, inputs, *passes) -> tuple[Counter, list[list[str]]]:
+    """The ops after the passes, and the steps of each sequence. Outputs are the same."""
+    traced = make_fx(function, tracing_mode="fake")(*inputs)
+    traced.graph.eliminate_dead_code()
+    want = traced(*inputs)
+    for each in passes:
+        each(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    assert all(torch.equal(a, b) for a, b in zip(traced(*inputs), want, strict=True))
+    sequences = [n.args[1] for n in traced.graph.nodes if n.target is sequence.OVERLOAD]
+    return names(traced), [[step.op for step in sequence._decode(s)[0]] for s in sequences]
+
+
+READ = {"rows": (0, 1), "columns": (2, 3), "q alone": (0,), "both": (0, 1, 2)}
+
+
+@pytest.mark.parametrize("ends", [None, (5, 160)], ids=["dense", "groups"])
+@pytest.mark.parametrize("read", READ)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantizer_writes_what_is_read(recipe, read, ends):
+    stages = RECIPES[recipe]
+    offs = () if ends is None else (torch.tensor(ends, dtype=torch.int32),)
+
+    def quantize(x, *offs):
+        outputs = stages.quantize_rows_and_columns(x, *offs or (None,), False, emulate=True)
+        return [outputs[i].view(torch.uint8) if i % 2 == 0 else outputs[i] for i in READ[read]]
+
+    kinds = {"columns": stages.quantize_columns, "both": stages.quantize_rows_and_columns}
+    expected = op_of(kinds.get(read, stages.quantize_rows))._opname
+    assert check(quantize, [*tensors((M, K)), *offs], narrow_quantizers)[0] == {expected: 1}
+
+
+def test_layers_that_share_an_input_become_one_sequence():
+    def three(x, *weights):
+        q, s, *_ = fp8.quantize_1x128_128x1_t(x)
+        return [fp8.blockwise_fprop(q, s, w) for w in weights]
+
+    ops, sequences = check(three, tensors((M, K), (N, K), (N, K), (2 * N, K)), FewerOps())
+    assert ops == {"sequence": 1}
+    assert sequences == [["quantize_1x128", *["blockwise_fprop"] * 3]]
+
+
+def test_backward_products_of_one_input_become_one_sequence():
+    def backward(x, w1, w2, g1, g2):
+        columns = fp8.quantize_1x128_128x1_t(x)[2:]
+        layout = None, False, torch.bfloat16, torch.float32, "blockwise"
+        first = fp8.product_backward(g1, w1, None, *columns, *layout)
+        g2 = g2 * first[0].sum()  # An op between them, which needs the first.
+        return *first, *fp8.product_backward(g2, w2, None, *columns, *layout)
+
+    inputs = tensors((M, K), (N, K), (N, K), (M, N), (M, N))
+    ops, sequences = check(backward, inputs, FewerOps())
+    assert ops == {"sequence": 1, "product_backward": 1}
+    assert sequences == [["quantize_128x1_t", "product_backward"]]
+
+
+def test_layers_one_after_the_other_stay_apart():
+    def chain(x, w1, w2):
+        for w in (w1, w2):
+            x = fp8.rowwise_fprop(*fp8.quantize_row(x), w).relu()
+        return (x,)
+
+    ops, sequences = check(chain, tensors((M, K), (K, K), (K, K)), FewerOps())
+    assert ops == {"sequence": 2} and sequences == [["quantize_row", "rowwise_fprop"]] * 2
+
+
+def test_sequences_that_would_need_each_other_are_not_made():
+    def crossed(x1, x2, w):
+        a, b = fp8.quantize_row(x1), fp8.quantize_row(x2)
+        first = fp8.rowwise_fprop(*a, w * b[1].sum())
+        return first, fp8.rowwise_fprop(*b, w * a[1].sum())
+
+    ops, sequences = check(crossed, tensors((M, K), (M, K), (N, K)), FewerOps())
+    assert len(sequences) == 1 and ops["rowwise_fprop"] == ops["quantize_row"] == 1
+
+
+def test_sequences_have_a_limit():
+    def many(x, *weights):
+        q, s = fp8.quantize_1x128(x)
+        return [fp8.blockwise_fprop(q, s, w) for w in weights]
+
+    _, sequences = check(many, tensors((M, K), *[(N, K)] * 10), merge_ops)
+    assert [*map(len, sequences)] == [MAX_STEPS, 3]
+
+
+def test_a_sequence_frees_what_no_later_step_reads(monkeypatch):
+    made, alive = [], []
+
+    def step(x, *_):
+        alive.append([output() is not None for output in made])
+        y = x + 1
+        made.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(sequence.registry, "direct", SimpleNamespace(a=step, b=step, c=step))
+    steps = [Step("a", (Place(0, 0),), {}), Step("b", (Place(1, 0), Place(0, 1)), {})]
+    steps.append(Step("c", (Place(2, 0), None, torch.float32, 1.5, "text", True), {}))
+    (result,) = sequence.run_steps(*torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
+    assert torch.equal(result, torch.full((3,), 3.0))
+    assert alive == [[], [True], [False, True]]
+
+
+def test_a_sequence_takes_no_other_arguments():
+    with pytest.raises(TypeError, match=r"no argument of a sequence: \[1\]"):
+        encode([Step("quantize_row", ([1],), {})], [])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.wq, self.wk, self.wo = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.wo(self.wq(h).sigmoid() * self.wk(h))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_block_computes_the_same(monkeypatch, recipe):
+    calls = []
+    run = sequence._run
+    monkeypatch.setattr(sequence, "_run", lambda *args: calls.append(args[1]) or run(*args))
+    block = Block().bfloat16()
+    titan_fp8.convert_linears(block, recipe=recipe, filter_fqns=())
+    x = torch.randn(256, 64).bfloat16().requires_grad_()
+    g = torch.randn_like(x)
+    results = []
+    for graph_pass in (None, FewerOps()):
+        torch._dynamo.reset()
+        options = {"force_disable_caches": True, "post_grad_custom_post_pass": graph_pass}
+        with inductor_config.patch(options):
+            y = torch.compile(block, fullgraph=True)(x)
+            gradients = torch.autograd.grad(y, (x, *block.parameters()), g)
+        results.append((y, *gradients))
+    # Forward has two, backward that of wq and wk, if it reads FP8 columns that they share.
+    assert len(calls) == (2 if RECIPES[recipe].wgrad_in_bf16 else 3)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -1,0 +1,132 @@
+"""An op that runs several FP8 ops one after the other, for code from torch.compile.
+
+Each call of an op takes the CPU 20 to 40 us, more than many of its kernels run. A sequence is
+called once, and its launches are replayed together. What only its own ops read is a temporary of
+the replay and no tensor. `graph_passes.py` puts sequences into graphs.
+
+Compiled code is cached on disk, so a sequence is a string, JSON:
+
+    [[[op, arguments, options], ...], results]
+
+An argument is null, a boolean, a number, a string, {"dtype": name} or {"tensor": [step, output]}.
+Steps count from 1; the "outputs" of step 0 are the tensors that the op is given. The results are
+pairs of step and output, too.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode_temporarily
+
+from titan_fp8.ops import registry
+
+
+class Place(NamedTuple):
+    """Where the tensor of an argument or a result comes from."""
+
+    step: int
+    output: int
+
+
+class Step(NamedTuple):
+    """A call of the op that `torch.ops.titan_fp8` has under this name."""
+
+    op: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
+    """The string of a sequence.
+
+    Raises:
+        TypeError: an argument is none of those that a string can hold.
+    """
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, Place):
+            return {"tensor": argument}
+        if isinstance(argument, torch.dtype):
+            return {"dtype": str(argument).removeprefix("torch.")}
+        if argument is None or isinstance(argument, (bool, int, float, str)):
+            return argument
+        raise TypeError(f"no argument of a sequence: {argument!r}")
+
+    calls = [
+        (step.op, [*map(value, step.arguments)], {n: value(v) for n, v in step.options.items()})
+        for step in steps
+    ]
+    return json.dumps((calls, results), separators=(",", ":"))
+
+
+@functools.cache
+def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[list[Place], ...]]:
+    """The steps, the results, and for each step the places that nothing needs after it."""
+
+    def argument(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, what),) = value.items()
+        return Place(*what) if kind == "tensor" else getattr(torch, what)
+
+    calls, results = json.loads(sequence)
+    steps = tuple(Step(op, tuple(map(argument, args)), options) for op, args, options in calls)
+    kept = tuple(Place(*result) for result in results)
+    last: dict[Place, int] = {}
+    for number, step in enumerate(steps):
+        last |= {place: number for place in step.arguments if isinstance(place, Place)}
+    gone = tuple(
+        [place for place, number in last.items() if number == n and place not in kept]
+        for n in range(len(steps))
+    )
+    return steps, kept, gone
+
+
+def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
+    """Runs the sequence that is the last argument on the tensors before it."""
+    *tensors, sequence = arguments
+    steps, results, gone = _decode(sequence)
+    found: list[list[Any]] = [tensors]
+    for step, places in zip(steps, gone, strict=True):
+        args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
+        outputs = getattr(registry.direct, step.op)(*args, **step.options)
+        found.append([*outputs] if isinstance(outputs, tuple) else [outputs])
+        del args, outputs
+        for place in places:  # Frees the memory.
+            found[place.step][place.output] = None
+    return tuple([found[place.step][place.output] for place in results])
+
+
+def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    steps, _, _ = _decode(sequence)
+    if not tensors[0].is_cuda or any(step.options.get("emulate") for step in steps):
+        return list(run_steps(*tensors, sequence))
+    replay = registry.replays(run_steps)
+    return list(registry.on_device_of(tensors[0], replay, *tensors, sequence))
+
+
+def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    return list(run_steps(*tensors, sequence))
+
+
+OVERLOAD = registry.register(
+    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", _run, _fake
+)
+_dispatch = OVERLOAD._op
+
+
+def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    if torch.is_grad_enabled() or registry.needs_dispatcher(tensors):
+        if not torch.is_grad_enabled() and registry.mode_ignores_ops():
+            with _pop_mode_temporarily():
+                return _call(tensors, sequence)
+        return _dispatch(tensors, sequence)
+    return _run(tensors, sequence)
+
+
+# As in the registry: code from torch.compile calls the overload, which calls its `_op`.
+OVERLOAD._op = _call
