@@ -6,6 +6,10 @@ and W; backward quantizes g for dgrad and wgrad in one read, and W transposed. L
 input share its quantization. In a fused feed-forward the SwiGLU kernels quantize what they write,
 so w1 and w3 have no g to quantize, and w2 no h.
 
+Where compiled code quantizes x again in backward, forward writes only the rows, for fprop, and
+backward only the columns, for wgrad, or both if it repeats fprop (`graph_passes.py`). Experts are
+not compiled. A checkpointed block with experts is compiled in parts, and repeats forward as it was.
+
 With `fsdp_all_gather` a rank quantizes its shard of W once a step instead, and backward transposes
 the gathered W.
 """
@@ -69,12 +73,12 @@ def layer_us(layer: Layer, cost: Cost, run: Run) -> float:
 def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
     """What one of these layers costs per micro-batch, in its recipe."""
     if not layer.groups:
-        cost = _product(layer, layer.n, layer.k, layer.leaf, layer.share, times)
+        cost = _product(layer, layer.n, layer.k, layer.leaf, layer.share, run, times)
     else:
         hidden, dim = layer.n, layer.k
         cost = Cost()
         for name, n, k in (("w1", hidden, dim), ("w3", hidden, dim), ("w2", dim, hidden)):
-            cost += _product(layer, n, k, name, 1.0 if name == "w2" else 0.5, times)
+            cost += _product(layer, n, k, name, 1.0 if name == "w2" else 0.5, run, times)
     received = layer.elements * gathered_bytes(layer, run) * (1 - 1 / layer.ranks)
     received *= run.gathers / run.batches.micro_batches
     if layer.groups:
@@ -87,7 +91,7 @@ def cost_of(layer: Layer, run: Run, times: Times) -> Cost:
     return replace(cost, gather=times.link_us(received), host=host)
 
 
-def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times) -> Cost:
+def _product(layer: Layer, n: int, k: int, name: str, share: float, run: Run, times: Times) -> Cost:
     m = _padded(layer)
     weight = n * k * max(layer.groups, 1)
     recipe = None if layer.recipe == BF16 else get_recipe(layer.recipe)
@@ -114,6 +118,13 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
         backward += times.quantize_us(op_name(gradient), m * k)
         backward -= times.copy_us(SWIGLU_BYTES[1] * m * k)
         cost = replace(cost, kept=0.0)
+    elif _is_narrowed(layer, run):
+        rows, columns = _rows_and_columns(recipe, m * k, times)
+        in_one_read = times.quantize_us(op_name(both), m * k)
+        with_gemm += share * rows
+        # What repeats the GEMM needs the rows as well, and reads x only once for both.
+        repeated = layer.repeats * (in_one_read - rows)
+        backward += share * (repeated + (1 - layer.repeats) * columns)
     else:
         forward += share * times.quantize_us(op_name(both), m * k)
     if not is_hidden:
@@ -121,6 +132,20 @@ def _product(layer: Layer, n: int, k: int, name: str, share: float, times: Times
     return cost + Cost(
         quantize_forward=forward, with_gemm=with_gemm, quantize_backward=backward, once=once
     )
+
+
+def _is_narrowed(layer: Layer, run: Run) -> bool:
+    """Whether forward quantizes only the rows of the layer's input."""
+    in_parts = layer.in_moe and run.repeated_rest == 1
+    return run.compiled and not layer.groups and not in_parts
+
+
+def _rows_and_columns(recipe: Recipe, elements: int, times: Times) -> tuple[float, float]:
+    """us to quantize the rows of an input, and to quantize the columns that wgrad reads."""
+    rows = times.quantize_us(op_name(recipe.quantize_rows), elements)
+    if recipe.wgrad_in_bf16:
+        return rows, 0.0
+    return rows, times.quantize_us(op_name(recipe.quantize_columns), elements)
 
 
 def _weights(

@@ -15,7 +15,7 @@ In a dense model with FP8 layers the CPU does not wait for the optimizer
 after a step that is logged. It does not wait between micro-batches either. In a model with experts
 it has no lead, because each MoE block waits for its number of tokens.
 
-FSDP2's copies of gradients count as in bf16, although FP8 runs make them in another way.
+FSDP2's copies of sharded gradients count as in bf16, although FP8 runs make them in another way.
 
 Not modeled: the ring of context parallelism, the all-reduces of DDP and HSDP, and differences
 between the ranks of a pipeline. These take as long in bf16.
@@ -232,9 +232,13 @@ def _exchanged_bytes(run: Run) -> float:
 def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) -> float:
     """What FSDP2 adds to a step: its copies, and what its gathers cost beside computation.
 
+    It copies parameters and gradients even where a rank has them whole, as with expert parallelism.
+
     Shards are cast, copied into the buffers of the collectives and sent on streams of their own.
     Gathered weights are copied out, and gradients copied in, between the kernels of the model.
     """
+    if not run.is_sharded:
+        return 0.0
     rounds, from_fp32 = run.batches.rounds, CAST_BYTES if run.dtype == "float32" else 0
     # (elements before FSDP2 shards them, ranks, bytes per element of the gather, of the cast)
     high_precision, weights = dict(run.parameters), []
@@ -250,7 +254,9 @@ def _fsdp_ms(run: Run, rows: tuple[Row, ...], times: Times, computation: float) 
     sent = GRADIENT_BYTES if exchanges else run.reduce_bytes
     aside = between = 0.0
     for elements, ranks, size, cast in weights:
-        if ranks > 1:
+        if ranks == 1:
+            between += rounds * elements * times.whole_ps["fp8" if in_fp8 else BF16] / 1e6
+        else:
             aside += run.gathers * times.copy_us(elements / ranks * (cast + 2 * size))
             received = elements * (size * run.gathers + sent * rounds)
             aside += times.link_us(received * (1 - 1 / ranks))

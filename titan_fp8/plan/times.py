@@ -22,6 +22,11 @@ SHARPNESS = 4
 NEAREST = 6
 """How many measured shapes count."""
 
+COLUMNS = {"quantize_128x1_t": ("quantize_1x128", 1.03), "quantize_col_t": ("quantize_row", 1.19)}
+"""A quantizer of columns -> that of rows, and how many times as long it takes. measure_plan.py
+measures only that of rows; these are means over the four bf16 shapes without groups in
+docs/benchmarks/quantize.json."""
+
 
 @dataclass(frozen=True, eq=False)
 class Times:
@@ -42,6 +47,8 @@ class Times:
         moe_ps: {permutation: the same per row of an expert, feature and MoE block}.
         optimizer_ps: {dtype of parameters: ps per parameter}, with clipping.
         reduce_ps: ps per gradient that FSDP2 copies to the FP32 buffer of a reduction.
+        whole_ps: {"bf16" or "fp8": ps per parameter that FSDP2 does not shard, for copies of it and
+            of its gradient}.
         shard_ps: {recipe: ps per element of a shard that is quantized before it is gathered}.
         link_gbps: bytes that a rank receives in collectives.
         exposed: {"bf16" or "fp8": what FSDP2's gathers and reductions add to the step while they
@@ -63,6 +70,7 @@ class Times:
     moe_ps: dict[str, float]
     optimizer_ps: dict[str, float]
     reduce_ps: float
+    whole_ps: dict[str, float]
     shard_ps: dict[str, float]
     link_gbps: float
     exposed: dict[str, float]
@@ -84,6 +92,9 @@ class Times:
 
     def quantize_us(self, op: str, elements: float) -> float:
         """Time of a quantizer, whose name is that of its op, for so many elements of its input."""
+        if op in COLUMNS:
+            of_rows, factor = COLUMNS[op]
+            return factor * self.quantize_us(of_rows, elements)
         rows = self.quantize[op]
         if elements <= rows[0][0]:
             (low, low_us), (high, high_us) = rows[:2]
