@@ -3,9 +3,9 @@
     NGPU=4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
 
 Without a PLAN it runs all that use NGPU GPUs (2 or 4). Every run is compiled and has op-level
-activation checkpointing. A recipe with "+fsdp_all_gather" gathers weights in FP8, for example
-blockwise+fsdp_all_gather. Results are in outputs/bench_plans: a folder for each run, and the table
-as result.json, which render_benchmarks.py reads. A run that fails is reported in the table, the
+activation checkpointing. FSDP2 gathers weights in FP8, unless "+bf16_all_gather" follows the
+recipe. Results are in outputs/bench_plans: a folder for each run, and the table as result.json,
+which render_benchmarks.py reads. A run that fails is reported in the table, the
 others go on, and the exit status is 1.
 
 After the N steps, some more are traced (`bench_plans_plugin.py`). They count for neither tokens/s
@@ -33,7 +33,7 @@ from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "outputs" / "bench_plans"
-GATHER = "+fsdp_all_gather"
+IN_BF16 = "+bf16_all_gather"
 TRACED = 12
 """Steps at the end in which the profiler warms up or records; they are slower."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
@@ -132,16 +132,18 @@ bf16. With etp 1, it spreads the experts over the ranks of TP as well.
 
 
 def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
-    """The call of train.sh for one run of a recipe, with or without GATHER at its end.
+    """The call of train.sh for one run of a recipe, with or without IN_BF16 at its end.
 
     It trains TRACED steps more than `steps`.
     """
-    recipe, gather, _ = recipe.partition(GATHER)
+    recipe, in_bf16, _ = recipe.partition(IN_BF16)
     values = {
         "job.custom_config_module": "bench_plans_plugin",
         "job.dump_folder": str(folder),
         "quantize.linear.titan_fp8.recipe": recipe,
         "training.steps": steps + TRACED,
+        # So low that no run has a burst of the gradient norm, and losses can be compared.
+        "optimizer.lr": 5e-5,
         "lr_scheduler.warmup_steps": max(1, steps // 5),
         "training.dataset": "c4_test",
         "training.dataset_path": "./data/corpus/train",
@@ -154,7 +156,7 @@ def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
     switches = ["metrics.enable_tensorboard", "profiling.enable_profiling"]
     switches += ["checkpoint.no_enable", "validation.no_enable"]
     sections = ("linear", "grouped_mm") if plan.config == DEEPSEEK else ("linear",)
-    switches += [f"quantize.{s}.titan_fp8.fsdp_all_gather" for s in sections if gather]
+    switches += [f"quantize.{s}.titan_fp8.no_fsdp_all_gather" for s in sections if in_bf16]
     config = f"configs/{plan.config}.toml"
     return ["./scripts/train.sh", config, *plan.flags(), *flags, *[f"--{s}" for s in switches]]
 
@@ -254,10 +256,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if unknown := [name for name in args.plans if name not in PLANS]:
         parser.error(f"no such plan: {', '.join(unknown)}; --list shows those there are")
     for recipe in args.recipes.split(","):
-        if recipe.removesuffix(GATHER) not in RECIPE_NAMES or recipe == BF16 + GATHER:
+        if recipe.removesuffix(IN_BF16) not in RECIPE_NAMES or recipe == BF16 + IN_BF16:
             parser.error(
                 f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(RECIPE_NAMES)}, those in "
-                f"FP8 also with {GATHER} at the end"
+                f"FP8 also with {IN_BF16} at the end"
             )
     if args.steps < SPEED_FROM_STEP + 4:
         parser.error(f"--steps {args.steps}: at least {SPEED_FROM_STEP + 4}")

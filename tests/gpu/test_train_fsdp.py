@@ -29,8 +29,8 @@ def losses(folder: Path, model: str, recipe: str, gathers: bool, ep: int) -> dic
     """The losses of a debug model by step, in full precision."""
     command = [ROOT / "scripts" / "train.sh", ROOT / "configs" / f"{model}_debug.toml"]
     command += ["--job.dump_folder", folder, "--quantize.linear.titan_fp8.recipe", recipe]
-    if gathers:
-        command += [f"--quantize.{name}.titan_fp8.fsdp_all_gather" for name in SECTIONS[model]]
+    if not gathers:
+        command += [f"--quantize.{name}.titan_fp8.no_fsdp_all_gather" for name in SECTIONS[model]]
     command += ["--parallelism.data_parallel_shard_degree", 2]
     command += ["--parallelism.expert_parallel_degree", ep]
     command += ["--training.steps", STEPS, "--lr_scheduler.warmup_steps", STEPS // 4]

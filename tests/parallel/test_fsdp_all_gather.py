@@ -278,7 +278,7 @@ def test_when_shards_are_quantized(tmp_path, monkeypatch, stages, name):
         )
     plan = "--parallelism.data_parallel_shard_degree", 2
     plan += "--parallelism.pipeline_parallel_degree", stages
-    config = job(tmp_path, "llama3", *plan, f"--{LINEAR}.fsdp_all_gather")
+    config = job(tmp_path, "llama3", *plan)
     dims = ParallelDims(2 // 2, 2, 1, 1, stages, 1, 1, world_size=2 * stages)
     converter = converters.LinearConverter(config, dims)
     converter.gathers_in_fp8 = True
@@ -294,7 +294,7 @@ def test_when_shards_are_quantized(tmp_path, monkeypatch, stages, name):
     "kind, section", [(TitanFP8Linear, LINEAR), (TitanFP8GroupedMM, GROUPED_MM)]
 )
 def test_the_key_takes_booleans(kind, section):
-    assert kind().fsdp_all_gather is False
+    assert kind().fsdp_all_gather is True
     with pytest.raises(
         ValueError, match=rf"\[{section}\] fsdp_all_gather = 'fp8': allowed are true"
     ):
@@ -304,14 +304,12 @@ def test_the_key_takes_booleans(kind, section):
 @pytest.mark.usefixtures("fresh_torchtitan")
 @pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
 def test_the_report_says_what_is_gathered(tmp_path, caplog, recipe):
-    flags = [f"--{section}.fsdp_all_gather" for section in (LINEAR, GROUPED_MM)]
-    config = job(tmp_path, "deepseek_v3", *flags, f"--{LINEAR}.recipe", recipe, flavor="tiny")
+    config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, flavor="tiny")
     with caplog.at_level("INFO"):
         alone = convert(config, build(config))
         sharded = convert(config, build(config), ranks=2)
     kinds = [{type(p.data) for p in model.parameters()} for model in (alone, sharded)]
     fp8 = recipe != "bf16"
     assert kinds == [{Tensor}, {Tensor, sharded_weight.ShardedWeight} if fp8 else {Tensor}]
-    assert caplog.text.count("changes nothing: the plan has no FSDP") == 2 * fp8
     gathered = re.findall(r"FSDP2 gathers (\d+) weights in FP8", caplog.text)
     assert gathered == (["14", "3"] if fp8 else [])

@@ -38,11 +38,10 @@ FSDP_PLANS = (
     (Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=2), "blockwise", "bfloat16"),
 )
 """Plans for four ranks, recipes and torchtitan's mixed_precision_param."""
-GATHERING = {LINEAR: f"--{LINEAR}.fsdp_all_gather", GROUPED_MM: f"--{GROUPED_MM}.fsdp_all_gather"}
 
 
 def flags_for(model: str, on: bool) -> list[str]:
-    return [GATHERING[converter] for converter in CONVERTERS[model] if on]
+    return [f"--{converter}.no_fsdp_all_gather" for converter in CONVERTERS[model] if not on]
 
 
 class Gathers:

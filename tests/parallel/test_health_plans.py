@@ -69,10 +69,10 @@ def compare_gathers(rank: int, folder: Path, text: Path) -> None:
     ):
         of_recipe = [f"--{name}.recipe" for name in CONVERTERS[plan.model]]
         flags = [part for flag in of_recipe for part in (flag, recipe)]
-        gathers = [f"--{name}.fsdp_all_gather" for name in CONVERTERS[plan.model]]
+        in_bf16 = [f"--{name}.no_fsdp_all_gather" for name in CONVERTERS[plan.model]]
         with mock.patch.object(observer, "SAMPLED_ROWS", 1 << 30):
-            expected = health(folder / str(rank), text, plan, *flags)
-            found = health(folder / str(rank), text, plan, *flags, *gathers)
+            expected = health(folder / str(rank), text, plan, *flags, *in_bf16)
+            found = health(folder / str(rank), text, plan, *flags)
         assert found.keys() == expected.keys()
         for tag, value in expected.items():
             assert found[tag] == pytest.approx(value, rel=1e-3, abs=1e-9), (plan.name, recipe, tag)

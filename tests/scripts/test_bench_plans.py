@@ -58,7 +58,7 @@ def test_every_plan_has_the_gpus_that_its_name_says():
         (["llama3-8b-fsdp3"], "no such plan: llama3-8b-fsdp3"),
         (["--steps", "3"], "--steps 3: at least"),
         (["--recipes", "bf16,fp8"], "--recipes: 'fp8' is no recipe; allowed: blockwise, "),
-        (["--recipes", "bf16+fsdp_all_gather"], "'bf16+fsdp_all_gather' is no recipe"),
+        (["--recipes", "bf16+bf16_all_gather"], "'bf16+bf16_all_gather' is no recipe"),
     ],
 )
 def test_bad_arguments(argv, message, capsys):
@@ -78,15 +78,16 @@ def test_the_number_of_gpus_chooses_the_plans(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-fsdp2", "deepseek-16b-ep2"])
-def test_weights_are_gathered_in_fp8_if_the_recipe_says_so(name, tmp_path, monkeypatch):
+def test_weights_are_gathered_in_bf16_if_the_recipe_says_so(name, tmp_path, monkeypatch):
     monkeypatch.chdir(bench_plans.ROOT)
-    for gather in ("", bench_plans.GATHER):
-        _, config, *flags = bench_plans.command(PLANS[name], f"rowwise{gather}", 30, tmp_path)
+    for in_bf16 in ("", bench_plans.IN_BF16):
+        _, config, *flags = bench_plans.command(PLANS[name], f"rowwise{in_bf16}", 30, tmp_path)
         quantize = ConfigManager().parse_args(["--job.config_file", config, *flags]).quantize
         assert quantize.linear.titan_fp8.recipe == "rowwise"
         gathers = quantize.linear.titan_fp8.fsdp_all_gather
         experts = quantize.grouped_mm.titan_fp8.fsdp_all_gather
-        assert gathers == bool(gather) and experts == (gathers and name.startswith("deepseek"))
+        assert gathers == (not in_bf16)
+        assert experts == (gathers or not name.startswith("deepseek"))
 
 
 def test_micro_batches_are_those_of_the_plan(tmp_path):

@@ -80,7 +80,7 @@ def test_a_model_under_fsdp(ranks):
 
 def test_a_training(text, tmp_path):
     command = [sys.executable, ROOT / "scripts/loopback.py", 2, ROOT / "configs/llama3_debug.toml"]
-    command += ["--quantize.linear.titan_fp8.fsdp_all_gather", *training(text, tmp_path)]
+    command += training(text, tmp_path)
     command += ["--parallelism.data_parallel_shard_degree", 2, "--validation.no_enable"]
     command += ["--checkpoint.no_enable", "--training.steps", 1, "--training.seq_len", 96]
     log = log_of(command, 180, PYTHONPATH=str(ROOT))

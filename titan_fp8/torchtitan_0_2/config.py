@@ -63,9 +63,9 @@ class TitanFP8Linear:
     emulate: bool = False
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
-    fsdp_all_gather: bool = False
+    fsdp_all_gather: bool = True
     """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same."""
+    FP8. The values are the same. False: FSDP2 gathers high precision."""
 
     health_freq: int = 0
     """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
@@ -94,9 +94,9 @@ class TitanFP8GroupedMM:
     emulate: bool = False
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
-    fsdp_all_gather: bool = False
+    fsdp_all_gather: bool = True
     """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same."""
+    FP8. The values are the same. False: FSDP2 gathers high precision."""
 
     permutation: PermutationName | None = None
     """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.

@@ -98,12 +98,8 @@ class _Converter(QuantizationConverter):
             )
 
     def gather_in_fp8(self, model: nn.Module, kind: type[nn.Module], section: str) -> None:
-        """Makes FSDP2 gather the weights of converted layers in FP8."""
+        """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
         if not self.parallel_dims.fsdp_enabled:
-            logger.warning(
-                f"titan_fp8: [{section}] fsdp_all_gather = true changes nothing: the plan has no "
-                "FSDP"
-            )
             return
         report = gather_in_fp8(model, kind)
         self.gathers_in_fp8 = True
