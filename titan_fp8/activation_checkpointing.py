@@ -16,11 +16,11 @@ recomputed, as torchtitan's are.
 GEMMs in blocks that are compiled in parts are recomputed, too. Dense blocks are compiled as a
 whole: Dynamo traces the checkpoint with the block, asks the policy while it traces, and the
 partitioner acts on the answers. MoE blocks are compiled in parts, inside the checkpoint, so the
-dispatch modes see the custom ops that Inductor's code calls at run time. Inductor reuses buffers in
-place, so a saved output may be overwritten before backward reads it, and no version counter shows
-it. So no output of an FP8 op is saved in these blocks, and FP8 ops that are called outside of
-compiled code skip the modes (`ignores_fp8_ops`). In bf16 no output of a GEMM is saved there either,
-because Inductor calls GEMMs without dispatch.
+dispatch modes would see the custom ops that Inductor's code calls at run time. Inductor reuses
+buffers in place, so a saved output may be overwritten before backward reads it, and no version
+counter shows it. So no output of an FP8 op is saved in these blocks, and FP8 ops skip the modes
+there, whether compiled code calls them or not (`ignores_fp8_ops`). In bf16 no output of a GEMM is
+saved there either, because Inductor calls GEMMs without dispatch.
 
 An op that a mode sees takes the CPU about 20 us longer. `outside_checkpoint` takes the mode of such
 a block away while code runs that calls many ops of which few are saved; it calls those in

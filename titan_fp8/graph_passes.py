@@ -6,8 +6,8 @@ Quantizers. A layer quantizes its input once for fprop, along the rows, and for 
 columns. If backward recomputes that, forward needs the rows alone and backward the columns alone.
 Such a quantizer is replaced by one that writes only what is read.
 
-Sequences. Each op costs the CPU more than many of its kernels run. Ops that are connected by FP8
-tensors, such as a quantizer and the GEMMs that read its output, become one `sequence`
+Sequences. Each op costs the CPU more than many of its kernels run. Ops that read each other's
+outputs or the same FP8 tensor, such as a quantizer and the GEMMs after it, become one `sequence`
 (`ops/sequence.py`). Then what only they read is no tensor any more.
 """
 
@@ -59,11 +59,11 @@ def narrow_quantizers(graph: fx.Graph) -> None:
     """Replaces quantizers of which only the rows or only the columns are read."""
     for node in [n for n in graph.nodes if n.target in _BOTH]:
         rows, columns = _BOTH[node.target]
-        outputs = {user.args[1]: user for user in node.users}
-        if outputs.keys() <= {0, 1}:
-            _replace_quantizer(node, rows, outputs, 0, _without_layout)
-        elif outputs.keys() <= {2, 3}:
-            _replace_quantizer(node, columns, outputs, 2, lambda args, options: (args, options))
+        read = {user.args[1] for user in node.users}
+        if read <= {0, 1}:
+            _replace_quantizer(node, rows, 0, _without_layout)
+        elif read <= {2, 3}:
+            _replace_quantizer(node, columns, 2, lambda args, options: (args, options))
 
 
 def _without_layout(args: tuple, options: dict) -> tuple[tuple, dict]:
@@ -74,7 +74,6 @@ def _without_layout(args: tuple, options: dict) -> tuple[tuple, dict]:
 def _replace_quantizer(
     node: fx.Node,
     op: OpOverload,
-    outputs: dict[int, fx.Node],
     first: int,
     arguments: Callable[[tuple, dict], tuple[tuple, dict]],
 ) -> None:
@@ -84,8 +83,8 @@ def _replace_quantizer(
     narrow.meta = node.meta | {"val": node.meta["val"][first : first + 2]}
     if EAGER in narrow.meta:
         narrow.meta[EAGER] = arguments(*narrow.meta[EAGER])
-    for index, output in outputs.items():
-        output.args = narrow, index - first
+    for output in [*node.users]:
+        output.args = narrow, cast(int, output.args[1]) - first
     node.graph.erase_node(node)
 
 
@@ -133,7 +132,7 @@ def _can_be_step(node: fx.Node) -> bool:
 
 
 def _is_cyclic(nodes: Sequence[fx.Node]) -> bool:
-    """Whether another node needs an output of these and computes an input of them."""
+    """Whether a node outside reads an output of these and feeds, directly or not, one of them."""
     inside = {*nodes, *(user for node in nodes for user in node.users if user.target is getitem)}
     seen: set[fx.Node] = set()
     left = [value for node in nodes for value in node.all_input_nodes if value not in inside]
@@ -170,7 +169,11 @@ def _merge(nodes: Sequence[fx.Node]) -> None:
             places[node] = Place(number, 0)
         else:
             places |= {user: Place(number, cast(int, user.args[1])) for user in node.users}
-    results = [value for value in places if any(user not in nodes for user in value.users)]
+    is_read = {place: v for v, place in places.items() if any(u not in nodes for u in v.users)}
+    for value, place in places.items():
+        if is_read.get(place, value) is not value:  # Two nodes may be the same output.
+            value.replace_all_uses_with(is_read[place])
+    results = [*is_read.values()]
     _replace(nodes, inputs, sequence.encode(steps, [places[r] for r in results]), results)
     stable_topological_sort(nodes[0].graph)
 

@@ -2,15 +2,18 @@
 
 import weakref
 from collections import Counter
+from operator import getitem
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
+from titan_fp8 import chained_pass
 from titan_fp8.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
 from titan_fp8.ops import sequence
 from titan_fp8.ops.sequence import Place, Step, encode
@@ -131,6 +134,65 @@ def test_a_sequence_frees_what_no_later_step_reads(monkeypatch):
     (result,) = sequence.run_steps(*torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
     assert torch.equal(result, torch.full((3,), 3.0))
     assert alive == [[], [True], [False, True]]
+
+
+def test_outputs_that_are_read_as_two_nodes():
+    def twice(x, w1, w2):
+        q, s = fp8.quantize_row(x)
+        return [fp8.rowwise_fprop(q, s, w1), fp8.rowwise_fprop(q, s, w2), q.view(torch.uint8)]
+
+    inputs = tensors((M, K), (N, K), (N, K))
+    traced = make_fx(twice, tracing_mode="fake")(*inputs)
+    (first,) = (n for n in traced.graph.nodes if n.target is getitem and n.args[1] == 0)
+    with traced.graph.inserting_after(first):
+        second = traced.graph.call_function(getitem, first.args)
+    second.meta = first.meta
+    (*_, view) = (user for user in first.users)
+    view.replace_input_with(first, second)
+    want = traced(*inputs)
+    FewerOps()(traced.graph)
+    traced.recompile()
+    assert names(traced) == {"sequence": 1}
+    assert all(torch.equal(a, b) for a, b in zip(traced(*inputs), want, strict=True))
+
+
+def test_the_string_of_a_sequence_can_stand_in_c():
+    step = Step("op", (Place(0, 0), None, True, torch.float32, "text"), {"scale_fmt": "ue8m0"})
+    string = encode([step], [Place(1, 0)])
+    assert not set(string) & set('"\\\n')
+    assert sequence._decode(string) == ((step,), (Place(1, 0),), ([],))
+
+
+class Other(CustomGraphPass):
+    def __init__(self, uuid):
+        self.uuid_of_other, self.graphs = uuid, []
+
+    def __call__(self, graph):
+        self.graphs.append(graph)
+
+    def uuid(self):
+        return self.uuid_of_other
+
+
+def test_passes_of_others_run_first_and_decide_what_is_cached():
+    alone = FewerOps.after(None)
+    assert alone == FewerOps() == FewerOps.after(alone) and alone.uuid()
+    graph, other, functions = fx.Graph(), Other("other"), []
+    both = FewerOps.after([other, functions.append])
+    both(graph)
+    assert other.graphs == functions == [graph]
+    assert both.uuid() is None  # A function has no uuid, so nothing is cached.
+    assert FewerOps.after(Other(None)).uuid() is None
+    assert FewerOps.after(other).uuid() not in (None, alone.uuid())
+
+
+def test_a_pass_that_takes_more_than_a_graph_stays(caplog):
+    kind = chained_pass.CustomInferenceAwareGraphPass
+    if not kind:
+        pytest.skip("torch 2.11 has none")
+    other = type("Aware", (kind,), {"__call__": lambda *_: None, "uuid": lambda _: "other"})()
+    assert FewerOps.after(other) is other
+    assert "FewerOps is left out: it cannot follow" in caplog.text
 
 
 def test_a_sequence_takes_no_other_arguments():

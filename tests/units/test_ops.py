@@ -9,6 +9,7 @@ import pytest
 import torch
 from count import Count
 from op_calls import E4M3, PERMUTATION, calls, ops, token_ops
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import NAMES, direct
@@ -195,3 +196,22 @@ def test_code_from_the_compiler_skips_the_dispatcher():
         assert dispatched(number, True)
     with pytest.raises(RuntimeError, match="missing value for argument 'w'"):
         op(*operands[:2])
+
+
+@torch.no_grad()
+def test_what_traces_above_autograd_sees_the_op():
+    x = torch.randn(5, 144).bfloat16()
+
+    class Constant(torch.nn.Module):
+        def forward(self, y):
+            return y + ops.quantize_row.default(x)[1].sum()
+
+    y = torch.zeros(1)
+    exported = torch.export.export(Constant(), (y,), strict=False)
+    assert torch.equal(exported.module()(y), Constant()(y))
+    quantize = ops.quantize_row.default
+    graph = make_fx(lambda t: quantize(t)[1], tracing_mode="real", pre_dispatch=True)(x).graph
+    assert quantize in {node.target for node in graph.nodes}
+    several = torch.stack([x, 2 * x])
+    (each,) = torch.vmap(lambda t: (quantize(t)[1],))(several)
+    assert torch.equal(each, torch.stack([quantize(x)[1], quantize(2 * x)[1]]))

@@ -32,6 +32,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
@@ -43,7 +45,7 @@ NAMESPACE = "titan_fp8"
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes that quantizers read and GEMMs write."""
 NAMES: list[str] = []
-"""The names of all ops of one step, in the order of their definition."""
+"""The names of all ops but `sequence`, in the order of their definition."""
 FP8_OPS: set[torch._ops.OpOverload] = set()
 """The ops that launch Hopper kernels, all of them in `NAMES`."""
 
@@ -52,7 +54,8 @@ direct = SimpleNamespace()
 
 torch.compile, dispatch modes such as activation checkpointing's, and subclasses of Tensor need the
 dispatcher. These functions record no gradients: call them with grad mode off. With grad mode off
-`torch.ops.titan_fp8` skips the dispatcher in the same cases. Code from torch.compile calls it.
+the overloads (`torch.ops.titan_fp8.<op>.default`), which code from torch.compile calls, skip the
+dispatcher in the same cases. They are called with more arguments by name, so they save 12 us.
 """
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -225,7 +228,8 @@ def _without_dispatcher(
 
     def call_overload(*args: Any, **options: Any) -> Any:
         given = len(args) - required  # of those with defaults
-        if given < 0 or torch.is_grad_enabled() or not _PLAIN.issuperset(map(type, args)):
+        plain = given >= 0 and _PLAIN.issuperset(map(type, args))
+        if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return dispatch(*args, **options)
         values = [*args]
         for name, default, number in defaults[given:]:
@@ -259,7 +263,7 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_device_of(x: Tensor, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls the function. Kernels are launched on the current device, so that is x's."""
+    """Calls the function with x's device as the current one, on which kernels are launched."""
     if x.get_device() == torch._C._cuda_getDevice():
         return function(*args, **options)
     with torch.cuda.device(x.device):
@@ -284,6 +288,8 @@ def needs_dispatcher(args: Sequence[Any]) -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() and not _sees_inside_ops():
         return True
+    if peek_interpreter_stack() is not None or _len_torch_dispatch_stack_pre_dispatch():
+        return True  # functorch, such as vmap; tracing above autograd, such as torch.export's
     if _PLAIN.issuperset(map(type, args)):
         return False
     return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)

@@ -1,20 +1,21 @@
 """An op that runs several FP8 ops one after the other, for code from torch.compile.
 
-Each call of an op takes the CPU 20 to 40 us, more than many of its kernels run. A sequence is
-called once, and its launches are replayed together. What only its own ops read is a temporary of
-the replay and no tensor. `graph_passes.py` puts sequences into graphs.
+A call of an op takes the CPU longer than many of its kernels run. A sequence is called once, and
+its launches are replayed together. What only its own ops read is a temporary of the replay and no
+tensor. The tensors that it is given live until it ends. `graph_passes.py` puts sequences into
+graphs.
 
-Compiled code is cached on disk, so a sequence is a string, JSON:
+Compiled code is cached on disk, so a sequence is a string, a Python literal:
 
-    [[[op, arguments, options], ...], results]
+    ((op, arguments, options), ...), results
 
-An argument is null, a boolean, a number, a string, {"dtype": name} or {"tensor": [step, output]}.
-Steps count from 1; the "outputs" of step 0 are the tensors that the op is given. The results are
-pairs of step and output, too.
+An argument is None, a boolean, a number, a string, ("dtype", name) or ("tensor", step, output).
+Steps count from 1; the "outputs" of step 0 are the tensors that the op is given. A result is a pair
+of step and output, too. Torch's C++ code puts the string between double quotes, so it has none.
 """
 
+import ast
 import functools
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call of the op that `torch.ops.titan_fp8` has under this name."""
+    """A call of the op that `torch.ops.titan_fp8` has under this name; options are constants."""
 
     op: str
     arguments: tuple[Any, ...]
@@ -49,18 +50,15 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Place):
-            return {"tensor": argument}
+            return "tensor", *argument
         if isinstance(argument, torch.dtype):
-            return {"dtype": str(argument).removeprefix("torch.")}
+            return "dtype", str(argument).removeprefix("torch.")
         if argument is None or isinstance(argument, (bool, int, float, str)):
             return argument
         raise TypeError(f"no argument of a sequence: {argument!r}")
 
-    calls = [
-        (step.op, [*map(value, step.arguments)], {n: value(v) for n, v in step.options.items()})
-        for step in steps
-    ]
-    return json.dumps((calls, results), separators=(",", ":"))
+    calls = tuple((step.op, tuple(map(value, step.arguments)), step.options) for step in steps)
+    return repr((calls, tuple(map(tuple, results))))
 
 
 @functools.cache
@@ -68,19 +66,19 @@ def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[l
     """The steps, the results, and for each step the places that nothing needs after it."""
 
     def argument(value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, tuple):
             return value
-        ((kind, what),) = value.items()
-        return Place(*what) if kind == "tensor" else getattr(torch, what)
+        kind, *what = value
+        return Place(*what) if kind == "tensor" else getattr(torch, *what)
 
-    calls, results = json.loads(sequence)
+    calls, results = ast.literal_eval(sequence)
     steps = tuple(Step(op, tuple(map(argument, args)), options) for op, args, options in calls)
     kept = tuple(Place(*result) for result in results)
     last: dict[Place, int] = {}
     for number, step in enumerate(steps):
         last |= {place: number for place in step.arguments if isinstance(place, Place)}
     gone = tuple(
-        [place for place, number in last.items() if number == n and place not in kept]
+        [p for p, number in last.items() if p.step and number == n and p not in kept]
         for n in range(len(steps))
     )
     return steps, kept, gone
