@@ -29,23 +29,23 @@ EP_2 = (SHARD, "2", *IN_BF16, EP, "2")
 PP_4 = (*ONE, SHARD, "2", "--parallelism.pipeline_parallel_degree", "4")
 PP_2 = ("--parallelism.pipeline_parallel_degree", "2")
 TP_2 = (*ONE, TP, "2")
-GATHER = ("--quantize.linear.titan_fp8.fsdp_all_gather",)
-GATHER_BOTH = (*GATHER, "--quantize.grouped_mm.titan_fp8.fsdp_all_gather")
+HIGH = ("--quantize.linear.titan_fp8.no_fsdp_all_gather",)
+HIGH_BOTH = (*HIGH, "--quantize.grouped_mm.titan_fp8.no_fsdp_all_gather")
 PLANS = {
     "one GPU": ONE_GPU,
-    "FSDP 2": (*FSDP_2, *GATHER),
-    "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT, *GATHER),
-    "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, *GATHER, "--training.global_batch_size", "8"),
-    "FSDP 2, 1 x 4096": (*FSDP_2, *GATHER_BOTH, *IN_BF16, EP, "1"),
-    "FSDP 4": (*FSDP_2, *GATHER, *FOUR),
-    "FSDP 4, 2048 tokens": (*FSDP_2, *SHORT, *GATHER, *FOUR),
-    "HSDP 2 x 2": (*FSDP_2, *GATHER, "--parallelism.data_parallel_replicate_degree", "2"),
-    "TP 2, FSDP 2": (*TP_2, *FSDP_2, *GATHER),
+    "FSDP 2": FSDP_2,
+    "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT),
+    "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, "--training.global_batch_size", "8"),
+    "FSDP 2, 1 x 4096": (*FSDP_2, *IN_BF16, EP, "1"),
+    "FSDP 4": (*FSDP_2, *FOUR),
+    "FSDP 4, 2048 tokens": (*FSDP_2, *SHORT, *FOUR),
+    "HSDP 2 x 2": (*FSDP_2, "--parallelism.data_parallel_replicate_degree", "2"),
+    "TP 2, FSDP 2": (*TP_2, *FSDP_2),
     "TP 4": (*FSDP_2, *ONE, *IN_BF16, TP, "4"),
-    "CP 2, FSDP 2": (*CP_2, *FSDP_2, *GATHER),
-    "EP 2": EP_2,
-    "EP 2, gathers in FP8": (*EP_2, *GATHER_BOTH),
-    "EP 4": (*GATHER_BOTH, *FOUR, EP, "4"),
+    "CP 2, FSDP 2": (*CP_2, *FSDP_2),
+    "EP 2": (*EP_2, *HIGH_BOTH),
+    "EP 2, gathers in FP8": EP_2,
+    "EP 4": (*FOUR, EP, "4"),
 }
 RUNS = json.loads((ROOT / "docs/benchmarks/plan/runs_h200.json").read_text(encoding="utf-8"))
 
@@ -96,7 +96,7 @@ def test_predictions_are_within_5_points_of_runs(measured):
 
 @pytest.mark.parametrize(
     "config, flags",
-    [("llama3_8b", (*FSDP_2, *GATHER)), ("deepseek_v3_16b", EP_2), ("llama3_debug", FSDP_2)],
+    [("llama3_8b", FSDP_2), ("deepseek_v3_16b", EP_2), ("llama3_debug", FSDP_2)],
 )
 def test_the_rows_of_layers_add_up_to_the_step(config, flags):
     run = run_of(config, flags)
@@ -272,8 +272,8 @@ def test_small_gemms_take_as_long_as_their_bytes():
 
 
 def test_what_makes_fp8_worth_it():
-    few, many = (run_of("llama3_8b", (*FSDP_2, *flags)) for flags in (SHORT, ()))
-    gathered = run_of("llama3_8b", (*FSDP_2, *SHORT, *GATHER))
+    few, many = (run_of("llama3_8b", (*FSDP_2, *flags, *HIGH)) for flags in (SHORT, ()))
+    gathered = run_of("llama3_8b", (*FSDP_2, *SHORT))
     h200 = with_slow_cpu()
     assert speed(gathered, h200) < 1 < speed(few, h200) < speed(many, h200)
     step = predict(few, h200)
@@ -295,7 +295,7 @@ def test_what_makes_fp8_worth_it():
 
 def test_where_the_cpu_waits_for_the_gpu():
     h200 = times.load("h200")
-    four = (*FSDP_2, *SHORT, *GATHER, "--training.global_batch_size", "8")
+    four = (*FSDP_2, *SHORT, "--training.global_batch_size", "8")
     runs = run_of("llama3_8b", four), run_of("deepseek_v3_16b", EP_2)
     fp8, moe = (predict(run, h200) for run in runs)
     assert (fp8.waits, fp8.lead) == (1 / 4, pytest.approx(0.89 * fp8.parts["optimizer"]))
@@ -308,7 +308,7 @@ def test_where_the_cpu_waits_for_the_gpu():
 
 
 def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
-    run = run_of("llama3_8b", (*FSDP_2, *SHORT, *GATHER, RECIPE, "rowwise"))
+    run = run_of("llama3_8b", (*FSDP_2, *SHORT, RECIPE, "rowwise"))
     found = advice_of(run, slow := with_slow_cpu(2))
     starts = ("Set fsdp_all_gather = false: the step takes", "Leave out layers.", "The GPU waits")
     assert len(found) == 3 and all(map(str.startswith, found, starts))
@@ -317,8 +317,7 @@ def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
 
 def test_a_module_that_does_not_pay_is_left_out_and_the_fragment_is_accepted(tmp_path, capsys):
     config, out = str(ROOT / "configs" / "llama3_8b.toml"), tmp_path / "filter.toml"
-    # With fsdp_all_gather, which the advice would add otherwise.
-    flags = [*FSDP_2, *SHORT, *GATHER]
+    flags = [*FSDP_2, *SHORT]
     with mock.patch.object(advice, "left_out", wraps=advice.left_out) as searched:
         assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) in (0, 1)
     searched.assert_called_once()
@@ -343,12 +342,12 @@ def test_output_and_exit_status(capsys, monkeypatch):
     assert 'output: filtered by "output"' in printed
     assert "feed_forward.w1  32" in printed and "Predicted: 1." in printed
     monkeypatch.setattr("titan_fp8.plan.command.load", lambda gpu: with_slow_cpu())
-    assert plan_main.main([config, *FSDP_2, *SHORT, *GATHER]) == 1
+    assert plan_main.main([config, *FSDP_2, *SHORT]) == 1
     assert "Predicted: 0.9" in capsys.readouterr().out
 
 
 def test_what_was_not_measured_on_an_h100_is_said(capsys):
-    config, flags = str(ROOT / "configs" / "llama3_8b.toml"), [*FSDP_2, *SHORT]
+    config, flags = str(ROOT / "configs" / "llama3_8b.toml"), [*FSDP_2, *SHORT, *HIGH]
     printed = {}
     for gpu in ("h100", "h200"):
         assert plan_main.main([config, "--gpu", gpu, *flags]) == 0
