@@ -5,8 +5,8 @@
 Without a PLAN it runs all that use NGPU GPUs (2 or 4). Every run is compiled and has op-level
 activation checkpointing. FSDP2 gathers weights in FP8, unless "+bf16_all_gather" follows the
 recipe. Results are in outputs/bench_plans: a folder for each run, and the table as result.json,
-which render_benchmarks.py reads. A run that fails is reported in the table, the
-others go on, and the exit status is 1.
+which render_benchmarks.py reads. A run that fails is reported in the table, the others go on, and
+the exit status is 1.
 
 After the N steps, some more are traced (`bench_plans_plugin.py`). They count for neither tokens/s
 nor losses. Idle is the share of a step in which no kernel of rank 0 runs. It is taken from the

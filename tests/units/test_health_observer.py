@@ -393,8 +393,8 @@ def test_an_observed_step_replays_no_launches():
     watching = Observer([])
     for _ in range(2):
         observe(watching.wrap)
-        assert registry.replays(test_launches) is test_launches
+        assert registry._replayed(test_launches) is test_launches
         assert registry.implementation(torch.ones(1), False) is not reference
     observe(None)
-    assert registry.replays(test_launches) is not test_launches
+    assert registry._replayed(test_launches) is not test_launches
     assert registry.implementation(torch.ones(1), False) is reference

@@ -164,8 +164,12 @@ def _define(
             _check(name, checked, [(x, *args)[i] for i in positions])
         if not x.is_cuda:
             return compute(x, *args, **options)
-        on_gpu = replays(compute) if fp8 and not options.get("emulate") else compute
-        return on_device_of(x, on_gpu, x, *args, **options)
+        on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
+        # Kernels are launched on the current device.
+        if x.get_device() == torch._C._cuda_getDevice():
+            return on_gpu(x, *args, **options)
+        with torch.cuda.device(x.device):
+            return on_gpu(x, *args, **options)
 
     overload = register(name, torch.library.infer_schema(stub, mutates_args=()), run, stub)
     NAMES.append(name)
@@ -257,20 +261,12 @@ def replayable(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(x, *args)
         if not x.is_cuda or x.get_device() != torch._C._cuda_getDevice():
             return function(x, *args)
-        return replays(function)(x, *args)
+        return _replayed(function)(x, *args)
 
     return call
 
 
-def on_device_of(x: Tensor, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls the function with x's device as the current one, on which kernels are launched."""
-    if x.get_device() == torch._C._cuda_getDevice():
-        return function(*args, **options)
-    with torch.cuda.device(x.device):
-        return function(*args, **options)
-
-
-def replays(function: Callable[..., Any]) -> Callable[..., Any]:
+def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function that replays `function`; while ops are observed, `function` itself."""
     return _replay_of(function) if _wrap is None else function
 

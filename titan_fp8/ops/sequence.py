@@ -16,12 +16,11 @@ of step and output, too. Torch's C++ code puts the string between double quotes,
 
 import ast
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from titan_fp8.ops import registry
 
@@ -99,31 +98,29 @@ def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple([found[place.step][place.output] for place in results])
 
 
-def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+_replayable = registry.replayable(run_steps)
+
+
+@functools.cache
+def _function(sequence: str) -> Callable[..., tuple[Tensor, ...]]:
+    """`run_steps`, replayed unless ops are emulated, which launch nothing."""
     steps, _, _ = _decode(sequence)
-    if not tensors[0].is_cuda or any(step.options.get("emulate") for step in steps):
-        return list(run_steps(*tensors, sequence))
-    replay = registry.replays(run_steps)
-    return list(registry.on_device_of(tensors[0], replay, *tensors, sequence))
+    return run_steps if any(step.options.get("emulate") for step in steps) else _replayable
 
 
-def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return list(run_steps(*tensors, sequence))
+def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    return list(_function(sequence)(*tensors, sequence))
 
 
 OVERLOAD = registry.register(
-    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", _run, _fake
+    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_run
 )
 _dispatch = OVERLOAD._op
 
 
 def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    if torch.is_grad_enabled() or registry.needs_dispatcher(tensors):
-        if not torch.is_grad_enabled() and registry.mode_ignores_ops():
-            with _pop_mode_temporarily():
-                return _call(tensors, sequence)
-        return _dispatch(tensors, sequence)
-    return _run(tensors, sequence)
+    skips = not registry.needs_dispatcher(tensors) or registry.mode_ignores_ops()
+    return (_run if skips and not torch.is_grad_enabled() else _dispatch)(tensors, sequence)
 
 
 # As in the registry: code from torch.compile calls the overload, which calls its `_op`.
