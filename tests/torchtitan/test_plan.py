@@ -1,78 +1,38 @@
-"""`python -m titan_fp8.plan`: the shapes of a rank, predictions beside measured runs, advice."""
+"""`python -m titan_fp8.plan`: the shapes of a rank, predictions beside measured runs, output."""
 
-import functools
 import json
 from dataclasses import replace
-from pathlib import Path
-from unittest import mock
 
 import pytest
+from plan_runs import (
+    EP_2,
+    FOUR,
+    FSDP_2,
+    HIGH,
+    ONE,
+    ONE_GPU,
+    PLANS,
+    PP_2,
+    PP_4,
+    RECIPE,
+    ROOT,
+    SHARD,
+    SHORT,
+    TP,
+    run_of,
+    speed,
+    with_slow_cpu,
+)
 
 from titan_fp8.plan import __main__ as plan_main
 from titan_fp8.plan import advice, times
-from titan_fp8.plan.command import config_run
 from titan_fp8.plan.costs import gemm_us, quantize_us
 from titan_fp8.plan.run import Run
 from titan_fp8.plan.step import baseline, predict
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-SHARD, TP = "--parallelism.data_parallel_shard_degree", "--parallelism.tensor_parallel_degree"
-EP, CP_2 = "--parallelism.expert_parallel_degree", ("--parallelism.context_parallel_degree", "2")
-RECIPE, IN_BF16 = "--quantize.linear.titan_fp8.recipe", ("--training.dtype", "bfloat16")
-ONE, FOUR = (SHARD, "1", "--training.global_batch_size", "-1"), (SHARD, "4")
-SHORT, BATCH_1 = ("--training.seq_len", "2048"), ("--training.local_batch_size", "1")
-ONE_GPU = (*ONE, *BATCH_1, *IN_BF16, "--activation_checkpoint.mode", "none")
-FSDP_2 = (*ONE, SHARD, "2", *BATCH_1, "--metrics.log_freq", "5")
-EP_2 = (SHARD, "2", *IN_BF16, EP, "2")
-PP_4 = (*ONE, SHARD, "2", "--parallelism.pipeline_parallel_degree", "4")
-PP_2 = ("--parallelism.pipeline_parallel_degree", "2")
-TP_2 = (*ONE, TP, "2")
-HIGH = ("--quantize.linear.titan_fp8.no_fsdp_all_gather",)
-HIGH_BOTH = (*HIGH, "--quantize.grouped_mm.titan_fp8.no_fsdp_all_gather")
-PLANS = {
-    "one GPU": ONE_GPU,
-    "FSDP 2": FSDP_2,
-    "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT),
-    "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, "--training.global_batch_size", "8"),
-    "FSDP 2, 1 x 4096": (*FSDP_2, *IN_BF16, EP, "1"),
-    "FSDP 4": (*FSDP_2, *FOUR),
-    "FSDP 4, 2048 tokens": (*FSDP_2, *SHORT, *FOUR),
-    "HSDP 2 x 2": (*FSDP_2, "--parallelism.data_parallel_replicate_degree", "2"),
-    "TP 2, FSDP 2": (*TP_2, *FSDP_2),
-    "TP 4": (*FSDP_2, *ONE, *IN_BF16, TP, "4"),
-    "CP 2, FSDP 2": (*CP_2, *FSDP_2),
-    "EP 2": (*EP_2, *HIGH_BOTH),
-    "EP 2, gathers in FP8": EP_2,
-    "EP 4": (*FOUR, EP, "4"),
-}
 RUNS = json.loads((ROOT / "docs/benchmarks/plan/runs_h200.json").read_text(encoding="utf-8"))
-
-
-@functools.cache
-def run_of(config: str, flags: tuple[str, ...], ngpu: int | None = None) -> Run:
-    return config_run(str(ROOT / "configs" / f"{config}.toml"), list(flags), ngpu)
-
-
-def with_slow_cpu(factor: float = 3) -> times.Times:
-    """The H200 with a CPU that takes `factor` times as long."""
-    h200 = times.load("h200")
-    slow = {}
-    for key, value in h200.host.items():
-        if isinstance(value, dict):
-            slow[key] = {each: factor * us for each, us in value.items()}
-        elif key.endswith("_us"):
-            slow[key] = factor * value
-    return replace(h200, host=h200.host | slow)
-
-
-def speed(run: Run, of: times.Times) -> float:
-    return predict(baseline(run), of).ms / predict(run, of).ms
-
-
-def advice_of(run: Run, of: times.Times) -> list[str]:
-    return advice.advice(run, advice.changes(run, of), of)
 
 
 def shapes(run: Run) -> dict[str, tuple[int, ...]]:
@@ -250,18 +210,6 @@ def test_replicas_are_ddp_without_shards():
     assert "8 GPUs (HSDP 2, FSDP 4)" in hsdp.description
 
 
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_what_is_left_is_not_slower_than_bf16(gpu):
-    """Of linears that share an input, none pays to leave out alone."""
-    flags = ("--model.name", "qwen3", "--model.flavor", "1.7B", RECIPE, "rowwise")
-    flags += (*ONE, TP, "8", "--training.local_batch_size", "2")
-    run, of = run_of("llama3_8b", flags), times.load(gpu)
-    best = advice.without(run, advice.left_out(run, of))
-    assert speed(run, of) < 0.999 <= speed(best, of)
-    none = "FP8 pays for no layer here" in "\n".join(advice_of(run, of))
-    assert none == (speed(best, of) == 1) == (gpu == "h100")
-
-
 def test_small_gemms_take_as_long_as_their_bytes():
     h200 = times.load("h200")
     for family, size in (("bf16", 2), ("blockwise", 1), ("rowwise", 1)):
@@ -269,28 +217,6 @@ def test_small_gemms_take_as_long_as_their_bytes():
         assert h200.gemm_us(family, "mm", 0, 16384, 64, 4096) == h200.copy_us(moved)
     assert h200.is_small(0, 16384, 64, 4096) and h200.is_small(8, 1024, 2048, 2048)
     assert not h200.is_small(0, 1024, 512, 512) and not h200.is_small(8, 2048, 2048, 2048)
-
-
-def test_what_makes_fp8_worth_it():
-    few, many = (run_of("llama3_8b", (*FSDP_2, *flags, *HIGH)) for flags in (SHORT, ()))
-    gathered = run_of("llama3_8b", (*FSDP_2, *SHORT))
-    h200 = with_slow_cpu()
-    assert speed(gathered, h200) < 1 < speed(few, h200) < speed(many, h200)
-    step = predict(few, h200)
-    # After a step that is logged, one in five, the CPU has no lead.
-    assert step.waiting and step.lead
-    assert step.ms == pytest.approx(step.host + step.end - 0.8 * step.lead)
-    found = "\n".join(advice_of(few, h200))
-    assert f"The GPU waits {step.waiting:.0f} ms for the CPU" in found
-    assert "fsdp_all_gather = true would save the GPU" in found
-    # With a CPU that takes no time the GPU decides, and FSDP's gathers can be halved.
-    idle = dict.fromkeys(("bf16", "blockwise", "rowwise"), 0.0)
-    free = {key: idle if isinstance(each, dict) else each for key, each in h200.host.items()}
-    fast = replace(h200, host=free | {"block_us": 0.0, "fsdp_block_us": 0.0})
-    assert speed(few, fast) > 1
-    assert not advice.left_out(few, fast)
-    assert "Set fsdp_all_gather = true: the step takes" in "\n".join(advice_of(few, fast))
-    assert speed(gathered, fast) > speed(few, fast)
 
 
 def test_where_the_cpu_waits_for_the_gpu():
@@ -305,34 +231,6 @@ def test_where_the_cpu_waits_for_the_gpu():
     behind = (fp8.host_forward - fp8.gpu_forward) / 4
     assert 0 < behind < fp8.lead
     assert fp8.waiting == pytest.approx(behind / fp8.log_freq)
-
-
-def test_fp8_gathers_are_advised_against_where_the_cpu_decides():
-    run = run_of("llama3_8b", (*FSDP_2, *SHORT, RECIPE, "rowwise"))
-    found = advice_of(run, slow := with_slow_cpu(2))
-    starts = ("Set fsdp_all_gather = false: the step takes", "Leave out layers.", "The GPU waits")
-    assert len(found) == 3 and all(map(str.startswith, found, starts))
-    assert "fsdp_all_gather = false\n" in advice.fragment(run, advice.changes(run, slow), slow)
-
-
-def test_a_module_that_does_not_pay_is_left_out_and_the_fragment_is_accepted(tmp_path, capsys):
-    config, out = str(ROOT / "configs" / "llama3_8b.toml"), tmp_path / "filter.toml"
-    flags = [*FSDP_2, *SHORT]
-    with mock.patch.object(advice, "left_out", wraps=advice.left_out) as searched:
-        assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) in (0, 1)
-    searched.assert_called_once()
-    printed, fragment = capsys.readouterr().out, out.read_text()
-    assert fragment in printed and "filter_fqns = [" in fragment
-    patterns = fragment.partition("[\n")[2].partition("]")[0].replace('"', "").split(",")
-    patterns = ",".join(each.strip() for each in patterns if each.strip())
-    before = run_of("llama3_8b", tuple(flags))
-    after = run_of("llama3_8b", (*flags, "--quantize.linear.titan_fp8.filter_fqns", patterns))
-    h200 = times.load("h200")
-    assert predict(after, h200).ms <= predict(before, h200).ms
-    assert {layer.name for layer in after.layers if layer.recipe != "bf16"} == {
-        layer.name for layer in before.layers if layer.recipe != "bf16"
-    } - set(advice.left_out(before, h200))
-    assert plan_main.main([config, *flags, "--filter", "auto", "--out", str(out)]) == 2
 
 
 def test_output_and_exit_status(capsys, monkeypatch):
@@ -368,32 +266,3 @@ def test_what_was_not_measured_on_an_h100_is_said(capsys):
     one = run_of("llama3_8b", ONE_GPU)
     h100, h200 = (predict(one, times.load(gpu)) for gpu in ("h100", "h200"))
     assert h100.parts["optimizer"] == h200.parts["optimizer"]
-
-
-def test_sizes_that_keep_layers_in_bf16_are_named_once():
-    run = run_of("llama3_8b", FSDP_2)
-    reason = "K = 4104 is not a multiple of 16"
-    layers = [replace(layer.in_bf16(reason), k=4104) for layer in run.layers[:2]]
-    found = advice_of(replace(run, layers=tuple(layers)), times.load("h200"))
-    assert found == [
-        "4104 is not a multiple of 16, so layers.*.attention.wq, layers.*.attention.wk must stay "
-        "in bf16. With 4096 or 4112 they can run in FP8."
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "option"),
-    [
-        (TP_2, "dtype"),
-        ((*TP_2, *IN_BF16), None),
-        ((*TP_2, *FSDP_2), None),
-        ((*FSDP_2, "--training.mixed_precision_param", "float32"), "mixed_precision_param"),
-        ((*ONE, *PP_2), "dtype"),
-        ((*ONE, *CP_2), None),
-        (ONE_GPU, None),
-    ],
-)
-def test_fp32_is_told_from_bf16(flags, option):
-    found = "\n".join(advice_of(run_of("llama3_debug", flags), times.load("h200")))
-    assert ("The model computes in float32" in found) == bool(option)
-    assert not option or f'with training.{option} = "bfloat16" they hold' in found

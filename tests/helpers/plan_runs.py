@@ -1,0 +1,68 @@
+"""Runs that tests of `titan_fp8.plan` predict, by torchtitan's flags, and what they ask of them."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+from titan_fp8.plan import advice, times
+from titan_fp8.plan.command import config_run
+from titan_fp8.plan.run import Run
+from titan_fp8.plan.step import baseline, predict
+
+ROOT = Path(__file__).parents[2]
+
+SHARD = "--parallelism.data_parallel_shard_degree"
+TP, CP, PP, EP = (
+    f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline", "expert")
+)
+RECIPE, IN_BF16 = "--quantize.linear.titan_fp8.recipe", ("--training.dtype", "bfloat16")
+ONE, FOUR = (SHARD, "1", "--training.global_batch_size", "-1"), (SHARD, "4")
+SHORT, BATCH_1 = ("--training.seq_len", "2048"), ("--training.local_batch_size", "1")
+ONE_GPU = (*ONE, *BATCH_1, *IN_BF16, "--activation_checkpoint.mode", "none")
+FSDP_2 = (*ONE, SHARD, "2", *BATCH_1, "--metrics.log_freq", "5")
+EP_2 = (SHARD, "2", *IN_BF16, EP, "2")
+PP_2, PP_4, CP_2 = (PP, "2"), (*ONE, SHARD, "2", PP, "4"), (CP, "2")
+TP_2 = (*ONE, TP, "2")
+HIGH = ("--quantize.linear.titan_fp8.no_fsdp_all_gather",)
+HIGH_BOTH = (*HIGH, "--quantize.grouped_mm.titan_fp8.no_fsdp_all_gather")
+PLANS = {
+    "one GPU": ONE_GPU,
+    "FSDP 2": FSDP_2,
+    "FSDP 2, 2048 tokens": (*FSDP_2, *SHORT),
+    "FSDP 2, 4 x 2048 tokens": (*FSDP_2, *SHORT, "--training.global_batch_size", "8"),
+    "FSDP 2, 1 x 4096": (*FSDP_2, *IN_BF16, EP, "1"),
+    "FSDP 4": (*FSDP_2, *FOUR),
+    "FSDP 4, 2048 tokens": (*FSDP_2, *SHORT, *FOUR),
+    "HSDP 2 x 2": (*FSDP_2, "--parallelism.data_parallel_replicate_degree", "2"),
+    "TP 2, FSDP 2": (*TP_2, *FSDP_2),
+    "TP 4": (*FSDP_2, *ONE, *IN_BF16, TP, "4"),
+    "CP 2, FSDP 2": (*CP_2, *FSDP_2),
+    "EP 2": (*EP_2, *HIGH_BOTH),
+    "EP 2, gathers in FP8": EP_2,
+    "EP 4": (*FOUR, EP, "4"),
+}
+
+
+@functools.cache
+def run_of(config: str, flags: tuple[str, ...], ngpu: int | None = None) -> Run:
+    return config_run(str(ROOT / "configs" / f"{config}.toml"), list(flags), ngpu)
+
+
+def with_slow_cpu(factor: float = 3) -> times.Times:
+    """The H200 with a CPU that takes `factor` times as long."""
+    h200 = times.load("h200")
+    slow = {}
+    for key, value in h200.host.items():
+        if isinstance(value, dict):
+            slow[key] = {each: factor * us for each, us in value.items()}
+        elif key.endswith("_us"):
+            slow[key] = factor * value
+    return replace(h200, host=h200.host | slow)
+
+
+def speed(run: Run, of: times.Times) -> float:
+    return predict(baseline(run), of).ms / predict(run, of).ms
+
+
+def advice_of(run: Run, of: times.Times) -> list[str]:
+    return advice.advice(run, advice.changes(run, of), of)
