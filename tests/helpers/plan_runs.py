@@ -12,8 +12,9 @@ from titan_fp8.plan.step import baseline, predict
 ROOT = Path(__file__).parents[2]
 
 SHARD = "--parallelism.data_parallel_shard_degree"
-TP, CP, PP, EP = (
-    f"--parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "pipeline", "expert")
+TP, CP, PP, EP, ETP = (
+    f"--parallelism.{kind}_parallel_degree"
+    for kind in ("tensor", "context", "pipeline", "expert", "expert_tensor")
 )
 RECIPE, IN_BF16 = "--quantize.linear.titan_fp8.recipe", ("--training.dtype", "bfloat16")
 ONE, FOUR = (SHARD, "1", "--training.global_batch_size", "-1"), (SHARD, "4")
@@ -22,6 +23,7 @@ ONE_GPU = (*ONE, *BATCH_1, *IN_BF16, "--activation_checkpoint.mode", "none")
 FSDP_2 = (*ONE, SHARD, "2", *BATCH_1, "--metrics.log_freq", "5")
 EP_2 = (SHARD, "2", *IN_BF16, EP, "2")
 PP_2, PP_4, CP_2 = (PP, "2"), (*ONE, SHARD, "2", PP, "4"), (CP, "2")
+PP_TOKENS = ("--training.seq_len", "4096", "--training.global_batch_size", "8")
 TP_2 = (*ONE, TP, "2")
 HIGH = ("--quantize.linear.titan_fp8.no_fsdp_all_gather",)
 HIGH_BOTH = (*HIGH, "--quantize.grouped_mm.titan_fp8.no_fsdp_all_gather")
@@ -40,6 +42,9 @@ PLANS = {
     "EP 2": (*EP_2, *HIGH_BOTH),
     "EP 2, gathers in FP8": EP_2,
     "EP 4": (*FOUR, EP, "4"),
+    "EP 4, TP 2": (SHARD, "2", TP, "2", EP, "4", ETP, "1"),
+    "EP 2, TP 2, ETP 2": (SHARD, "2", TP, "2", EP, "2", ETP, "2"),
+    "PP 2, FSDP 2": (*FSDP_2, *PP_2, "--training.local_batch_size", "4", *PP_TOKENS),
 }
 
 

@@ -11,6 +11,7 @@ from plan_runs import (
     IN_BF16,
     ONE,
     ONE_GPU,
+    PLANS,
     PP_2,
     RECIPE,
     ROOT,
@@ -62,6 +63,16 @@ def test_what_makes_fp8_worth_it():
     assert not advice.left_out(few, fast)
     assert "Set fsdp_all_gather = true: the step takes" in "\n".join(advice_of(few, fast))
     assert speed(gathered, fast) > speed(few, fast)
+
+
+def test_moe_blocks_under_tp_may_be_slower_than_in_bf16(capsys):
+    config = str(ROOT / "configs" / "deepseek_v3_16b.toml")
+    assert plan_main.main([config, *PLANS["EP 4, TP 2"]]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Predicted: 0.98x of bf16" in printed
+    assert advice.MOE_UNDER_TP in printed
+    run = run_of("deepseek_v3_16b", PLANS["EP 4"])
+    assert advice.MOE_UNDER_TP not in advice_of(run, times.load("h200"))
 
 
 def test_fp8_gathers_are_advised_against_where_the_cpu_decides():

@@ -44,6 +44,7 @@ NOT_KERNELS = {
     "host.fsdp_block_us": "what FSDP2 adds to it",
     "host.several_ranks": "what several ranks add",
     "host.moe_block_us": "CPU time of MoE blocks",
+    "host.moe_tp_block_us": "CPU time of MoE blocks under TP",
     "host.fsdp_all_gather": "CPU time of fsdp_all_gather",
 }
 """Entries of a table that come from runs, in words."""
@@ -93,7 +94,8 @@ def not_measured(run: Run, times: Times) -> list[str]:
         "host.fsdp_block_us": not run.is_sharded or run.moe_blocks == run.blocks,
         "host.several_ranks": not run.is_sharded or bool(run.moe_blocks),
         "host.block_us": run.moe_blocks == run.blocks,
-        "host.moe_block_us": not run.moe_blocks,
+        "host.moe_block_us": not run.moe_blocks or run.dims.tp_enabled,
+        "host.moe_tp_block_us": not (run.moe_blocks and run.dims.tp_enabled),
         "host.fsdp_all_gather": not gathers,
     }
     lines = []

@@ -201,7 +201,7 @@ def _host_ms(run: Run, rows: tuple[Row, ...], times: Times) -> float:
     us += (run.blocks - run.moe_blocks) * block_us
     if run.is_sharded and not run.moe_blocks:
         us *= times.host["several_ranks"]
-    us += run.moe_blocks * times.host["moe_block_us"]
+    us += run.moe_blocks * times.host["moe_tp_block_us" if run.dims.tp_enabled else "moe_block_us"]
     return us * (run.batches.micro_batches / run.dims.pp / 1e3)
 
 
