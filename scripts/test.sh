@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
 prepare_env
 ./scripts/lint.sh
-pytest=("$python" -m pytest -q --dist worksteal)
+pytest=("$python" -m pytest -q --durations 20 --dist worksteal)
 if [[ $# -gt 0 ]]; then
     everything=tests
     for argument; do [[ $argument != tests* ]] || everything=; done
@@ -38,7 +38,7 @@ with_oldest_triton() {
 
 with_torchtitan_0_3() {
     prepare_torchtitan_0_3
-    "$python" -m pytest -q -n 1 --dist worksteal tests
+    "$python" -m pytest -q --durations 20 -n 1 --dist worksteal tests
 }
 
 logs=$(mktemp -d)
