@@ -1,4 +1,4 @@
-"""Runs that tests of `titan_fp8.plan` predict, by torchtitan's flags, and what they ask of them."""
+"""Runs that tests of `titan_fp8.plan` predict, by torchtitan's flags, and their predictions."""
 
 import functools
 from dataclasses import replace

@@ -55,8 +55,8 @@ class Times:
             overlap with computation, as a share of that time}.
         host: us of CPU time per linear, forward and backward, per weight that is gathered in FP8
             ("fsdp_all_gather"), and per block; see `host_us`. A block costs "block_us", and with
-            FSDP2 "fsdp_block_us" more; one with experts costs "moe_block_us", on one of several
-            ranks, or under tensor parallelism "moe_tp_block_us". FSDP2 over several ranks
+            FSDP2 "fsdp_block_us" more; one with experts costs "moe_block_us", or under
+            tensor parallelism "moe_tp_block_us", on one of several ranks. FSDP2 over several ranks
             multiplies the CPU time of a model without experts by "several_ranks".
     """
 
