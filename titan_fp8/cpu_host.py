@@ -5,7 +5,8 @@
 Without an accelerator torchtitan assumes CUDA and fails at its first call of torch.cuda, although
 FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare` applies the patches listed
 as `ON_CPU` in patches.py of the adapter for the installed torchtitan, which gives the reason for
-each. `main` then runs `torchtitan.train`. Importing this module changes nothing.
+each, and on CPUs without bf16 kernels multiplies bf16 matrices in FP32 (cpu_bf16.py). `main` then
+runs `torchtitan.train`. Importing this module changes nothing.
 
 `main` also adds the flags that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the command
 line sets them. Context parallelism does not run on the CPU: PyTorch's attention op for the CPU has
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from titan_fp8 import patches
+from titan_fp8 import cpu_bf16, patches
 
 SEED_WARNING = (
     "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
@@ -49,6 +50,7 @@ def prepare() -> None:
                 f" and has chosen {utils.device_type!r} as its device"
             )
         return
+    cpu_bf16.use_fp32_products()
     # Must precede the first import of torchtitan, and so the adapter's patches, which import it.
     patches.CPU_DEVICE_TYPE.apply(lambda _: lambda: "cpu")
     patches.CPU_DEVICE_MODULE.apply(*map(_constant, _device_module()))
