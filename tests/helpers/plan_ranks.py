@@ -24,9 +24,10 @@ from titan_fp8 import cpu_host
 
 cpu_host.prepare()
 
+from parsing import parse_args
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import maybe_enable_amp
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
@@ -119,7 +120,7 @@ def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
     flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
     # Loss parallel sums the softmax in another order, which can change how a value is rounded.
     flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
-    return ConfigManager().parse_args(flags)
+    return parse_args(flags)
 
 
 def dims_of(plan: Plan) -> ParallelDims:

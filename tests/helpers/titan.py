@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from parsing import parse_args
 from plans import BOTH, CONVERTERS, GROUPED_MM, LINEAR  # noqa: F401  (for the tests)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.llama3 import llama3_args
@@ -86,7 +87,7 @@ def parse(folder: Path, text: str, *flags: object) -> JobConfig:
     forked = multiprocessing.parent_process() is not None
     file = folder / (f"job-{os.getpid()}.toml" if forked else "job.toml")
     file.write_text(text)
-    return ConfigManager().parse_args(["--job.config_file", str(file), *map(str, flags)])
+    return parse_args(["--job.config_file", file, *flags])
 
 
 def build(config: JobConfig) -> nn.Module:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from health_runs import Recorder
+from parsing import parse_args
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.config import ConfigManager
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.gpt_oss import config_registry as gpt_oss
 from torchtitan.models.llama3 import config_registry as llama3
@@ -95,8 +95,7 @@ def flags(text: Path, folder: Path, *more: object) -> list[str]:
 
 def parse(config: str, *arguments: object) -> Trainer.Config:
     """torchtitan's config of `--module titan_0_3 --config CONFIG` and flags."""
-    command = ["--module", "titan_0_3", "--config", config, *map(str, arguments)]
-    parsed = ConfigManager().parse_args(command)
+    parsed = parse_args(["--module", "titan_0_3", "--config", config, *arguments])
     if hasattr(parsed, "validator"):
         parsed.validator.enable = False
     return parsed

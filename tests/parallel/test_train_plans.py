@@ -18,11 +18,10 @@ import pytest
 import torch
 from gloo import spawn
 from jobs import log_of
-from loss_runs import SCRIPTS  # noqa: F401  (puts scripts/ on the path)
+from parsing import parse_args
 from plans import PLANS, RECIPES, Plan
 from titan import ROOT, trainer, training
 from titan_logs import merge, read_log
-from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
 if torch.cuda.is_available():
@@ -57,7 +56,7 @@ def train(rank: int, flags: list[object], log: Path) -> None:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     init_logger()
-    with trainer(ConfigManager().parse_args(list(map(str, flags)))) as job:
+    with trainer(parse_args(flags)) as job:
         job.train()
     sys.stdout.flush()
 
@@ -70,7 +69,7 @@ def forked(ranks: int, flags: list[object], folder: Path) -> str:
 
 def write_seed(rank: int, flags: list[object]) -> None:
     """Writes a checkpoint of step 0, as --checkpoint.create_seed_checkpoint does."""
-    with trainer(ConfigManager().parse_args(list(map(str, flags)))) as alone:
+    with trainer(parse_args(flags)) as alone:
         alone.checkpointer.save(curr_step=0, last_step=True)
 
 

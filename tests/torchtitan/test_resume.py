@@ -10,7 +10,6 @@ from pathlib import Path
 
 import gloo
 import pytest
-from loss_runs import SCRIPTS  # noqa: F401  (puts scripts/ on the path)
 from titan import one_process, parse, toml, trainer, training
 from titan_logs import merge, read_folder
 from torch.multiprocessing import ProcessExitedException
