@@ -25,7 +25,6 @@ import math
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -82,7 +81,7 @@ class Experiment:
     def folder(self, name: str) -> Path:
         return self.results / name
 
-    def seed(self, perturbed: int = 0) -> Path:
+    def seed(self, perturbed: int) -> Path:
         name = f"seed_ulp_{perturbed}" if perturbed else "seed"
         return self.results / name / "checkpoint/step-0"
 
@@ -149,16 +148,17 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
     return Experiment(toml, config, results, settings, not args.no_checkpoints)
 
 
-def make_seed(experiment: Experiment, gpus: tuple[str, ...]) -> None:
-    """Writes the checkpoint that all arms start from: one process, weights only."""
-    seed = experiment.seed()
+def make_seed(experiment: Experiment, gpus: tuple[str, ...], perturbed: int) -> None:
+    """Writes the checkpoint that arms start from: one process, weights only."""
+    seed = experiment.seed(perturbed)
     if (seed / ".metadata").is_file():
         return
-    print("== seed checkpoint", flush=True)
+    print("== seed checkpoint" + (", one ulp off" if perturbed else ""), flush=True)
     shutil.rmtree(seed.parents[1], ignore_errors=True)
+    arm = Arm("bf16", perturbed=perturbed)
     flags = [*experiment.settings.flags, "--checkpoint.create_seed_checkpoint"]
     flags += ["--validation.no_enable"]
-    flags += ["--parallelism.expert_parallel_degree", "1", *recipe_flags(ARMS["bf16"], experiment)]
+    flags += ["--parallelism.expert_parallel_degree", "1", *arm_flags(arm, experiment)]
     flags += [word for degree in DEGREES for word in (f"--parallelism.{degree}", "1")]
     job = launch(experiment.toml, seed.parents[1], gpus[:1], 1, flags)
     try:
@@ -166,18 +166,6 @@ def make_seed(experiment: Experiment, gpus: tuple[str, ...]) -> None:
             raise Failure(f"{tail(job.log)}the seed checkpoint failed: {job.log}")
     finally:
         stop_all([job])
-
-
-def make_perturbed_seed(experiment: Experiment, number: int) -> None:
-    copy = experiment.seed(number)
-    if (copy / ".metadata").is_file():
-        return
-    print("== seed checkpoint, one ulp off", flush=True)
-    shutil.rmtree(copy, ignore_errors=True)
-    script = str(ROOT / "scripts/perturb_checkpoint.py")
-    command = [sys.executable, script, str(experiment.seed()), str(copy), "--seed", str(number)]
-    if subprocess.run(command).returncode:
-        raise Failure(f"{copy} could not be made")
 
 
 def reorder(experiment: Experiment, number: int) -> Path:
@@ -192,22 +180,25 @@ def reorder(experiment: Experiment, number: int) -> Path:
     return folder
 
 
-def recipe_flags(arm: Arm, experiment: Experiment) -> list[str]:
+def arm_flags(arm: Arm, experiment: Experiment) -> list[str]:
+    """What an arm changes in the TOML, but for its text."""
     flags = ["--quantize.linear.titan_fp8.recipe", arm.recipe]
     if arm.control:
         converters = [*experiment.config["model"]["converters"], "converge.control"]
         flags += ["--model.converters", ",".join(converters)]
+    if arm.rounding:
+        flags += ["--optimizer.rounding_seed", str(arm.rounding)]
+    if arm.perturbed:
+        flags += ["--optimizer.perturbation_seed", str(arm.perturbed)]
     return flags
 
 
 def start(experiment: Experiment, name: str, gpus: tuple[str, ...]) -> Job:
     """Starts an arm, or goes on with it."""
     arm, settings, folder = ARMS[name], experiment.settings, experiment.folder(name)
-    flags = [*settings.flags, *recipe_flags(arm, experiment)]
+    flags = [*settings.flags, *arm_flags(arm, experiment)]
     flags += ["--training.steps", str(settings.steps)]
     flags += ["--lr_scheduler.warmup_steps", str(settings.warmup)]
-    if arm.rounding:
-        flags += ["--optimizer.rounding_seed", str(arm.rounding)]
     if arm.reordered:
         flags += ["--training.dataset_path", str(reorder(experiment, arm.reordered))]
     if experiment.checkpoints:
@@ -338,7 +329,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"no arm {unknown[0]!r}: allowed are {', '.join(ARMS)}")
     if args.steps is not None and args.steps < 10:
         parser.error(f"--steps must be at least 10, not {args.steps}")
-    needs = [name for name in args.arms if ARMS[name].perturbed or ARMS[name].twin]
+    needs = [name for name in args.arms if ARMS[name].twin]
     if args.no_checkpoints and needs:
         parser.error(f"--no-checkpoints: {needs[0]} needs checkpoints")
     return args
@@ -350,9 +341,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         experiment = open_experiment(args)
         if experiment.checkpoints:
-            make_seed(experiment, devices())
-        for number in sorted({ARMS[name].perturbed for name in args.arms} - {0}):
-            make_perturbed_seed(experiment, number)
+            for perturbed in sorted({ARMS[name].perturbed for name in args.arms}):
+                make_seed(experiment, devices(), perturbed)
         if failed := run(experiment, args.arms, deadline):
             raise Failure(f"failed: {', '.join(failed)}")
     except (Failure, InputError, KeyboardInterrupt) as stop:

@@ -6,7 +6,8 @@ It is titan_fp8.plugin, with additions:
   production models;
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
 - the model converter "converge.control", which degrades the gradients of an arm that must fail;
-- an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py).
+- an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py);
+- initial weights that are one ulp off.
 
 torchtitan 0.2.2's own validation reads different text at each evaluation, starts over in a resumed
 run, and does not exist for deepseek_v3. Here every evaluation of every arm reads the same tokens.
@@ -18,6 +19,7 @@ The folder of this file must be on PYTHONPATH; converge.py sets it.
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from stochastic_adamw import StochasticAdamW
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
@@ -122,9 +125,12 @@ class Optimizer:
     Attributes:
         rounding_seed: chooses the random bits that round bf16 parameters, 0 to 127. FP32 parameters
             are not rounded: then it must be 0.
+        perturbation_seed: moves every initial weight by one ulp, up or down at random; 0 leaves
+            them. A checkpoint that is loaded replaces them.
     """
 
     rounding_seed: int = 0
+    perturbation_seed: int = 0
 
 
 @dataclass
@@ -229,14 +235,37 @@ class Control:
         pass
 
 
-def _round_stochastically(
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int) -> None:
+    """Moves every weight but zeros to a neighbor in its dtype, up or down at random.
+
+    The directions depend on the seed, the name of the parameter and the shape of a rank's shard, so
+    ranks that hold the same weights move them alike.
+    """
+    for name, parameter in model.named_parameters():
+        x = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        generator = torch.Generator(x.device)
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        up = torch.randint(2, x.shape, generator=generator, device=x.device, dtype=torch.int8)
+        infinity = torch.full((), torch.inf, dtype=x.dtype, device=x.device)
+        moved = torch.nextafter(x, torch.where(up.bool(), infinity, -infinity))
+        x.copy_(torch.where(x == 0, x, moved))
+
+
+def _with_options(
     build: Callable[..., OptimizersContainer],
 ) -> Callable[..., OptimizersContainer]:
-    """What builds the optimizers of a model, with StochasticAdamW where all parameters are bf16."""
+    """What builds the optimizers of a model, with the options of `Optimizer`.
+
+    torchtitan builds them right after the weights are initialized.
+    """
 
     def build_optimizers(
         model_parts: list[nn.Module], optimizer_config: Any, *args: Any, **kwargs: Any
     ) -> OptimizersContainer:
+        if optimizer_config.perturbation_seed:
+            for part in model_parts:
+                perturb(part, optimizer_config.perturbation_seed)
         container = build(model_parts, optimizer_config, *args, **kwargs)
         seed = optimizer_config.rounding_seed
         if not 0 <= seed < 128:
@@ -274,7 +303,7 @@ def _register() -> None:
             spec,
             model_args={**spec.model_args, **flavors},
             build_validator_fn=HeldOutEvaluation,
-            build_optimizers_fn=_round_stochastically(spec.build_optimizers_fn),
+            build_optimizers_fn=_with_options(spec.build_optimizers_fn),
         )
         register_train_spec(name, spec)
 

@@ -13,10 +13,7 @@ from pathlib import Path
 
 import converge
 import converge_jobs
-import perturb_checkpoint
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from converge_arms import ARMS, read_settings
 
 TOML = """
@@ -207,6 +204,28 @@ def test_rounding_arms_have_their_own_random_bits(root, run):
         assert re.findall(r"--optimizer.rounding_seed (\S+)", command) == seeds
 
 
+def test_perturbed_arms_start_from_a_checkpoint_of_their_own(root, run):
+    assert run("--arms", "bf16_ulp,bf16,bf16_ulp_2")[0] == 0
+    assert calls(root) == ["seed", "seed_ulp_1", "seed_ulp_2", "bf16_ulp", "bf16", "bf16_ulp_2"]
+    for arm, seed, number in (
+        ("bf16", "seed", []),
+        ("bf16_ulp", "seed_ulp_1", ["1"]),
+        ("bf16_ulp_2", "seed_ulp_2", ["2"]),
+    ):
+        loads = f"--checkpoint.initial_load_path {results(root) / seed}/checkpoint/step-0"
+        for folder in (arm, seed):
+            command = (results(root) / folder / "train.log").read_text().splitlines()[0]
+            assert (loads in command) == (folder == arm)
+            assert re.findall(r"--optimizer.perturbation_seed (\S+)", command) == number
+
+
+def test_without_checkpoints_the_weights_are_perturbed_in_the_arm(root, run):
+    assert run("--arms", "bf16,bf16_ulp", "--no-checkpoints")[0] == 0
+    assert calls(root) == ["bf16", "bf16_ulp"]
+    assert "perturbation_seed" not in (results(root) / "bf16/train.log").read_text()
+    assert "--optimizer.perturbation_seed 1" in (results(root) / "bf16_ulp/train.log").read_text()
+
+
 def test_other_settings_need_another_folder(root, run):
     assert run("--arms", "bf16")[0] == 0
     for flags in (["--steps", "40"], ["--", "--optimizer.lr", "1"]):
@@ -271,7 +290,10 @@ def test_an_arm_needs_its_gpus(root, run, monkeypatch):
         (["n"], "invalid choice: 'n'"),
         (["m", "--arms", "bf16,fp4"], "no arm 'fp4': allowed are bf16, bf16_order"),
         (["m", "--steps", "9"], "--steps must be at least 10, not 9"),
-        (["m", "--no-checkpoints"], "--no-checkpoints: bf16_ulp needs checkpoints"),
+        (
+            ["m", "--no-checkpoints", "--arms", "bf16,bf16_resumed"],
+            "--no-checkpoints: bf16_resumed needs checkpoints",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(root, capsys, arguments, message):
@@ -317,22 +339,3 @@ def test_every_arm_is_one_change():
         assert arm.twin is None or ARMS[arm.twin].recipe == arm.recipe
         differences = (arm.reordered, arm.perturbed, arm.rounding, arm.control)
         assert sum(map(bool, (arm.recipe != "bf16", *differences))) <= 1, name
-
-
-def test_a_perturbed_checkpoint_is_one_ulp_off(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        "w": torch.randn(64, 32, generator=generator),
-        "h": torch.randn(64, generator=generator).bfloat16(),
-        "bias": torch.zeros(8),
-        "count": torch.arange(8),
-    }
-    dcp.save(dict(state), checkpoint_id=tmp_path / "a", no_dist=True)
-    perturb_checkpoint.main([str(tmp_path / "a"), str(tmp_path / "b")])
-    copy = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    dcp.load(copy, checkpoint_id=tmp_path / "b", no_dist=True)
-    for name, integers in (("w", torch.int32), ("h", torch.int16)):
-        ulps = copy[name].view(integers).int() - state[name].view(integers).int()
-        assert set(ulps.unique().tolist()) == {-1, 1}
-        assert 0.3 < (ulps > 0).float().mean() < 0.7
-    assert torch.equal(copy["bias"], state["bias"]) and torch.equal(copy["count"], state["count"])

@@ -188,3 +188,32 @@ def test_bad_options_of_the_optimizer_are_refused(text, tmp_path, dtype, flags, 
     flags = [*small(text, tmp_path), "--training.dtype", dtype, *flags]
     with one_process(), pytest.raises(ValueError, match=message):
         trainer(parse("llama3_tiny", *flags)).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "integers"), [("float32", torch.int32), ("bfloat16", torch.int16)]
+)
+def test_perturbed_weights_are_one_ulp_off(text, tmp_path, dtype, integers):
+    def weights(*flags: object) -> dict[str, torch.Tensor]:
+        flags = *small(text, tmp_path), *BF16, "--training.dtype", dtype, *flags
+        with trainer(parse("llama3_tiny", *flags)) as t:
+            return {k: p.detach().clone() for k, p in t.model_parts[0].named_parameters()}
+
+    with one_process():
+        before, same = weights(), weights("--optimizer.perturbation_seed", 0)
+        after, other = (weights("--optimizer.perturbation_seed", seed) for seed in (1, 2))
+    assert all(torch.equal(before[name], same[name]) for name in before)
+    for name, x in before.items():
+        ulps = after[name].view(integers).int() - x.view(integers).int()
+        assert set(ulps.unique().tolist()) <= {-1, 1}
+        assert 0.3 < (ulps > 0).float().mean() < 0.7
+        assert not torch.equal(after[name], other[name])
+
+
+def test_perturbation_leaves_zeros(plugin):
+    model = torch.nn.Linear(64, 8)
+    with torch.no_grad():
+        model.bias.zero_()
+    weight = model.weight.detach().clone()
+    plugin.perturb(model, 1)
+    assert not model.bias.any() and not torch.equal(model.weight, weight)
