@@ -50,14 +50,14 @@ CONTROL = "converge.control"
 VOCABULARY = 32768
 
 FLAVORS: dict[str, dict[str, Any]] = {
-    # 1.1 billion parameters, 8B's head size, ratio of query to key heads and feed-forward ratio.
+    # 1.0 billion parameters, 8B's head size, ratio of query to key heads and feed-forward ratio.
     "llama3": {
         "tiny": TransformerModelArgs(
             dim=256, n_layers=2, n_heads=4, rope_theta=500000, vocab_size=512
         ),
         "1B": TransformerModelArgs(
             dim=2048,
-            n_layers=16,
+            n_layers=14,
             n_heads=32,
             n_kv_heads=8,
             ffn_dim_multiplier=1.5,
