@@ -135,11 +135,12 @@ def test_every_number_of_a_table_says_where_it_comes_from():
             parts = {e.partition(".")[2] for e in table["sources"]} - {""}
             own = {"linear, eager", "linear, compiled", "grouped", "code"}
             assert table[entry].keys() - own <= parts
-        for origin in table["sources"].values():
-            assert origin["how"] in ("measured", "scaled", "taken")
+        for entry, origin in table["sources"].items():
+            assert origin["how"] in ("measured", "scaled", "taken", "chosen")
+            assert (origin["how"] == "chosen") == (entry in plan_table.CHOSEN)
             for each in origin["from"]:
                 assert (plan_table.ROOT / each.partition(":")[0]).is_file()
-            if origin["how"] != "measured":
+            if origin["how"] in ("scaled", "taken"):
                 assert origin["card"] != table["gpu"]
 
 

@@ -262,6 +262,11 @@ def test_what_was_not_measured_on_an_h100_is_said(capsys):
     assert h100.parts.keys() == h200.parts.keys()
     assert all(h100.parts[part] != h200.parts[part] for part in h100.parts)
     assert h100.host > h200.host
+    for gpu in ("h100", "h200"):
+        assert plan_main.main([str(ROOT / "configs" / "deepseek_v3_16b.toml"), "--gpu", gpu]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "- chosen to fit runs on NVIDIA H200: CPU time of MoE blocks" in printed
+        assert "under TP" not in printed
     # With bf16 parameters the bandwidth does not limit the optimizer.
     one = run_of("llama3_8b", ONE_GPU)
     h100, h200 = (predict(one, times.load(gpu)) for gpu in ("h100", "h200"))

@@ -48,7 +48,12 @@ NOT_KERNELS = {
     "host.fsdp_all_gather": "CPU time of fsdp_all_gather",
 }
 """Entries of a table that come from runs, in words."""
-PASSED_ON = {"scaled": "scaled by the bandwidth of copies", "taken": "taken as they are"}
+NOT_MEASURED = {
+    "scaled": "scaled by the bandwidth of copies from",
+    "taken": "taken as they are from",
+    "chosen": "chosen to fit runs on",
+}
+"""How an entry came about that was not measured on the card; the card of the runs follows."""
 
 
 def text(run: Run, times: Times, step: Step, bf16: Step) -> str:
@@ -99,7 +104,7 @@ def not_measured(run: Run, times: Times) -> list[str]:
         "host.fsdp_all_gather": not gathers,
     }
     lines = []
-    for how, words in PASSED_ON.items():
+    for how, words in NOT_MEASURED.items():
         entries = [
             (name, times.sources[entry]["card"])
             for entry, name in NOT_KERNELS.items()
@@ -107,7 +112,7 @@ def not_measured(run: Run, times: Times) -> list[str]:
         ]
         if entries:
             names, cards = zip(*entries)
-            lines.append(f"{words} from {cards[0]}: {', '.join(names)}")
+            lines.append(f"{words} {cards[0]}: {', '.join(names)}")
     return [bullets(f"Not measured on {times.gpu}", lines)] if lines else []
 
 
