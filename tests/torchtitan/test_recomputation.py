@@ -4,6 +4,7 @@ import operator
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,7 +39,10 @@ class SwiGLU(nn.Module):
 def fresh_compiler():
     """No graphs from other tests or from the disk, and no patch at first."""
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True):
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
         yield
     restore([RECOMPUTABLE_QUANTIZERS, CHECKPOINT_MARKS])
     torch._dynamo.reset()
