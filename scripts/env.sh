@@ -70,15 +70,16 @@ has_stamp() { # VENV STAMP
 }
 
 make_venv() { # VENV STAMP TORCH
-    local venv=$1 stamp=$2 torch=$3 host_python package
+    local venv=$1 stamp=$2 torch=$3 host_python
     has_stamp "$venv" "$stamp" && return # Another launch has made it.
     echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
     host_python=$(find_python) || exit 2
     "$host_python" -m venv "$venv" || die "could not create $venv"
-    for package in "torch==$torch" "torchtitan==0.2.2" "-e$root[dev]"; do
-        "$venv/bin/python" -m pip install "$package" >"$venv/install.log" 2>&1 ||
-            { tail -n 20 "$venv/install.log" >&2 && die "could not install $package"; }
-    done
+    "$venv/bin/python" -m pip install --no-compile "torch==$torch" torchtitan==0.2.2 \
+        "-e$root[dev]" >"$venv/install.log" 2>&1 ||
+        { tail -n 20 "$venv/install.log" >&2 && die "could not install torch and titan_fp8"; }
+    # On all cores, while pip uses one. Some packages hold files for other versions of Python.
+    "$venv/bin/python" -m compileall -q -j 0 "$venv" >>"$venv/install.log" 2>&1 || true
     echo "$stamp" >"$venv/stamp"
 }
 
