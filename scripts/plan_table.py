@@ -9,9 +9,9 @@ writes nothing and fails if a table is out of date.
 
 Runs have been profiled on one GPU only. For the others, times of kernels that the bandwidth limits
 (SCALED) are scaled by the bandwidth of copies. Collectives, over the same NVLink, are taken to be
-as fast, and the CPU as well (TAKEN). CHOSEN entries were measured on no card; they are chosen so
-that the plan predicts the speed of a run. "sources" in a table says for each of its entries where
-it comes from, and the plan prints what was not measured on its card.
+as fast, and the CPU as well (TAKEN). ESTIMATED entries were not measured alone, or not for each
+recipe: most are chosen so that the plan predicts the speed of runs. "sources" in a table says for
+each of its entries where it comes from, and the plan prints what was not measured on its card.
 
 CPU times of compiled FP8 linears were measured on both machines before connected FP8 ops became one
 call, and are corrected for that (`add_connected`). Drop this once they have been measured again.
@@ -36,11 +36,10 @@ SCALED = ("dense_ps", "moe_ps", "optimizer_ps.float32", "reduce_ps", "whole_ps",
 TAKEN = (
     # With bf16 parameters it moves 20 bytes in 7.2 ps, two thirds of the bandwidth of copies.
     "optimizer_ps.bfloat16",
-    *("link_gbps", "exposed"),
+    "link_gbps",
     *("host.block_us", "host.fsdp_block_us", "host.several_ranks"),
-    "host.fsdp_all_gather",
 )
-CHOSEN = ("host.moe_block_us", "host.moe_tp_block_us")
+ESTIMATED = ("exposed", "host.moe_block_us", "host.moe_tp_block_us", "host.fsdp_all_gather")
 
 
 def gpu_of(result: dict) -> str:
@@ -178,9 +177,9 @@ def add_rates(table: dict, runs: dict, copy_gbps: float) -> None:
             derived[name] = {each: ps * factors[each] for each, ps in value.items()}
         else:
             derived[name] = value * slower
-    for entry in (*SCALED, *TAKEN, *CHOSEN):
-        how = "measured" if here else "scaled" if entry in SCALED else "taken"
-        how = "chosen" if entry in CHOSEN else how
+    for entry in (*SCALED, *TAKEN, *ESTIMATED):
+        elsewhere = "scaled" if entry in SCALED else "taken"
+        how = "estimated" if entry in ESTIMATED else "measured" if here else elsewhere
         files = [f"docs/benchmarks/{RUNS}"]
         table["sources"][entry] = {"how": how, "card": runs["card"], "from": files}
     table |= derived | {"host": table["host"] | derived["host"]}

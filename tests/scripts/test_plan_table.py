@@ -136,8 +136,8 @@ def test_every_number_of_a_table_says_where_it_comes_from():
             own = {"linear, eager", "linear, compiled", "grouped", "code"}
             assert table[entry].keys() - own <= parts
         for entry, origin in table["sources"].items():
-            assert origin["how"] in ("measured", "scaled", "taken", "chosen")
-            assert (origin["how"] == "chosen") == (entry in plan_table.CHOSEN)
+            assert origin["how"] in ("measured", "scaled", "taken", "estimated")
+            assert (origin["how"] == "estimated") == (entry in plan_table.ESTIMATED)
             for each in origin["from"]:
                 assert (plan_table.ROOT / each.partition(":")[0]).is_file()
             if origin["how"] in ("scaled", "taken"):

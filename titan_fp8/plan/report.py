@@ -39,7 +39,7 @@ NOT_KERNELS = {
     "whole_ps": "FSDP2's copies of whole experts",
     "shard_ps": "quantizing shards",
     "link_gbps": "collectives",
-    "exposed": "how far they overlap",
+    "exposed": "how far collectives overlap",
     "host.block_us": "CPU time of dense blocks",
     "host.fsdp_block_us": "what FSDP2 adds to it",
     "host.several_ranks": "what several ranks add",
@@ -51,9 +51,9 @@ NOT_KERNELS = {
 NOT_MEASURED = {
     "scaled": "scaled by the bandwidth of copies from",
     "taken": "taken as they are from",
-    "chosen": "chosen to fit runs on",
+    "estimated": "estimated from runs on",
 }
-"""How an entry came about that was not measured on the card; the card of the runs follows."""
+"""Where an entry that was not measured on the card comes from; the card of the runs follows."""
 
 
 def text(run: Run, times: Times, step: Step, bf16: Step) -> str:

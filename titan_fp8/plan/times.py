@@ -36,8 +36,8 @@ class Times:
         gpu: the card.
         sources: {entry of the table: where it comes from}: "from", the files of measurements;
             "how": "measured" on this card, "scaled" from another card by the bandwidth of copies,
-            "taken" from it as it is, or "chosen" so that the plan predicts the speed of a run; and,
-            of entries that come from runs, "card", that of the runs.
+            "taken" from it as it is, or "estimated" from runs; and, of entries that come from runs,
+            "card", that of the runs.
         copy_gbps: bandwidth of a device copy, bytes read and written counted.
         gemm: {(family, op): rows of (groups, m, n, k, us)}; op "mm" contracts k, op "wgrad" m.
         quantize: {op: rows of (elements, us)}.
