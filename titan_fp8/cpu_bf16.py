@@ -1,15 +1,16 @@
-"""Products of bf16 matrices on CPUs for which oneDNN has no bf16 kernels (no AVX-512).
+"""Products of bf16 matrices on CPUs for which oneDNN has no bf16 kernels, as x86 without AVX-512.
 
 PyTorch leaves bf16 products on the CPU to oneDNN. Where oneDNN has no kernels for them, PyTorch
-falls back to loops of its own. `use_fp32_products` replaces these: it casts the operands to FP32,
-multiplies, and rounds the result to bf16 once. Products of 384 x 256 and larger matrices take 1/2
-to 1/60 of the time; those of tiny ones take some 35 us longer.
+falls back to slow loops of its own. `use_fp32_products` replaces these kernels by ones that cast
+the operands to FP32, multiply, and round the product to bf16 once. Products with M >= 384 and K,
+N >= 256 take 1/3 to 1/60 of the time; tiny ones take some 35 us longer.
 
 It applies to the whole process, since it replaces kernels in PyTorch's dispatcher. Autograd,
 autocast, dispatch modes, DTensor and the compiler sit above these kernels and see the same ops as
-before. Inductor's code calls `mm.out` and the like; `F.linear`, `torch.matmul` and
-`torch._grouped_mm` call `mm`, `addmm` and `bmm`. Tensors of other or mixed dtypes go to the
-original kernels as they are; passing through Python costs such a call about 4 us.
+before. `F.linear` and `torch.matmul` call `mm`, `addmm` and `bmm`; Inductor's code and
+`torch._grouped_mm` call their variants with `out`. In-place variants and products with vectors are
+not replaced. Tensors of other or mixed dtypes go to the original kernels as they are; passing
+through Python costs such a call about 4 us.
 
 Tried with torch 2.11 and 2.13. This can go when PyTorch multiplies in FP32 itself.
 """
@@ -25,7 +26,7 @@ _MATRIX_OPS = {"mm": 2, "addmm": 3, "bmm": 2, "baddbmm": 3}
 """Op -> how many of its first arguments must be bf16. Each has a variant that writes to `out`."""
 
 _ATTENTION_OPS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 5}
-"""The same for attention. Its forward pass takes as long in bf16 as in FP32."""
+"""The same for attention. Forward is not replaced: in FP32 it takes no less time."""
 
 
 @functools.cache
