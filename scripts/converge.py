@@ -125,6 +125,8 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         raise Failure(f"{steps} steps are no multiple of validation.freq = {every}")
     if ranks < 1:
         raise Failure(f"{toml.name} must say every degree of parallelism, not -1")
+    if config["debug"]["seed"] is None:
+        raise Failure(f"{toml.name} must set debug.seed, or arms would start from other weights")
     read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
     batch = training["global_batch_size"]
     batch = batch if batch > 0 else training["local_batch_size"] * ranks
@@ -149,11 +151,11 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
 
 
 def make_seed(experiment: Experiment, gpus: tuple[str, ...], perturbed: int) -> None:
-    """Writes the checkpoint that arms start from: one process, weights only."""
+    """Writes a checkpoint that arms start from: weights only, in one process."""
     seed = experiment.seed(perturbed)
     if (seed / ".metadata").is_file():
         return
-    print("== seed checkpoint" + (", one ulp off" if perturbed else ""), flush=True)
+    print(f"== seed checkpoint: {seed.parents[1].name}", flush=True)
     shutil.rmtree(seed.parents[1], ignore_errors=True)
     arm = Arm("bf16", perturbed=perturbed)
     flags = [*experiment.settings.flags, "--checkpoint.create_seed_checkpoint"]
@@ -181,7 +183,7 @@ def reorder(experiment: Experiment, number: int) -> Path:
 
 
 def arm_flags(arm: Arm, experiment: Experiment) -> list[str]:
-    """What an arm changes in the TOML, but for its text."""
+    """What an arm changes in the TOML, except the text."""
     flags = ["--quantize.linear.titan_fp8.recipe", arm.recipe]
     if arm.control:
         converters = [*experiment.config["model"]["converters"], "converge.control"]

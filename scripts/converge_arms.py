@@ -25,7 +25,7 @@ class Arm:
     Attributes:
         recipe: `recipe` of the linear section.
         reordered: reads the lines of the training text in another order, of this number.
-        perturbed: starts from weights that are one ulp off, by the random numbers of this seed.
+        perturbed: starts from weights that are one ulp off, in directions drawn from this seed.
         rounding: rounds new weights with other random bits, of this number; only where parameters
             are bf16.
         control: rounds gradients coarsely, by the converter "converge.control".

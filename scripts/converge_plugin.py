@@ -7,7 +7,7 @@ It is titan_fp8.plugin, with additions:
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
 - the model converter "converge.control", which degrades the gradients of an arm that must fail;
 - an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py);
-- initial weights that are one ulp off.
+- an option that moves initial weights by one ulp.
 
 torchtitan 0.2.2's own validation reads different text at each evaluation, starts over in a resumed
 run, and does not exist for deepseek_v3. Here every evaluation of every arm reads the same tokens.
@@ -120,13 +120,13 @@ FLAVORS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Optimizer:
-    """What torchtitan merges into its section [optimizer].
+    """What torchtitan merges into its section [optimizer], for the models in `FLAVORS`.
 
     Attributes:
         rounding_seed: chooses the random bits that round bf16 parameters, 0 to 127. FP32 parameters
             are not rounded: then it must be 0.
-        perturbation_seed: moves every initial weight by one ulp, up or down at random; 0 leaves
-            them. A checkpoint that is loaded replaces them.
+        perturbation_seed: moves every initial weight but zeros by one ulp, up or down at random; 0
+            leaves them as they are. Weights that are loaded from a checkpoint are not moved.
     """
 
     rounding_seed: int = 0
@@ -239,8 +239,8 @@ class Control:
 def perturb(model: nn.Module, seed: int) -> None:
     """Moves every weight but zeros to a neighbor in its dtype, up or down at random.
 
-    The directions depend on the seed, the name of the parameter and the shape of a rank's shard, so
-    ranks that hold the same weights move them alike.
+    The directions depend on the seed, the name of the parameter and the shape of the local shard.
+    Replicas therefore move alike, but so do shards of one parameter that have the same shape.
     """
     for name, parameter in model.named_parameters():
         x = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -255,9 +255,9 @@ def perturb(model: nn.Module, seed: int) -> None:
 def _with_options(
     build: Callable[..., OptimizersContainer],
 ) -> Callable[..., OptimizersContainer]:
-    """What builds the optimizers of a model, with the options of `Optimizer`.
+    """Wraps torchtitan's `build_optimizers_fn`, and applies the options of `Optimizer`.
 
-    torchtitan builds them right after the weights are initialized.
+    torchtitan calls it right after it has initialized the weights.
     """
 
     def build_optimizers(

@@ -31,6 +31,8 @@ interval = 20
 [validation]
 dataset_path = "text"
 freq = 20
+[debug]
+seed = 7
 """
 # Resumes from its last checkpoint; a checkpoint and an evaluation every 20 steps.
 TRAIN = """#!/usr/bin/env bash
@@ -235,7 +237,7 @@ def test_other_settings_need_another_folder(root, run):
     toml = root / "configs/m.toml"
     toml.write_text("# A comment is no setting.\n" + toml.read_text())
     assert run("--arms", "bf16")[0] == 0
-    toml.write_text(toml.read_text() + "[debug]\nseed = 1\n")
+    toml.write_text(toml.read_text().replace("seed = 7", "seed = 1"))
     assert run("--arms", "bf16")[0] == 3
 
 
@@ -275,6 +277,13 @@ def test_without_checkpoints_every_arm_starts_anew(root, run):
 def test_what_cannot_be_run_is_refused(root, run, flags, message):
     status, text = run("--arms", "bf16", *flags)
     assert status == 3 and message in text
+
+
+def test_arms_need_a_seed(root, run):
+    toml = root / "configs/m.toml"
+    toml.write_text(toml.read_text().replace("seed = 7", ""))
+    status, text = run("--arms", "bf16")
+    assert status == 3 and "m.toml must set debug.seed" in text
 
 
 def test_an_arm_needs_its_gpus(root, run, monkeypatch):

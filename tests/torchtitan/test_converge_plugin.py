@@ -5,13 +5,18 @@ import json
 import sys
 from pathlib import Path
 
+import gloo
 import pytest
 import torch
+import torch.distributed as dist
 from converge import DEGREES, ranks_of
+from parsing import parse_args
 from stochastic_adamw import StochasticAdamW
 from titan import build, convert, one_process, trainer, training
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter, train_spec
 
@@ -44,7 +49,7 @@ def plugin(monkeypatch, fresh_torchtitan):
 
 def parse(name: str, *flags: object) -> JobConfig:
     file = ROOT / f"configs/convergence/{name}.toml"
-    return ConfigManager().parse_args(["--job.config_file", str(file), *map(str, flags)])
+    return parse_args(["--job.config_file", file, *flags])
 
 
 def count(model: torch.nn.Module, kind: type) -> int:
@@ -217,3 +222,25 @@ def test_perturbation_leaves_zeros(plugin):
     weight = model.weight.detach().clone()
     plugin.perturb(model, 1)
     assert not model.bias.any() and not torch.equal(model.weight, weight)
+
+
+def perturb_replicas_and_shards(rank: int) -> None:
+    plugin = importlib.import_module("converge_plugin")
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 5)
+    before = [p.detach().clone() for p in (model.weight, model.bias)]
+    for name, placement in (("weight", Replicate()), ("bias", Shard(0))):
+        parameter = distribute_tensor(getattr(model, name).detach(), mesh, [placement])
+        setattr(model, name, torch.nn.Parameter(parameter))
+    plugin.perturb(model, 1)
+    copies = [torch.empty(5, 64) for _ in range(2)]
+    dist.all_gather(copies, model.weight.detach().to_local())
+    assert torch.equal(*copies)
+    for old, new in zip(before, (model.weight, model.bias)):
+        ulps = new.detach().full_tensor().view(torch.int32) - old.view(torch.int32)
+        assert (ulps.abs() == 1).all()
+
+
+def test_replicas_are_perturbed_alike():
+    gloo.spawn(perturb_replicas_and_shards, 2)
