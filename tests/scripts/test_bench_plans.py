@@ -9,7 +9,7 @@ import bench_plans
 import pytest
 import torch
 from loss_runs import SCRIPTS, curve, dump
-from torchtitan.config import ConfigManager
+from parsing import parse_args
 from torchtitan.distributed import ParallelDims
 
 PLANS = bench_plans.PLANS
@@ -25,7 +25,7 @@ def test_torchtitan_accepts_the_flags_of_a_plan(name, tmp_path, monkeypatch):
     plan = PLANS[name]
     _, config, *flags = bench_plans.command(plan, "blockwise", 30, tmp_path)
     monkeypatch.chdir(bench_plans.ROOT)
-    parsed = ConfigManager().parse_args(["--job.config_file", config, *flags])
+    parsed = parse_args(["--job.config_file", config, *flags])
     assert parsed.model.flavor == plan.flavor and parsed.training.steps == 30 + bench_plans.TRACED
     assert parsed.quantize.linear.titan_fp8.recipe == "blockwise"
     p = parsed.parallelism
@@ -82,7 +82,7 @@ def test_weights_are_gathered_in_bf16_if_the_recipe_says_so(name, tmp_path, monk
     monkeypatch.chdir(bench_plans.ROOT)
     for in_bf16 in ("", bench_plans.IN_BF16):
         _, config, *flags = bench_plans.command(PLANS[name], f"rowwise{in_bf16}", 30, tmp_path)
-        quantize = ConfigManager().parse_args(["--job.config_file", config, *flags]).quantize
+        quantize = parse_args(["--job.config_file", config, *flags]).quantize
         assert quantize.linear.titan_fp8.recipe == "rowwise"
         gathers = quantize.linear.titan_fp8.fsdp_all_gather
         experts = quantize.grouped_mm.titan_fp8.fsdp_all_gather

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from parsing import parse_args
 from titan import build, convert
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 
 from titan_fp8 import FP8Linear
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
@@ -27,7 +28,7 @@ EXPECTED = {
 
 
 def parse(path: Path, *flags: str) -> JobConfig:
-    return ConfigManager().parse_args(["--job.config_file", str(path), *flags])
+    return parse_args(["--job.config_file", path, *flags])
 
 
 def count(model: torch.nn.Module, kind: type) -> int:
