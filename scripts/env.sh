@@ -77,8 +77,8 @@ make_venv() { # VENV STAMP TORCH
     "$host_python" -m venv "$venv" || die "could not create $venv"
     "$venv/bin/python" -m pip install --no-compile "torch==$torch" torchtitan==0.2.2 \
         "-e$root[dev]" >"$venv/install.log" 2>&1 ||
-        { tail -n 20 "$venv/install.log" >&2 && die "could not install torch and titan_fp8"; }
-    # On all cores, while pip uses one. Some packages hold files for other versions of Python.
+        { tail -n 20 "$venv/install.log" >&2 && die "could not install torch, torchtitan and titan_fp8"; }
+    # pip compiles on one core, this on all. It fails at files for other versions of Python.
     "$venv/bin/python" -m compileall -q -j 0 "$venv" >>"$venv/install.log" 2>&1 || true
     echo "$stamp" >"$venv/stamp"
 }
