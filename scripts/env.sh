@@ -69,17 +69,23 @@ has_stamp() { # VENV STAMP
     [[ "$(cat "$1/stamp" 2>/dev/null)" == "$2" ]]
 }
 
+install_into() { # VENV WHAT PACKAGE ...
+    local venv=$1 what=$2
+    shift 2
+    "$venv/bin/python" -m pip install --no-compile "$@" >"$venv/install.log" 2>&1 ||
+        { tail -n 20 "$venv/install.log" >&2 && die "could not install $what"; }
+    # pip compiles on one core, this on all. It fails at files for other versions of Python.
+    "$venv/bin/python" -m compileall -q -j 0 "$venv" >>"$venv/install.log" 2>&1 || true
+}
+
 make_venv() { # VENV STAMP TORCH
     local venv=$1 stamp=$2 torch=$3 host_python
     has_stamp "$venv" "$stamp" && return # Another launch has made it.
     echo "env: installing torch $torch and titan_fp8 into .venv (once; this takes minutes)"
     host_python=$(find_python) || exit 2
     "$host_python" -m venv "$venv" || die "could not create $venv"
-    "$venv/bin/python" -m pip install --no-compile "torch==$torch" torchtitan==0.2.2 \
-        "-e$root[dev]" >"$venv/install.log" 2>&1 ||
-        { tail -n 20 "$venv/install.log" >&2 && die "could not install torch, torchtitan and titan_fp8"; }
-    # pip compiles on one core, this on all. It fails at files for other versions of Python.
-    "$venv/bin/python" -m compileall -q -j 0 "$venv" >>"$venv/install.log" 2>&1 || true
+    install_into "$venv" "torch, torchtitan and titan_fp8" \
+        "torch==$torch" torchtitan==0.2.2 "-e$root[dev]"
     echo "$stamp" >"$venv/stamp"
 }
 
@@ -130,7 +136,6 @@ make_venv_0_3() { # VENV STAMP SHARED PACKAGE ...
     echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
     "$python" -m venv --clear "$venv" || die "could not create $venv"
     echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
-    "$venv/bin/python" -m pip install "$@" >"$venv/install.log" 2>&1 ||
-        { tail -n 20 "$venv/install.log" >&2 && die "could not install torchtitan 0.3"; }
+    install_into "$venv" "torchtitan 0.3" "$@"
     echo "$stamp" >"$venv/stamp"
 }
