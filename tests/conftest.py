@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config
 
 from titan_fp8 import cpu_host
 
@@ -47,6 +48,18 @@ def fresh_torchtitan(monkeypatch):
     torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
     gc.enable()
+
+
+@pytest.fixture
+def fresh_graphs():
+    """torch.compile gets no graphs from other tests or the disk, only C++ code that is the same."""
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import operator
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,16 +35,10 @@ class SwiGLU(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    """No graphs from other tests or from the disk, and no patch at first."""
-    torch._dynamo.reset()
-    with (
-        inductor_config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        yield
+def fresh_compiler(fresh_graphs):
+    """No graphs from before, and no patch at first."""
+    yield
     restore([RECOMPUTABLE_QUANTIZERS, CHECKPOINT_MARKS])
-    torch._dynamo.reset()
 
 
 @pytest.fixture

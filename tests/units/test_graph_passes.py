@@ -212,7 +212,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_compiled_block_computes_the_same(monkeypatch, recipe):
+def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
     calls = []
     run = sequence._run
     monkeypatch.setattr(sequence, "_run", lambda *args: calls.append(args[1]) or run(*args))
@@ -223,12 +223,7 @@ def test_a_compiled_block_computes_the_same(monkeypatch, recipe):
     results = []
     for graph_pass in (None, FewerOps()):
         torch._dynamo.reset()
-        # The graphs are compiled anew, but C++ code that is the same comes from Inductor's cache.
-        options = {"fx_graph_cache": False, "post_grad_custom_post_pass": graph_pass}
-        with (
-            inductor_config.patch(options),
-            torch._functorch.config.patch(enable_autograd_cache=False),
-        ):
+        with inductor_config.patch(post_grad_custom_post_pass=graph_pass):
             y = torch.compile(block, fullgraph=True)(x)
             gradients = torch.autograd.grad(y, (x, *block.parameters()), g)
         results.append((y, *gradients))
