@@ -30,21 +30,23 @@ _ATTENTION_OPS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 5}
 
 
 @functools.cache
-def use_fp32_products() -> None:
-    """Multiplies bf16 matrices in FP32 in this process, unless oneDNN has kernels for bf16."""
-    if not _has_bf16_kernels():
-        override(_library())
+def use_fp32_products() -> torch.library.Library | None:
+    """Multiplies bf16 matrices in FP32 in this process, unless oneDNN has kernels for bf16.
+
+    Returns:
+        What holds the replacements, which last as long as it does. The cache keeps it until the
+        process ends.
+    """
+    if _has_bf16_kernels():
+        return None
+    library = torch.library.Library("aten", "IMPL")
+    override(library)
+    return library
 
 
 def _has_bf16_kernels() -> bool:
     mkldnn = torch.backends.mkldnn  # PyTorch's name for oneDNN
     return mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@functools.cache
-def _library() -> torch.library.Library:
-    """Holds the replacements, which last as long as it does: until the process ends."""
-    return torch.library.Library("aten", "IMPL")
 
 
 def override(library: torch.library.Library) -> None:
