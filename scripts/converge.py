@@ -239,14 +239,14 @@ def slots(ranks: int) -> list[tuple[str, ...]]:
 
 
 def remaining(jobs: list[Job], waiting: int, places: int, steps: int) -> str:
-    """The time until all arms are finished, if they keep their speed."""
+    """The time until all arms are finished, if they keep their speed; "" until it is known."""
     speeds = [speed for job in jobs if (speed := job.seconds_per_step())]
     if not speeds:
-        return "?"
+        return ""
     speed = sum(speeds) / len(speeds)
     left = max((steps - job.step) * (job.seconds_per_step() or speed) for job in jobs)
     left += math.ceil(waiting / places) * steps * speed
-    return str(timedelta(seconds=round(left)))
+    return f"{timedelta(seconds=round(left))} left"
 
 
 def kill_if_due(experiment: Experiment, job: Job) -> None:
@@ -285,7 +285,7 @@ def run(experiment: Experiment, names: list[str], deadline: float) -> list[str]:
             if time.monotonic() - reported >= REPORT and jobs:
                 reported = time.monotonic()
                 left = remaining(jobs, len(queue), places, experiment.settings.steps)
-                print(*progress(jobs, experiment.settings.steps), f"{left} left", flush=True)
+                print(*progress(jobs, experiment.settings.steps), left, flush=True)
             if time.monotonic() > deadline and jobs:
                 raise Failure("the time is up: the same command goes on")
     finally:
@@ -295,7 +295,9 @@ def run(experiment: Experiment, names: list[str], deadline: float) -> list[str]:
 
 def progress(jobs: list[Job], steps: int) -> Iterator[str]:
     yield f"{datetime.now():%H:%M:%S}"
-    yield from (f" {job.name} {job.step}/{steps} loss {job.loss:.4f} " for job in jobs)
+    for job in jobs:
+        state = "starting" if job.loss is None else f"{job.step}/{steps} loss {job.loss:.4f}"
+        yield f" {job.name} {state} "
 
 
 def finish(experiment: Experiment, job: Job, queue: list[str], failed: list[str]) -> None:

@@ -1,7 +1,6 @@
 """The processes of the convergence experiment: starting, reading and stopping a training job."""
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -31,7 +30,7 @@ class Job:
     started: float = field(default_factory=time.monotonic)
     first: tuple[float, int] | None = None
     step: int = 0
-    loss: float = math.nan
+    loss: float | None = None
 
     def read(self) -> None:
         """Updates the step and the loss from what the log says since this process started."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import converge
@@ -318,8 +319,14 @@ def test_remaining_time():
         job.first = (time.monotonic() - seconds, 0)
         jobs.append(job)
     # 2 and 4 seconds a step: 300 s until the slower one ends, then one round of 100 steps at 3 s
-    assert converge.remaining(jobs, 2, 2, 100) == "0:10:00"
-    assert converge.remaining([converge_jobs.Job("a", (), None, Path(), 0)], 0, 1, 100) == "?"
+    assert converge.remaining(jobs, 2, 2, 100) == "0:10:00 left"
+
+
+def test_an_arm_without_a_logged_step_is_starting():
+    starting = converge_jobs.Job("a", (), None, Path(), 0)
+    assert converge.remaining([starting], 0, 1, 100) == ""
+    _, *arms = converge.progress([starting, replace(starting, name="b", step=7, loss=2.5)], 100)
+    assert arms == [" a starting ", " b 7/100 loss 2.5000 "]
 
 
 def is_alive(pid: int) -> bool:
