@@ -80,12 +80,12 @@ def narrow(layer: Any) -> None:
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The config function MODEL_RECIPE; the recipe "plain" stands for no converters.
 
-    MODEL_RECIPE_observed has `health_freq = 10`.
+    MODEL_RECIPE_observed has `health_freq = 12`.
     """
     for model in ALL:
         if name.startswith(f"{model}_"):
             recipe = name.removeprefix(f"{model}_")
-            fields = {"health_freq": 10} if recipe.endswith("_observed") else {}
+            fields = {"health_freq": 12} if recipe.endswith("_observed") else {}
             fields["recipe"] = recipe.removesuffix("_observed")
             return partial(small, model, None if recipe == "plain" else converters(model, **fields))
     raise AttributeError(name)
