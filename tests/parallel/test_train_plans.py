@@ -1,9 +1,9 @@
 """Parallel plans train in FP8 with torchtitan's trainer, on text.
 
 Only the plans that no other plan contains; `test_plans.py` checks what every plan computes. The
-loss must fall over 20 steps. The recipes alternate between plans. The plan of each model with the
-fewest ranks is started from the command line by torchrun; the ranks of the others are forked, which
-saves their imports.
+loss must fall over 6 steps. The recipes alternate between plans. The first plan with the fewest
+ranks is started from the command line by torchrun, like the quickstarts of both models in CI; the
+ranks of the others are forked, which saves their imports.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from torchtitan.tools.logging import init_logger
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
 
-STEPS = 20
+STEPS = 6
 TIMEOUT = 240
 
 
@@ -46,7 +46,7 @@ def job(plan: Plan, recipe: str, text: Path, folder: Path) -> list[object]:
     """The command line of a training that writes to `folder`."""
     flags = [*plan.flags(recipe), *training(text, folder), "--training.steps", STEPS]
     flags += ["--model.flavor", "tiny", "--experimental.custom_import", "titan"]
-    flags += ["--training.local_batch_size", 4 // plan.shares]
+    flags += ["--training.local_batch_size", 4 // plan.shares, "--optimizer.lr", 4e-3]
     return [*flags, "--checkpoint.enable", "--checkpoint.interval", 10 * STEPS]
 
 
@@ -103,7 +103,7 @@ TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PL
 def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
     flags = job(plan, recipe, text, tmp_path)
     flags += ["--checkpoint.initial_load_path", seeds[plan.model]]
-    smallest = min((p for p in TRAINED if p.model == plan.model), key=lambda p: p.ranks)
+    smallest = min(TRAINED, key=lambda plan: plan.ranks)
     launch = torchrun if plan is smallest else functools.partial(forked, folder=tmp_path)
     log = launch(plan.ranks, flags)
     converted = [int(count) for count in re.findall(r"titan_fp8: converted (\d+) of", log)]
@@ -112,4 +112,4 @@ def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
     loss = merge(read_log(log))["loss"]
     assert loss.keys() == set(range(1, STEPS + 1))
     assert all(map(math.isfinite, loss.values()))
-    assert loss[STEPS] < loss[1] - 1
+    assert loss[STEPS] < loss[1] - 2
