@@ -33,6 +33,10 @@ if [[ $file != "$1" ]]; then
     export PYTHONPATH="$PYTHONPATH:$folder"
 fi
 shift
+[[ ${NGPU:-1} =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a positive number, not '$NGPU'"
+nodes=${NNODES:-1}
+[[ $nodes == 1 || -n "${MASTER_ADDR:-}" ]] ||
+    die "NNODES=$nodes needs MASTER_ADDR, the machine where all meet"
 cd "$root"
 "$prepare"
 
@@ -45,17 +49,14 @@ else
     module=titan_fp8.cpu_host
     ranks=${NGPU:-2}
 fi
-[[ $ranks =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a positive number, not '$ranks'"
 if [[ $gpus -eq 0 ]]; then
     cores=$(nproc)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 fi
 
-nodes=${NNODES:-1}
 if [[ $nodes == 1 ]]; then
     meeting=(--rdzv_backend c10d --rdzv_endpoint localhost:0)
 else
-    [[ -n "${MASTER_ADDR:-}" ]] || die "NNODES=$nodes needs MASTER_ADDR, the machine where all meet"
     port=${MASTER_PORT:-29500}
     if [[ -n "${NODE_RANK:-}" ]]; then
         meeting=(--node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR" --master_port "$port")
