@@ -1,5 +1,7 @@
 """Blocks with experts, compiled as one region up to the experts, compute what torchtitan's do."""
 
+import dataclasses
+
 import pytest
 import torch
 from titan import (
@@ -15,6 +17,7 @@ from titan import (
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra.parallelize import _op_sac_save_list
 
 from titan_fp8.torchtitan_0_2 import moe_block
@@ -135,7 +138,10 @@ def test_checkpoints_see_ops_only_where_they_save_some(job, monkeypatch, seen):
 
     FlexAttention cannot be trained on the CPU, so SDPA takes its name; the CPU's is not saved.
     """
-    flags = ("--compile.enable", "--compile.backend", "inductor", *CHECKPOINTING["op"])
+    one_block = dataclasses.replace(deepseekv3_args["tiny"], n_layers=1, n_dense_layers=0)
+    monkeypatch.setitem(deepseekv3_args, "one block", one_block)
+    flags = ("--model.flavor", "one block", *CHECKPOINTING["op"])
+    flags += ("--compile.enable", "--compile.backend", "inductor", "--compile.components", "model")
     results = []
     for wrapper in (moe_block.FlexAttentionWrapper, ScaledDotProductAttentionWrapper):
         monkeypatch.setattr(moe_block, "FlexAttentionWrapper", wrapper)
