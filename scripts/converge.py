@@ -239,7 +239,7 @@ def slots(ranks: int) -> list[tuple[str, ...]]:
 
 
 def remaining(jobs: list[Job], waiting: int, places: int, steps: int) -> str:
-    """The time until all arms are finished, if they keep their speed; "" until it is known."""
+    """The time until all arms are finished, if they keep their speed; empty before any has one."""
     speeds = [speed for job in jobs if (speed := job.seconds_per_step())]
     if not speeds:
         return ""

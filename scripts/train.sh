@@ -33,7 +33,7 @@ if [[ $file != "$1" ]]; then
     export PYTHONPATH="$PYTHONPATH:$folder"
 fi
 shift
-[[ ${NGPU:-1} =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a positive number, not '$NGPU'"
+[[ -z "${NGPU:-}" || $NGPU =~ ^[1-9][0-9]*$ ]] || die "NGPU must be a positive number, not '$NGPU'"
 nodes=${NNODES:-1}
 [[ $nodes == 1 || -n "${MASTER_ADDR:-}" ]] ||
     die "NNODES=$nodes needs MASTER_ADDR, the machine where all meet"
@@ -48,8 +48,6 @@ if [[ $gpus -gt 0 ]]; then
 else
     module=titan_fp8.cpu_host
     ranks=${NGPU:-2}
-fi
-if [[ $gpus -eq 0 ]]; then
     cores=$(nproc)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 fi
