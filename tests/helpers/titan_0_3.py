@@ -37,6 +37,7 @@ ALL = MODELS | {
 
 VOCABULARY = 512
 """Twice that of the tokenizer in tests, and a quarter of torchtitan's, which only takes time."""
+STEPS = 12
 
 
 def converters(model: str, **fields: Any) -> list[Any]:
@@ -65,14 +66,15 @@ def small(name: str, converters: list[Any] | None = None, layers: int = 2) -> Tr
 def narrow(layer: Any) -> None:
     """Gives a block narrower experts, and multi-head latent attention four heads.
 
-    Half of the experts' width is a multiple of 16, but not of 128.
+    On two ranks an expert has a width of 48, which is a multiple of 16, but not of 128.
     """
     if getattr(layer, "moe", None):
         layer.moe.routed_experts.inner_experts.hidden_dim = 96
-    attention, heads = layer.attention, 4
+    attention = layer.attention
     if hasattr(attention, "wkv_b"):
-        for features in (attention.wq, attention.wkv_b):
-            features.out_features = features.out_features // attention.n_heads * heads
+        heads = 4
+        for projection in (attention.wq, attention.wkv_b):
+            projection.out_features = projection.out_features // attention.n_heads * heads
         attention.wo.in_features = attention.v_head_dim * heads
         attention.n_heads = heads
 
@@ -80,26 +82,26 @@ def narrow(layer: Any) -> None:
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The config function MODEL_RECIPE; the recipe "plain" stands for no converters.
 
-    MODEL_RECIPE_observed has `health_freq = 12`.
+    MODEL_RECIPE_observed reports health in step STEPS.
     """
     for model in ALL:
         if name.startswith(f"{model}_"):
             recipe = name.removeprefix(f"{model}_")
-            fields = {"health_freq": 12} if recipe.endswith("_observed") else {}
+            fields = {"health_freq": STEPS} if recipe.endswith("_observed") else {}
             fields["recipe"] = recipe.removesuffix("_observed")
             return partial(small, model, None if recipe == "plain" else converters(model, **fields))
     raise AttributeError(name)
 
 
 def flags(text: Path, folder: Path, *more: object) -> list[str]:
-    """A small training on `text` that writes to `folder`."""
+    """A small training on `text`, of STEPS steps, that writes to `folder`."""
     settings = {
         "dump_folder": folder,
         "hf_assets_path": text,
         "dataloader.dataset_path": text / "corpus",
         "training.seq_len": 64,
         "training.local_batch_size": 1,
-        "training.steps": 20,
+        "training.steps": STEPS,
         "optimizer.implementation": "foreach",
         "lr_scheduler.warmup_steps": 2,
         "debug.seed": 42,

@@ -1,9 +1,9 @@
 """Parallel plans train in FP8 with torchtitan's trainer, on text.
 
 Only the plans that no other plan contains; `test_plans.py` checks what every plan computes. The
-loss must fall over 6 steps. The recipes alternate between plans. The first plan with the fewest
-ranks is started from the command line by torchrun, like the quickstarts of both models in CI; the
-ranks of the others are forked, which saves their imports.
+loss must fall by 2 in 6 steps. The recipes alternate between plans. One plan, the first with the
+fewest ranks, is started by torchrun; CI's quickstarts start both models that way, too. The ranks of
+the others are forked, which saves their imports.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PL
 def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
     flags = job(plan, recipe, text, tmp_path)
     flags += ["--checkpoint.initial_load_path", seeds[plan.model]]
-    smallest = min(TRAINED, key=lambda plan: plan.ranks)
+    smallest = min(TRAINED, key=lambda p: p.ranks)
     launch = torchrun if plan is smallest else functools.partial(forked, folder=tmp_path)
     log = launch(plan.ranks, flags)
     converted = [int(count) for count in re.findall(r"titan_fp8: converted (\d+) of", log)]
