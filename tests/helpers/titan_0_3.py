@@ -82,12 +82,12 @@ def narrow(layer: Any) -> None:
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The config function MODEL_RECIPE; the recipe "plain" stands for no converters.
 
-    MODEL_RECIPE_observed reports health in step STEPS.
+    MODEL_RECIPE_observed reports health every STEPS / 2 steps.
     """
     for model in ALL:
         if name.startswith(f"{model}_"):
             recipe = name.removeprefix(f"{model}_")
-            fields = {"health_freq": STEPS} if recipe.endswith("_observed") else {}
+            fields = {"health_freq": STEPS // 2} if recipe.endswith("_observed") else {}
             fields["recipe"] = recipe.removesuffix("_observed")
             return partial(small, model, None if recipe == "plain" else converters(model, **fields))
     raise AttributeError(name)
