@@ -25,13 +25,14 @@ FSDP_2 = (*ONE, SHARD, "2", *BATCH_1, "--metrics.log_freq", "5")
 EP_2 = (SHARD, "2", *IN_BF16, EP, "2")
 PP_2, PP_4, CP_2 = (PP, "2"), (*ONE, SHARD, "2", PP, "4"), (CP, "2")
 TP_2 = (*ONE, TP, "2")
+FLAVORS = ("--job.custom_config_module", "bench_plans_plugin")
 HIGH = ("--quantize.linear.titan_fp8.no_fsdp_all_gather",)
 HIGH_BOTH = (*HIGH, "--quantize.grouped_mm.titan_fp8.no_fsdp_all_gather")
 
 
 def benchmarked(name: str) -> tuple[str, ...]:
     """The flags of a plan of scripts/bench_plans.py, which logs every five steps."""
-    return (*bench_plans.PLANS[name].flags(), "--metrics.log_freq", "5")
+    return (*bench_plans.PLANS[name].flags(), *FLAVORS, "--metrics.log_freq", "5")
 
 
 PLANS = {
@@ -47,11 +48,13 @@ PLANS = {
     "TP 4": benchmarked("llama3-8b-tp4"),
     "CP 2, FSDP 2": benchmarked("llama3-8b-cp2-fsdp2"),
     "PP 2, FSDP 2": benchmarked("llama3-8b-pp2-fsdp2"),
+    "DDP 4, 8 layers": benchmarked("llama3-8b-ddp4"),
     "EP 2": (*benchmarked("deepseek-16b-ep2"), *HIGH_BOTH),
     "EP 2, gathers in FP8": benchmarked("deepseek-16b-ep2"),
     "EP 4": benchmarked("deepseek-16b-ep4"),
     "EP 4, TP 2": benchmarked("deepseek-16b-ep4-tp2-fsdp2"),
     "EP 2, TP 2, ETP 2": benchmarked("deepseek-16b-ep2-tp2-fsdp2"),
+    "EP 2, PP 2, 8 layers": benchmarked("deepseek-16b-ep2-pp2"),
 }
 """The runs of docs/benchmarks/plan/runs_h200.json, by the names that they have there."""
 
