@@ -122,6 +122,7 @@ PLANS = {
     "llama3-70b-tp4": Plan(LLAMA_70B, "70B-6-layers", tp=4, dtype="bfloat16"),
     "deepseek-16b-ep4": Plan(DEEPSEEK, "16B", shard=4, ep=4, **MOE),
     "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
+    "deepseek-16b-ep2-tp2-fsdp2-etp1": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=1, **MOE),
     "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
     # A stage has two of the four GPUs, so expert parallelism has at most two, too.
     "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B-8-layers", shard=2, pp=2, ep=2, **MOE),
