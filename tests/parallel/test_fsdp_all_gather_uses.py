@@ -1,15 +1,17 @@
 """Weights that FSDP2 gathers in FP8, in what users do besides training; on gloo ranks.
 
-Each test compares bits with those of gathers in high precision.
+Each test compares bits with those of gathers in high precision, for one recipe of each kind of
+scales; `test_fsdp_all_gather_plans.py` trains with the others.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import gloo
 import torch
 import torch.distributed as dist
-from op_calls import RECIPES
+from plans import RECIPES
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,10 +66,10 @@ def gathered_in_fp8(model: nn.Sequential) -> bool:
     return all(isinstance(block[1].weight._local_tensor, ShardedWeight) for block in model)
 
 
-def compare(rank: int, use: Callable) -> None:
-    for recipe in RECIPES:
+def compare(rank: int, *uses: Callable) -> None:
+    for use, recipe in itertools.product(uses, RECIPES):
         want, got = (use(recipe, fp8) for fp8 in (False, True))
-        assert len(got) == len(want) and all(map(torch.equal, got, want)), recipe
+        assert len(got) == len(want) and all(map(torch.equal, got, want)), (use.__name__, recipe)
 
 
 # load_state_dict(assign=True)
@@ -100,8 +102,7 @@ def assign_whole_weights_before_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
 
 
 def test_assigned_weights_are_gathered_in_fp8_too():
-    gloo.spawn(compare, 3, assign_plain_shards)
-    gloo.spawn(compare, 3, assign_whole_weights_before_fsdp)
+    gloo.spawn(compare, 3, assign_plain_shards, assign_whole_weights_before_fsdp)
 
 
 # inference_mode
@@ -135,8 +136,8 @@ def infer_with_assigned_weights(recipe: str, fp8: bool) -> list[Tensor]:
 
 
 def test_inference_mode():
-    for use in (infer_before_and_after_writes, infer_only, infer_with_assigned_weights):
-        gloo.spawn(compare, 3, use)
+    uses = infer_before_and_after_writes, infer_only, infer_with_assigned_weights
+    gloo.spawn(compare, 3, *uses)
 
 
 # deepcopy
@@ -160,8 +161,7 @@ def copy_model(recipe: str, fp8: bool) -> list[Tensor]:
 
 
 def test_deepcopy():
-    for use in (copy_state_dict, copy_model):
-        gloo.spawn(compare, 2, use)
+    gloo.spawn(compare, 2, copy_state_dict, copy_model)
 
 
 # replicate
