@@ -73,7 +73,6 @@ def run_unsharded(rank: int, folder: Path) -> None:
         fix_routing(learned_scores)
         text = batch(sequences)
         results = {recipe: run(plan, recipe, folder, text) for recipe in ("bf16", *RECIPES)}
-        results["torchtitan bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
         torch.save(results, folder / f"{plan.model}-{learned_scores}-{sequences}.pt")
 
 
@@ -82,7 +81,6 @@ def run_plan(rank: int, plan: Plan, folder: Path) -> None:
     fix_routing(has_whole_router_gradient(plan))
     text = batch(plan.sequences)
     results = {recipe: run(plan, recipe, folder, text) for recipe in RECIPES}
-    results["torchtitan bf16"] = run(plan, "bf16", folder, text, precision="bfloat16")
     torch.save(results, folder / f"{plan.name}-{rank}.pt")
     if rank < len(RECIPES):
         torch.save(
