@@ -1,13 +1,11 @@
 """Parallel plans train in FP8 with torchtitan's trainer, on text.
 
 Only the plans that no other plan contains; `test_plans.py` checks what every plan computes. The
-loss must fall by 2 in 6 steps. The recipes alternate between plans. One plan, the first with the
-fewest ranks, is started by torchrun; CI's quickstarts start both models that way, too. The ranks of
-the others are forked, which saves their imports.
+loss must fall by 2 in 6 steps. The recipes alternate between plans. Ranks are forked, which saves
+their imports; CI's quickstarts start both models by torchrun.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import re
@@ -17,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from gloo import spawn
-from jobs import log_of
 from parsing import parse_args
 from plans import PLANS, RECIPES, Plan
-from titan import ROOT, trainer, training
+from titan import trainer, training
 from titan_logs import merge, read_log
 from torchtitan.tools.logging import init_logger
 
@@ -29,17 +26,6 @@ if torch.cuda.is_available():
 
 STEPS = 6
 TIMEOUT = 240
-
-
-def torchrun(ranks: int, flags: list[object]) -> str:
-    """Runs the job on `ranks` ranks; returns the log of all of them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", ranks]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += ["-m", "titan_fp8.cpu_host", *flags]
-    path = os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
-    )
-    return log_of(command, TIMEOUT, PYTHONPATH=path, OMP_NUM_THREADS="1")
 
 
 def job(plan: Plan, recipe: str, text: Path, folder: Path) -> list[object]:
@@ -59,12 +45,6 @@ def train(rank: int, flags: list[object], log: Path) -> None:
     with trainer(parse_args(flags)) as job:
         job.train()
     sys.stdout.flush()
-
-
-def forked(ranks: int, flags: list[object], folder: Path) -> str:
-    """The same job as `torchrun`, without the command line."""
-    spawn(train, ranks, flags, folder / "log", timeout=TIMEOUT)
-    return "".join(file.read_text() for file in sorted(folder.glob("log-*")))
 
 
 def write_seed(rank: int, flags: list[object]) -> None:
@@ -103,9 +83,8 @@ TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PL
 def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
     flags = job(plan, recipe, text, tmp_path)
     flags += ["--checkpoint.initial_load_path", seeds[plan.model]]
-    smallest = min(TRAINED, key=lambda p: p.ranks)
-    launch = torchrun if plan is smallest else functools.partial(forked, folder=tmp_path)
-    log = launch(plan.ranks, flags)
+    spawn(train, plan.ranks, flags, tmp_path / "log", timeout=TIMEOUT)
+    log = "".join(file.read_text() for file in sorted(tmp_path.glob("log-*")))
     converted = [int(count) for count in re.findall(r"titan_fp8: converted (\d+) of", log)]
     assert len(converted) == plan.ranks * len(plan.converters)
     assert min(converted) > 0
