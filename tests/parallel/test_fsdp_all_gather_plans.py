@@ -148,13 +148,11 @@ ROWWISE_EXPERTS = *ROWWISE, f"--{GROUPED_MM}.recipe", "rowwise"
 WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
         ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),
-        (*COMPILE, *CHECKPOINTING["op"]),
-        (*CHECKPOINTING["op"], *ROWWISE),
+        (*CHECKPOINTING["op"], *ROWWISE, "--parallelism.fsdp_reshard_after_forward", "never"),
         (*COMPILE, *CHECKPOINTING["op"], *ROWWISE, "--training.global_batch_size", 8),
-        (*ROWWISE, "--parallelism.fsdp_reshard_after_forward", "never"),
     ],
     "deepseek_v3": [
-        (*COMPILE, "--training.global_batch_size", 8),
+        (*COMPILE, *CHECKPOINTING["op"], "--training.global_batch_size", 8),
         (*CHECKPOINTING["full"], *ROWWISE_EXPERTS),
     ],
 }
