@@ -83,6 +83,6 @@ def test_a_training(text, tmp_path):
     command += training(text, tmp_path)
     command += ["--parallelism.data_parallel_shard_degree", 2, "--validation.no_enable"]
     command += ["--checkpoint.no_enable", "--training.steps", 1, "--training.seq_len", 96]
-    log = log_of(command, 180, PYTHONPATH=str(ROOT))
+    log = log_of(command, 180, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert re.search(r"step:\s+1 .*loss:\s+\d", re.sub(r"\x1b\[[\d;]*m", "", log))
     assert "FSDP2 gathers" in log
