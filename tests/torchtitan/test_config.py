@@ -5,6 +5,7 @@ its own that this also ends a run from the command line.
 """
 
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -268,19 +269,28 @@ def test_a_job_without_the_plugin_still_parses_once_it_is_imported(tmp_path):
     assert isinstance(ConfigManager().parse_args([]), TorchtitanConfig)
 
 
-def test_torchtitans_config_manager_shows_the_sections(tmp_path):
-    (tmp_path / "job.toml").write_text(HEAD + SECTIONS)
-    run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
-    assert run.returncode == 0, run.stdout
-    shown = "".join(run.stdout.split())
+@pytest.fixture
+def manager(tmp_path, monkeypatch):
+    """Runs `python -m torchtitan.config.manager` on a TOML, in this process."""
+
+    def run(text: str) -> None:
+        (tmp_path / "job.toml").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["", f"--job.config_file={tmp_path / 'job.toml'}"])
+        runpy.run_module("torchtitan.config.manager", run_name="__main__")
+
+    return run
+
+
+def test_torchtitans_config_manager_shows_the_sections(manager, capsys):
+    manager(HEAD + SECTIONS)
+    shown = "".join(capsys.readouterr().out.split())
     assert "titan_fp8=TitanFP8Linear(recipe='rowwise',filter_fqns=['output','wkv_a']" in shown
     assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',fqns=['layers.1.moe.experts']" in shown
 
 
-def test_torchtitans_config_manager_refuses_what_training_refuses(tmp_path):
-    (tmp_path / "job.toml").write_text(toml("llama3", ()) + f"[{LINEAR}]\n")
-    run = run_module("torchtitan.config.manager", "--job.config_file", tmp_path / "job.toml")
-    assert run.returncode != 0 and f"[{LINEAR}]" in run.stdout
+def test_torchtitans_config_manager_refuses_what_training_refuses(manager):
+    with pytest.raises(ValueError, match=re.escape(f"[{LINEAR}]")):
+        manager(toml("llama3", ()) + f"[{LINEAR}]\n")
 
 
 @NEEDS_NO_GPU
