@@ -24,7 +24,12 @@ from titan_fp8.torchtitan_0_2 import moe_block
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-MODELS = {"deepseek_v3": "tiny", "qwen3": "tiny_moe", "llama4": "tiny"}
+MODELS = {"deepseek_v3": "one block", "qwen3": "tiny_moe", "llama4": "tiny"}
+deepseekv3_args["one block"] = dataclasses.replace(
+    deepseekv3_args["tiny"], n_layers=1, n_dense_layers=0
+)
+COMPILE_BLOCKS = (*COMPILE, "--compile.components", "model")
+"""Without the loss; test_training_modes.py compiles it, and models with dense blocks, too."""
 
 
 @pytest.fixture
@@ -64,7 +69,7 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
     """
 
     def run(*flags, ours: bool) -> tuple[dict, list]:
-        with trainer(job(model, "--debug.deterministic", *COMPILE, *flags)) as t:
+        with trainer(job(model, "--debug.deterministic", *COMPILE_BLOCKS, *flags)) as t:
             gradients = loss_and_gradients(t)
             blocks = blocks_with_experts(t)
         assert blocks and {isinstance(block, moe_block.MoEBlock) for block in blocks} == {ours}
@@ -100,7 +105,7 @@ def test_all_blocks_share_one_graph(job):
 
 
 def test_a_hook_on_a_part_still_runs(job, regions):
-    with trainer(job("qwen3", *COMPILE)) as t:
+    with trainer(job("qwen3", *COMPILE_BLOCKS)) as t:
         first, last = blocks_with_experts(t)
         for part in ("moe", "attention", "ffn_norm", "moe.router", "moe.reorderer"):
             regions.clear()
@@ -116,7 +121,7 @@ def test_a_hook_on_a_part_still_runs(job, regions):
 
 
 def test_a_hook_on_the_shared_experts_still_runs(job, regions):
-    with trainer(job("deepseek_v3", *COMPILE)) as t:
+    with trainer(job("deepseek_v3", *COMPILE_BLOCKS)) as t:
         (block,) = blocks_with_experts(t)
         calls = []
         block.moe.shared_experts.register_forward_hook(lambda *args: calls.append(args))
@@ -142,12 +147,9 @@ def test_checkpoints_see_ops_only_where_they_save_some(job, monkeypatch, seen):
     """Ops outside of the region, and those of a region with FlexAttention, are not dispatched.
 
     FlexAttention cannot be trained on the CPU, so SDPA stands in for it; checkpoints do not save
-    what the CPU's SDPA returns. One block without the loss has fewer kernels to compile.
+    what the CPU's SDPA returns.
     """
-    one_block = dataclasses.replace(deepseekv3_args["tiny"], n_layers=1, n_dense_layers=0)
-    monkeypatch.setitem(deepseekv3_args, "one block", one_block)
-    flags = ("--model.flavor", "one block", *CHECKPOINTING["op"])
-    flags += ("--compile.enable", "--compile.backend", "inductor", "--compile.components", "model")
+    flags = (*COMPILE_BLOCKS, "--compile.backend", "inductor", *CHECKPOINTING["op"])
     results = []
     for wrapper in (moe_block.FlexAttentionWrapper, ScaledDotProductAttentionWrapper):
         monkeypatch.setattr(moe_block, "FlexAttentionWrapper", wrapper)
@@ -165,7 +167,7 @@ def test_checkpoints_see_ops_only_where_they_save_some(job, monkeypatch, seen):
 def test_checkpoints_see_what_uncompiled_code_of_a_region_calls(job, monkeypatch, seen):
     """With another backend than Inductor, products of matrices are dispatched, and some saved."""
     monkeypatch.setattr(moe_block, "FlexAttentionWrapper", ScaledDotProductAttentionWrapper)
-    with trainer(job("deepseek_v3", *COMPILE, *CHECKPOINTING["op"])) as t:
+    with trainer(job("deepseek_v3", *COMPILE_BLOCKS, *CHECKPOINTING["op"])) as t:
         loss_and_gradients(t)
         seen.clear()
         loss_and_gradients(t)
@@ -187,7 +189,7 @@ def test_without_the_compiler_blocks_stay_torchtitans(job, regions, flags):
 def test_bf16_stays_torchtitans(job, regions):
     flags = ("--quantize.linear.titan_fp8.recipe", "bf16")
     flags += ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
-    with trainer(job("deepseek_v3", *COMPILE, *flags)) as t:
+    with trainer(job("deepseek_v3", *COMPILE_BLOCKS, *flags)) as t:
         blocks = blocks_with_experts(t)
         assert all(isinstance(block.attention, OptimizedModule) for block in blocks)
         loss_and_gradients(t)
