@@ -50,10 +50,17 @@ def step(memory: Memory, program: Program, tile: int, tiles: int) -> tuple[Memor
     return memory, program._replace(next="end")
 
 
+def form(memory: Memory, programs: tuple[Program, ...]) -> tuple:
+    """The same for all states that differ only in which tile is whose: all go on alike."""
+    flags, casts = memory.flags, memory.casts
+    tiles = sorted((each, tile in flags, tile in casts) for tile, each in enumerate(programs))
+    return memory.counter, *tiles
+
+
 @pytest.mark.parametrize("tiles, polls", [(1, 0), (2, 3), (3, 0), (3, 2), (4, 1)])
 def test_every_tile_is_cast_in_every_order(tiles, polls):
-    reached = {(Memory(), (Program(polls),) * tiles)}
-    pending, ends = list(reached), 0
+    pending = [(Memory(), (Program(polls),) * tiles)]
+    reached, ends = {form(*pending[0])}, 0
     while pending:
         memory, programs = pending.pop()
         running = [tile for tile in range(tiles) if programs[tile].next != "end"]
@@ -63,7 +70,7 @@ def test_every_tile_is_cast_in_every_order(tiles, polls):
         for tile in running:
             after, program = step(memory, programs[tile], tile, tiles)
             state = after, (*programs[:tile], program, *programs[tile + 1 :])
-            if state not in reached:
-                reached.add(state)
+            if form(*state) not in reached:
+                reached.add(form(*state))
                 pending.append(state)
     assert ends
