@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+from parsing import without_help_texts
 
 from titan_fp8 import cpu_host
 
@@ -31,7 +32,10 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def fresh_torchtitan(monkeypatch):
-    """torchtitan as in a new process: what conversions and trainers change is put back after."""
+    """torchtitan as in a new process: what conversions and trainers change is put back after.
+
+    Only its help texts are missing.
+    """
     from torchtitan.models.moe import moe
 
     from titan_fp8.conversion import warn_of_emulation
@@ -42,7 +46,7 @@ def fresh_torchtitan(monkeypatch):
     converters.warn_async_tp.cache_clear()
     # torchtitan's own changes: apply_compile, and the memory budget of activation checkpointing.
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
-    with torch._functorch.config.patch(activation_memory_budget=1.0):
+    with torch._functorch.config.patch(activation_memory_budget=1.0), without_help_texts():
         yield
     restore(patches.ON_CONVERSION)
     torch.use_deterministic_algorithms(False)
