@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import gloo
+import plans
 import pytest
 import torch
 import torch.distributed as dist
@@ -248,7 +249,9 @@ def assert_fewer_bytes(recipe: str, ratio: float, planned: bool) -> None:
 
 
 def compare_training(rank: int) -> None:
-    for recipe, widths in itertools.product(RECIPES, [(256, 512, 256, 512), (272, 144, 176, 48)]):
+    """With one recipe of each kind of scales."""
+    all_widths = [(256, 512, 256, 512), (272, 144, 176, 48)]
+    for recipe, widths in itertools.product(plans.RECIPES, all_widths):
         losses, parameters, sent, calls = train(recipe, widths, fp8=False)
         assert not calls
         for together in (requantize.requantize, requantize.requantize_in_forward, None):
