@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+LENGTH = 4000
+"""Characters of a document."""
+
 
 def write_text(folder: Path) -> Path:
     """Writes a byte-level tokenizer and a corpus of Python sources, without downloads."""
@@ -23,6 +26,8 @@ def write_text(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "corpus").mkdir()
     texts = [inspect.getsource(module) for module in (inspect, json, os, subprocess, contextlib)]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    # In short documents, because the first one is tokenized in every training.
+    parts = [text[i : i + LENGTH] for text in texts for i in range(0, len(text), LENGTH)]
+    lines = [json.dumps({"text": part}) + "\n" for part in parts]
     (folder / "corpus" / "text.jsonl").write_text("".join(lines))
     return folder
