@@ -40,6 +40,8 @@ CHECKPOINTING = {
 """torchtitan's modes of activation checkpointing, as flags."""
 # Traces, decomposes and partitions as Inductor does, without the C++ compiler.
 COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
+COMPILE_BLOCKS = (*COMPILE, "--compile.components", "model")
+"""Without the loss; test_training_modes.py compiles it, and models with dense blocks, too."""
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:
@@ -64,6 +66,9 @@ _add_tiny(
     **{"dim": 128, "inter_dim": 256, "moe_inter_dim": 128, "n_heads": 2, "kv_lora_rank": 64},
     **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 )
+_add_tiny(deepseekv3_args, like="tiny", name="one_block", n_layers=1, n_dense_layers=0)
+ONE_BLOCK = ("--model.flavor", "one_block")
+"""A DeepSeekV3 whose only block has experts, to be compiled in half the time."""
 
 
 def toml(model: str, converters: tuple[str, ...] = BOTH, flavor: str = "tiny") -> str:

@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from plans import GROUPED_MM, LINEAR, Plan
-from titan import CHECKPOINTING, COMPILE, CONVERTERS, parse, toml, trainer, training
+from titan import (
+    CHECKPOINTING,
+    COMPILE_BLOCKS,
+    CONVERTERS,
+    ONE_BLOCK,
+    parse,
+    toml,
+    trainer,
+    training,
+)
 
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
@@ -149,10 +158,10 @@ WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
         ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),
         (*CHECKPOINTING["op"], *ROWWISE, "--parallelism.fsdp_reshard_after_forward", "never"),
-        (*COMPILE, *CHECKPOINTING["op"], *ROWWISE, "--training.global_batch_size", 8),
+        (*COMPILE_BLOCKS, *CHECKPOINTING["op"], *ROWWISE, "--training.global_batch_size", 8),
     ],
     "deepseek_v3": [
-        (*COMPILE, *CHECKPOINTING["op"], "--training.global_batch_size", 8),
+        (*COMPILE_BLOCKS, *CHECKPOINTING["op"], *ONE_BLOCK, "--training.global_batch_size", 8),
         (*CHECKPOINTING["full"], *ROWWISE_EXPERTS),
     ],
 }

@@ -1,12 +1,11 @@
 """Blocks with experts, compiled as one region up to the experts, compute what torchtitan's do."""
 
-import dataclasses
-
 import pytest
 import torch
 from titan import (
     CHECKPOINTING,
     COMPILE,
+    COMPILE_BLOCKS,
     loss_and_gradients,
     one_process,
     parse,
@@ -17,19 +16,13 @@ from titan import (
 from torch._dynamo import OptimizedModule
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra.parallelize import _op_sac_save_list
 
 from titan_fp8.torchtitan_0_2 import moe_block
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-MODELS = {"deepseek_v3": "one block", "qwen3": "tiny_moe", "llama4": "tiny"}
-deepseekv3_args["one block"] = dataclasses.replace(
-    deepseekv3_args["tiny"], n_layers=1, n_dense_layers=0
-)
-COMPILE_BLOCKS = (*COMPILE, "--compile.components", "model")
-"""Without the loss; test_training_modes.py compiles it, and models with dense blocks, too."""
+MODELS = {"deepseek_v3": "one_block", "qwen3": "tiny_moe", "llama4": "tiny"}
 
 
 @pytest.fixture
