@@ -1,8 +1,8 @@
 """Runs a function on gloo ranks, one process each.
 
-The ranks are forked from a server that has imported torchtitan, since the import takes longer than
-most plans. If a rank raises, the others are killed and the test shows its traceback. Ranks that
-have not finished in time, as in a deadlock, are killed and fail the test.
+The ranks are forked from a server that has imported torchtitan and what else they need, since the
+imports take longer than most plans. If a rank raises, the others are killed and the test shows its
+traceback. Ranks that have not finished in time, as in a deadlock, are killed and fail the test.
 """
 
 import datetime
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PRELOAD = "plan_ranks"
+PRELOAD = "rank_server"
 """The module that the server has imported when it forks the ranks."""
 
 
