@@ -2,7 +2,7 @@
 
 Only the plans that no other plan contains; `test_plans.py` checks what every plan computes. The
 loss must fall by 2 in 6 steps. The recipes alternate between plans. Ranks are forked, which saves
-their imports; CI's quickstarts start both models by torchrun.
+their imports; `.ci/run` starts both models by torchrun.
 """
 
 import dataclasses
