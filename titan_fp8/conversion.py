@@ -1,4 +1,4 @@
-"""What the converters for torchtitan 0.2 and 0.3 share: a check of the device, errors and logs."""
+"""What converters do besides converting: a check of the device, backward's thread, errors, logs."""
 
 import contextlib
 import functools
@@ -26,6 +26,16 @@ def check_device(device_type: str, emulate: bool) -> None:
         warn_of_emulation()
     else:
         kernels_for(torch.device("cuda", torch.cuda.current_device()))
+
+
+def run_backward_in_this_thread() -> None:
+    """Makes backward run in the thread that calls it, instead of PyTorch's thread for the device.
+
+    Handing a step over to the other thread takes CPU time, which is lost where the GPU waits for
+    the CPU (docs/log.md). torchtitan 0.3 does the same in every job. Results do not change, because
+    autograd visits its nodes in the same order.
+    """
+    torch.autograd.set_multithreading_enabled(False)
 
 
 @functools.cache

@@ -19,7 +19,12 @@ from titan_fp8 import (
     recomputation,
 )
 from titan_fp8.checks import ConversionReport, permutation_of
-from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
+from titan_fp8.conversion import (
+    check_device,
+    errors_prefixed,
+    log_conversion,
+    run_backward_in_this_thread,
+)
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
@@ -58,6 +63,7 @@ class _Converter(QuantizationConverter):
         if recipe == BF16:
             return
         check_device(utils.device_type, emulate)
+        run_backward_in_this_thread()
         if utils.device_type == "cuda":
             input_stream.install()
         self.check_schedule()
