@@ -186,7 +186,7 @@ def arm_flags(arm: Arm, experiment: Experiment) -> list[str]:
     """What an arm changes in the TOML, except the text."""
     flags = ["--quantize.linear.titan_fp8.recipe", arm.recipe]
     if arm.control:
-        converters = [*experiment.config["model"]["converters"], "converge.control"]
+        converters = [*experiment.config["model"]["converters"], arm.control]
         flags += ["--model.converters", ",".join(converters)]
     if arm.rounding:
         flags += ["--optimizer.rounding_seed", str(arm.rounding)]

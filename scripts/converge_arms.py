@@ -28,7 +28,7 @@ class Arm:
         perturbed: starts from weights that are one ulp off, in directions drawn from this seed.
         rounding: rounds new weights with other random bits, of this number; only where parameters
             are bf16.
-        control: rounds gradients coarsely, by the converter "converge.control".
+        control: the converter that rounds gradients coarsely, if any.
         twin: for a resumed arm, the arm that it repeats.
     """
 
@@ -37,7 +37,7 @@ class Arm:
     reordered: int = 0
     perturbed: int = 0
     rounding: int = 0
-    control: bool = False
+    control: str = ""
     twin: str | None = None
 
 
@@ -53,7 +53,8 @@ ARMS = {
     "rowwise": Arm("fp8", "rowwise"),
     "blockwise_pow2": Arm("fp8", "blockwise_pow2"),
     "rowwise_with_gw_hp": Arm("fp8", "rowwise_with_gw_hp"),
-    "control": Arm("control", control=True),
+    "control": Arm("control", control="converge.control"),
+    "control_6_bits": Arm("control", control="converge.control_6_bits"),
     "bf16_resumed": Arm("resumed", twin="bf16"),
     "blockwise_resumed": Arm("resumed", "blockwise", twin="blockwise"),
 }

@@ -14,11 +14,15 @@ from matplotlib.figure import Figure
 
 COLORS = {"baseline": "black", "bf16": "dimgray", "control": "tab:red"}
 OTHERS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
-LINES = {"bf16": ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1))), "resumed": (":",)}
+LINES = {
+    "bf16": ("--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1))),
+    "control": ("-", "--"),
+    "resumed": (":",),
+}
 
 
 def styles_of(arms: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """How to draw each arm: bf16 in black and gray, the control in red, others in other colors."""
+    """How to draw each arm: bf16 in black and gray, controls in red, others in other colors."""
     styles, seen = {}, Counter[str]()
     for name, each in arms.items():
         role = each.arm.role

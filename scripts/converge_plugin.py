@@ -5,7 +5,8 @@ It is titan_fp8.plugin, with additions:
 - the flavors "1B" and "tiny" of llama3, "2B" and "tiny" of deepseek_v3, smaller copies of the
   production models;
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
-- the model converter "converge.control", which degrades the gradients of an arm that must fail;
+- the model converters "converge.control" and "converge.control_6_bits", which degrade the gradients
+  of arms that must fail;
 - an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py);
 - an option that moves initial weights by one ulp.
 
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from stochastic_adamw import StochasticAdamW
@@ -46,7 +47,7 @@ from titan_fp8 import plugin
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
 
 HELD_OUT = "held_out.jsonl"
-CONTROL = "converge.control"
+CONTROL, CONTROL_OF_6_BITS = "converge.control", "converge.control_6_bits"
 VOCABULARY = 32768
 
 FLAVORS: dict[str, dict[str, Any]] = {
@@ -196,22 +197,37 @@ class HeldOutEvaluation(Validator):
         return x
 
 
+class Coarse(NamedTuple):
+    """A number format with few bits: mantissa bits, exponent of the smallest normal number, maximum."""
+
+    mantissa: int
+    exponent: int
+    maximum: float
+
+
+E2M1 = Coarse(mantissa=1, exponent=0, maximum=6.0)
+E3M2 = Coarse(mantissa=2, exponent=-2, maximum=28.0)
+
+
 class _CoarseGradient(torch.autograd.Function):
-    """The identity, whose gradient is rounded to e2m1 with one scale for the whole tensor."""
+    """The identity, whose gradient is rounded to a format with one scale for the whole tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: Coarse) -> Tensor:
+        ctx.kind = kind
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         if not g.numel():
-            return g
-        s = g.abs().amax().float().clamp(min=1e-30) / 6
+            return g, None
+        kind = ctx.kind
+        s = g.abs().amax().float().clamp(min=1e-30) / kind.maximum
         a = g.abs().float() / s
-        # The values of e2m1 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
-        step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
-        return ((a / step).round() * step * s * g.sign()).to(g.dtype)
+        # frexp's mantissas are below 1, so its exponents are one more than those of the format.
+        exponent = (torch.frexp(a).exponent - 1).clamp(min=kind.exponent)
+        step = torch.ldexp(torch.ones_like(a), exponent - kind.mantissa)
+        return ((a / step).round() * step * s * g.sign()).to(g.dtype), None
 
 
 class Control:
@@ -222,6 +238,8 @@ class Control:
     figure 1; 2505.19115).
     """
 
+    kind = E2M1
+
     def __init__(self, job_config: TorchtitanConfig, parallel_dims: ParallelDims):
         pass
 
@@ -229,10 +247,18 @@ class Control:
         for name, module in model.named_modules():
             kept = any(pattern in name for pattern in DEFAULT_FILTER_FQNS)
             if isinstance(module, nn.Linear | GroupedExperts) and not kept:
-                module.register_forward_hook(lambda module, args, y: _CoarseGradient.apply(y))
+                module.register_forward_hook(
+                    lambda module, args, y: _CoarseGradient.apply(y, self.kind)
+                )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         pass
+
+
+class ControlOf6Bits(Control):
+    """A milder control, for models that four bits keep from learning at all."""
+
+    kind = E3M2
 
 
 @torch.no_grad()
@@ -297,6 +323,7 @@ def _with_options(
 
 def _register() -> None:
     register_model_converter(Control, CONTROL)
+    register_model_converter(ControlOf6Bits, CONTROL_OF_6_BITS)
     for name, flavors in FLAVORS.items():
         spec = get_train_spec(name)
         spec = dataclasses.replace(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from converge import DEGREES, ranks_of
+from converge_arms import ARMS
 from parsing import parse_args
 from stochastic_adamw import StochasticAdamW
 from titan import build, convert, one_process, trainer, training
@@ -118,15 +119,24 @@ def test_evaluation_refuses_what_it_cannot_do(text, tmp_path):
         trainer(config).__enter__()
 
 
-def test_the_control_rounds_gradients_to_four_bits(plugin):
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    g = torch.tensor([-6, 0.2, 0.3, 0.8, 1.2, 1.7, 2.6, 3.6, -5.2, 4.8])
+FOUR_BITS = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+SIX_BITS = (0, 0.0625, 0.125, 0.1875) + tuple(
+    significand * 2.0**exponent for exponent in range(-2, 5) for significand in (1, 1.25, 1.5, 1.75)
+)
+
+
+@pytest.mark.parametrize(("kind", "values"), [("E2M1", FOUR_BITS), ("E3M2", SIX_BITS)])
+def test_the_controls_round_gradients_to_the_nearest_value(plugin, kind, values):
+    kind, values = getattr(plugin, kind), torch.tensor(values)
+    # Between any two values, nearer to one of them, and the values themselves.
+    between = torch.cat([values[:-1].lerp(values[1:], part) for part in (0.0, 0.2, 0.4, 0.6, 0.8)])
+    g = torch.cat([between, -between, values[-1:]])
     x = torch.zeros_like(g, requires_grad=True)
-    plugin._CoarseGradient.apply(x).backward(g / 1024)
+    plugin._CoarseGradient.apply(x, kind).backward(g / 1024)
     nearest = values[(g.abs()[:, None] - values).abs().argmin(1)] * g.sign()
     assert torch.equal(x.grad, nearest / 1024)
     empty = torch.zeros(0, 4, requires_grad=True)
-    plugin._CoarseGradient.apply(empty).sum().backward()
+    plugin._CoarseGradient.apply(empty, kind).sum().backward()
     assert empty.grad.shape == (0, 4)
 
 
@@ -149,9 +159,11 @@ def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
     converters = parse(name).model.converters
     with one_process():
         loss, expected, none = first_step()
-        control = ("--model.converters", ",".join([*converters, "converge.control"]))
-        same_loss, found, hooked = first_step(*control)
-    assert loss == same_loss and not none
+        (same_loss, found, hooked), (_, milder, hooked_too) = (
+            first_step("--model.converters", ",".join([*converters, ARMS[arm].control]))
+            for arm in ("control", "control_6_bits")
+        )
+    assert loss == same_loss and not none and hooked == hooked_too
     model = build(parse(name))
     kinds = {key: type(module) for key, module in model.named_modules()}
     assert {kinds[key] for key in hooked} <= {torch.nn.Linear, GroupedExperts}
@@ -160,6 +172,12 @@ def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
     changed = {key for key in expected if not torch.equal(expected[key], found[key])}
     assert {f"{key}.weight" for key in hooked if kinds[key] is torch.nn.Linear} <= changed
     assert "output.weight" not in changed
+
+    def error(gradients: dict[str, torch.Tensor], key: str) -> float:
+        return (gradients[key] - expected[key]).norm().item()
+
+    linears = [f"{key}.weight" for key in hooked if kinds[key] is torch.nn.Linear]
+    assert all(0 < error(milder, key) < error(found, key) for key in linears)
 
 
 def test_bf16_parameters_are_rounded_stochastically(text, tmp_path):
