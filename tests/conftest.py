@@ -5,16 +5,6 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-import torch
-import torch._functorch.config
-import torch._inductor.config
-from parsing import without_help_texts
-
-from titan_fp8 import cpu_host
-
-# Before any test imports torchtitan, which chooses its device on import. Here models train on the
-# CPU even if the machine has GPUs.
-cpu_host.prepare()
 
 # torch.cuda cannot be used in the same process: `scripts/test_gpu.sh` runs the GPU tests.
 collect_ignore = ["gpu"]
@@ -26,8 +16,22 @@ if importlib.metadata.version("torchtitan").startswith("0.3."):
 else:
     collect_ignore += ["torchtitan_0_3"]
 
-# The tensors are so small that a second thread only costs time.
-torch.set_num_threads(1)
+
+def pytest_collection(session):
+    """Runs before any test imports torchtitan, which chooses its device on import.
+
+    Here models train on the CPU even if the machine has GPUs.
+    """
+    # The controller of pytest-xdist's workers runs no tests, and torchtitan takes 9 s.
+    if session.config.getoption("dist", "no") != "no":
+        return
+    import torch
+
+    from titan_fp8 import cpu_host
+
+    cpu_host.prepare()
+    # The tensors are so small that a second thread only costs time.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -36,6 +40,9 @@ def fresh_torchtitan(monkeypatch):
 
     Only its help texts are missing.
     """
+    import torch
+    import torch._functorch.config
+    from parsing import without_help_texts
     from torchtitan.models.moe import moe
 
     from titan_fp8.conversion import warn_of_emulation
@@ -57,6 +64,10 @@ def fresh_torchtitan(monkeypatch):
 @pytest.fixture
 def fresh_graphs():
     """torch.compile gets no graphs from other tests or the disk, only C++ code that is the same."""
+    import torch
+    import torch._functorch.config
+    import torch._inductor.config
+
     torch._dynamo.reset()
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
