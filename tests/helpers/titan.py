@@ -67,8 +67,9 @@ _add_tiny(
     **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
 )
 _add_tiny(deepseekv3_args, like="tiny", name="one_block", n_layers=1, n_dense_layers=0)
+_add_tiny(llama4_args, like="tiny", name="one_block", n_layers=1, interleave_moe_layer_step=1)
 ONE_BLOCK = ("--model.flavor", "one_block")
-"""A DeepSeekV3 whose only block has experts, to be compiled in half the time."""
+"""A DeepSeekV3 or Llama4 whose only block has experts, to be compiled in half the time."""
 
 
 def toml(model: str, converters: tuple[str, ...] = BOTH, flavor: str = "tiny") -> str:

@@ -22,7 +22,7 @@ from titan_fp8.torchtitan_0_2 import moe_block
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-MODELS = {"deepseek_v3": "one_block", "qwen3": "tiny_moe", "llama4": "tiny"}
+MODELS = {"deepseek_v3": "one_block", "qwen3": "tiny_moe", "llama4": "one_block"}
 
 
 @pytest.fixture
