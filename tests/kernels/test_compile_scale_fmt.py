@@ -35,7 +35,7 @@ def test_an_unknown_format_is_named(monkeypatch, quantizer, inputs):
     """In the words of the reference, and before a launch."""
     compiled = []
     record_kernels(monkeypatch, compiled)
-    x = torch.empty(QUANTIZE[0], dtype=torch.bfloat16)
+    x = torch.empty(128, 128, dtype=torch.bfloat16)
     message = "scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"
     with pytest.raises(ValueError, match=message):
         quantizer(*inputs * (x,), scale_fmt="e8m0")
