@@ -5,8 +5,8 @@
 The other benchmarks replay CUDA graphs, so they see the GPU alone. Here a layer is called as a
 model calls it, forward and backward. The tensors of the first rows are so small that the GPU waits
 for the CPU; the other rows are layers and a block of production size. A time is the median of
-ROUNDS loops of CALLS calls each; bf16 and the recipes take turns. Backward runs in the thread that
-calls it, in bf16 as well, as in jobs with FP8 layers.
+ROUNDS loops of CALLS calls each; bf16 and the recipes take turns. Autograd's multithreading is off,
+for bf16 as well, as it is in jobs with FP8 layers.
 
 "x bf16" is the speed relative to bf16 in the same mode: below 1 is slower.
 """
@@ -23,7 +23,7 @@ from tables import Row
 from torch import Tensor
 
 import titan_fp8
-from titan_fp8.conversion import run_backward_in_this_thread
+from titan_fp8.conversion import run_backward_on_this_thread
 from titan_fp8.recipe import BF16
 
 KINDS = (BF16, "blockwise", "rowwise")
@@ -106,7 +106,7 @@ def main() -> None:
     chosen = {name: make for name, make in cases().items() if args.only in name}
     if not chosen:
         arguments.error(f"--only {args.only!r} is in no name of a case; these are {[*cases()]}")
-    run_backward_in_this_thread()
+    run_backward_on_this_thread()
     rows: list[Row] = []
     for name, make in chosen.items():
         torch._dynamo.reset()

@@ -1,4 +1,7 @@
-"""What converters do besides converting: a check of the device, backward's thread, errors, logs."""
+"""What the converters for torchtitan 0.2 and 0.3 share: a check of the device, errors and logs.
+
+Turning off autograd's multithreading is here as well, though 0.3 does that itself.
+"""
 
 import contextlib
 import functools
@@ -28,12 +31,12 @@ def check_device(device_type: str, emulate: bool) -> None:
         kernels_for(torch.device("cuda", torch.cuda.current_device()))
 
 
-def run_backward_in_this_thread() -> None:
-    """Makes backward run in the thread that calls it, instead of PyTorch's thread for the device.
+def run_backward_on_this_thread() -> None:
+    """Turns autograd's multithreading off, for every backward that this thread calls from now on.
 
-    Handing a step over to the other thread takes CPU time, which is lost where the GPU waits for
-    the CPU (docs/log.md). torchtitan 0.3 does the same in every job. Results do not change, because
-    autograd visits its nodes in the same order.
+    PyTorch would run backward on another thread, one for each GPU. Where the GPU waits for the CPU,
+    a step of compiled code then takes longer (docs/log.md, 2026-11-27). torchtitan 0.3 turns it off
+    in every job.
     """
     torch.autograd.set_multithreading_enabled(False)
 

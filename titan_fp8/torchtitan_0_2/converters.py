@@ -23,7 +23,7 @@ from titan_fp8.conversion import (
     check_device,
     errors_prefixed,
     log_conversion,
-    run_backward_in_this_thread,
+    run_backward_on_this_thread,
 )
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
@@ -59,14 +59,14 @@ class _Converter(QuantizationConverter):
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
-        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16."""
+        """Checks that the job can run FP8 layers and makes PyTorch ready; nothing for bf16."""
         if recipe == BF16:
             return
         check_device(utils.device_type, emulate)
-        run_backward_in_this_thread()
         if utils.device_type == "cuda":
             input_stream.install()
         self.check_schedule()
+        run_backward_on_this_thread()
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
