@@ -7,7 +7,7 @@ All start from the same weights and read the same text. `converge.py` runs them,
     bf16      bf16 again, with another order of the data, with weights one ulp off or rounded with
               other random bits: shows how far apart equally good runs are
     fp8       must not differ from bf16 by more than that
-    control   must differ from bf16 by more than that, or the experiment cannot detect a difference
+    control   must differ from bf16 by more than that, or the experiment detects no such difference
     resumed   another arm again, killed in the middle and resumed
 """
 

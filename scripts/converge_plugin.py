@@ -197,48 +197,48 @@ class HeldOutEvaluation(Validator):
         return x
 
 
-class Coarse(NamedTuple):
-    """A number format with few bits: mantissa bits, exponent of the smallest normal number, maximum."""
+class Format(NamedTuple):
+    """A floating-point format without infinities."""
 
-    mantissa: int
-    exponent: int
+    mantissa_bits: int
+    min_exponent: int
     maximum: float
 
 
-E2M1 = Coarse(mantissa=1, exponent=0, maximum=6.0)
-E3M2 = Coarse(mantissa=2, exponent=-2, maximum=28.0)
+E2M1 = Format(mantissa_bits=1, min_exponent=0, maximum=6.0)
+E3M2 = Format(mantissa_bits=2, min_exponent=-2, maximum=28.0)
 
 
 class _CoarseGradient(torch.autograd.Function):
     """The identity, whose gradient is rounded to a format with one scale for the whole tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: Coarse) -> Tensor:
-        ctx.kind = kind
+    def forward(ctx: Any, x: Tensor, target: Format) -> Tensor:
+        ctx.target = target
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         if not g.numel():
             return g, None
-        kind = ctx.kind
-        s = g.abs().amax().float().clamp(min=1e-30) / kind.maximum
+        target = ctx.target
+        s = g.abs().amax().float().clamp(min=1e-30) / target.maximum
         a = g.abs().float() / s
-        # frexp's mantissas are below 1, so its exponents are one more than those of the format.
-        exponent = (torch.frexp(a).exponent - 1).clamp(min=kind.exponent)
-        step = torch.ldexp(torch.ones_like(a), exponent - kind.mantissa)
+        # Exponents are in the upper bits of FP32, with a bias of 127.
+        exponent = (a.view(torch.int32) >> 23).clamp(min=target.min_exponent + 127)
+        step = ((exponent - target.mantissa_bits) << 23).view(torch.float32)
         return ((a / step).round() * step * s * g.sign()).to(g.dtype), None
 
 
 class Control:
-    """The negative control: gradients of the layers' outputs in four bits, one scale a tensor.
+    """A control: gradients of the layers' outputs in four bits, with one scale per tensor.
 
-    In e4m3 with one scale a tensor small models keep the loss of bf16, so that would show nothing.
-    Four bits without finer scales and stochastic rounding are known to hurt (arXiv 2501.17116,
-    figure 1; 2505.19115).
+    In e4m3 with one scale per tensor small models keep the loss of bf16, so that would show
+    nothing. Four bits without finer scales and stochastic rounding are known to hurt (arXiv
+    2501.17116, figure 1; 2505.19115).
     """
 
-    kind = E2M1
+    target = E2M1
 
     def __init__(self, job_config: TorchtitanConfig, parallel_dims: ParallelDims):
         pass
@@ -248,7 +248,7 @@ class Control:
             kept = any(pattern in name for pattern in DEFAULT_FILTER_FQNS)
             if isinstance(module, nn.Linear | GroupedExperts) and not kept:
                 module.register_forward_hook(
-                    lambda module, args, y: _CoarseGradient.apply(y, self.kind)
+                    lambda module, args, y: _CoarseGradient.apply(y, self.target)
                 )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
@@ -256,9 +256,9 @@ class Control:
 
 
 class ControlOf6Bits(Control):
-    """A milder control, for models that four bits keep from learning at all."""
+    """A milder control, for models that learn too little with four bits."""
 
-    kind = E3M2
+    target = E3M2
 
 
 @torch.no_grad()

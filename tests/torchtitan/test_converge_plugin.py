@@ -125,18 +125,18 @@ SIX_BITS = (0, 0.0625, 0.125, 0.1875) + tuple(
 )
 
 
-@pytest.mark.parametrize(("kind", "values"), [("E2M1", FOUR_BITS), ("E3M2", SIX_BITS)])
-def test_the_controls_round_gradients_to_the_nearest_value(plugin, kind, values):
-    kind, values = getattr(plugin, kind), torch.tensor(values)
+@pytest.mark.parametrize(("target", "values"), [("E2M1", FOUR_BITS), ("E3M2", SIX_BITS)])
+def test_the_controls_round_gradients_to_the_nearest_value(plugin, target, values):
+    target, values = getattr(plugin, target), torch.tensor(values)
     # Between any two values, nearer to one of them, and the values themselves.
     between = torch.cat([values[:-1].lerp(values[1:], part) for part in (0.0, 0.2, 0.4, 0.6, 0.8)])
     g = torch.cat([between, -between, values[-1:]])
     x = torch.zeros_like(g, requires_grad=True)
-    plugin._CoarseGradient.apply(x, kind).backward(g / 1024)
+    plugin._CoarseGradient.apply(x, target).backward(g / 1024)
     nearest = values[(g.abs()[:, None] - values).abs().argmin(1)] * g.sign()
     assert torch.equal(x.grad, nearest / 1024)
     empty = torch.zeros(0, 4, requires_grad=True)
-    plugin._CoarseGradient.apply(empty, kind).sum().backward()
+    plugin._CoarseGradient.apply(empty, target).sum().backward()
     assert empty.grad.shape == (0, 4)
 
 
