@@ -23,7 +23,6 @@ from tables import Row
 from torch import Tensor
 
 import titan_fp8
-from titan_fp8.conversion import run_backward_on_this_thread
 from titan_fp8.recipe import BF16
 
 KINDS = (BF16, "blockwise", "rowwise")
@@ -106,7 +105,7 @@ def main() -> None:
     chosen = {name: make for name, make in cases().items() if args.only in name}
     if not chosen:
         arguments.error(f"--only {args.only!r} is in no name of a case; these are {[*cases()]}")
-    run_backward_on_this_thread()
+    torch.autograd.set_multithreading_enabled(False)
     rows: list[Row] = []
     for name, make in chosen.items():
         torch._dynamo.reset()

@@ -1,7 +1,4 @@
-"""What the converters for torchtitan 0.2 and 0.3 share: a check of the device, errors and logs.
-
-Turning off autograd's multithreading is here as well, though 0.3 does that itself.
-"""
+"""What the converters for torchtitan 0.2 and 0.3 share: a check of the device, errors and logs."""
 
 import contextlib
 import functools
@@ -29,16 +26,6 @@ def check_device(device_type: str, emulate: bool) -> None:
         warn_of_emulation()
     else:
         kernels_for(torch.device("cuda", torch.cuda.current_device()))
-
-
-def run_backward_on_this_thread() -> None:
-    """Turns autograd's multithreading off, for every backward that this thread calls from now on.
-
-    PyTorch would run backward on another thread, one for each GPU. Where the GPU waits for the CPU,
-    a step of compiled code then takes longer (docs/log.md, 2026-11-27). torchtitan 0.3 turns it off
-    in every job.
-    """
-    torch.autograd.set_multithreading_enabled(False)
 
 
 @functools.cache

@@ -19,12 +19,7 @@ from titan_fp8 import (
     recomputation,
 )
 from titan_fp8.checks import ConversionReport, permutation_of
-from titan_fp8.conversion import (
-    check_device,
-    errors_prefixed,
-    log_conversion,
-    run_backward_on_this_thread,
-)
+from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
@@ -66,7 +61,9 @@ class _Converter(QuantizationConverter):
         if utils.device_type == "cuda":
             input_stream.install()
         self.check_schedule()
-        run_backward_on_this_thread()
+        # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU
+        # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
+        torch.autograd.set_multithreading_enabled(False)
         health.install(self.job_config)
         if self.parallel_dims.fsdp_enabled:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
