@@ -48,7 +48,7 @@ triton=$!
 (with_torchtitan_0_3) >"$logs/torchtitan" 2>&1 &
 torchtitan=$!
 failed=0
-"${pytest[@]}" -n 2 tests || failed=1
+"${pytest[@]}" -n 3 tests || failed=1
 wait "$triton" || failed=1
 echo "== tests/kernels with the oldest supported Triton"
 cat "$logs/triton"

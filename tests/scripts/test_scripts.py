@@ -211,7 +211,7 @@ def test_readme_links_exist() -> None:
         assert (ROOT / link).exists(), link
 
 
-@pytest.mark.parametrize("failing", [None, "-n 2 tests", "-n 1 --dist worksteal tests"])
+@pytest.mark.parametrize("failing", [None, "-n 3 tests", "-n 1 --dist worksteal tests"])
 def test_a_test_run_that_fails_fails_the_whole(tmp_path, failing):
     """Of test.sh, whose test runs happen side by side; the Python that it calls is a stub."""
     python = tmp_path / "python"
