@@ -47,7 +47,6 @@ from titan_fp8 import plugin
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
 
 HELD_OUT = "held_out.jsonl"
-CONTROL, CONTROL_OF_6_BITS = "converge.control", "converge.control_6_bits"
 VOCABULARY = 32768
 
 FLAVORS: dict[str, dict[str, Any]] = {
@@ -322,8 +321,8 @@ def _with_options(
 
 
 def _register() -> None:
-    register_model_converter(Control, CONTROL)
-    register_model_converter(ControlOf6Bits, CONTROL_OF_6_BITS)
+    register_model_converter(Control, "converge.control")
+    register_model_converter(ControlOf6Bits, "converge.control_6_bits")
     for name, flavors in FLAVORS.items():
         spec = get_train_spec(name)
         spec = dataclasses.replace(

@@ -54,7 +54,10 @@ class _Converter(QuantizationConverter):
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
-        """Checks that the job can run FP8 layers and makes PyTorch ready; nothing for bf16."""
+        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16.
+
+        Also turns autograd's multithreading off.
+        """
         if recipe == BF16:
             return
         check_device(utils.device_type, emulate)
