@@ -21,7 +21,7 @@ def test_import_changes_nothing() -> None:
     code = """
 import sys, torch
 known, histc = set(dir(torch.cpu)), torch.histc
-import titan_fp8.cpu_host
+import titan_fp8.cpu_host, titan_fp8.export.__main__
 assert "torchtitan" not in sys.modules
 assert torch._utils._get_available_device_type() is None
 assert set(dir(torch.cpu)) == known and torch.histc is histc

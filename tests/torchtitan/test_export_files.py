@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import runpy
 import signal
+import sys
 import tracemalloc
 from collections.abc import Callable
 from operator import itemgetter
@@ -12,7 +14,6 @@ from pathlib import Path
 
 import exports
 import pytest
-import titan
 import torch
 import torch.distributed.checkpoint as dcp
 from exports import SHARD_BYTES, config_of, toml, write_checkpoint
@@ -182,12 +183,15 @@ def test_the_command_shows_its_progress(capsys, tmp_path, text):
     )
 
 
-def test_the_command_in_a_process_of_its_own(tmp_path, text):
+def test_the_module_is_the_command(capsys, monkeypatch, tmp_path, text):
     checkpoint = write_debug_checkpoint(tmp_path, text)
     model = ("--model.name", "llama3", "--model.flavor=debugmodel")
-    run = titan.run_module("titan_fp8.export", checkpoint, tmp_path / "out", *model)
-    assert run.returncode == 0 and "has no tokenizer" in run.stdout
-    assert "42 weights in FP8, 15 tensors in high precision" in run.stdout
+    monkeypatch.setattr(sys, "argv", ["", str(checkpoint), str(tmp_path / "out"), *model])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("titan_fp8.export", run_name="__main__", alter_sys=True)
+    shown = capsys.readouterr().out
+    assert done.value.code == 0 and "has no tokenizer" in shown
+    assert "42 weights in FP8, 15 tensors in high precision" in shown
     assert (tmp_path / "out/config.json").exists()
 
 
