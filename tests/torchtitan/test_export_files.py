@@ -111,8 +111,8 @@ def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_pa
 llama3_args["deep"] = dataclasses.replace(llama3_args["tiny"], dim=512, n_layers=8)
 deepseekv3_args["wide"] = dataclasses.replace(
     deepseekv3_args["tiny"],
-    **{"dim": 512, "moe_inter_dim": 256, "n_layers": 4},
-    moe_args=dataclasses.replace(deepseekv3_args["tiny"].moe_args, num_experts=32),
+    **{"dim": 512, "moe_inter_dim": 256, "n_layers": 3},
+    moe_args=dataclasses.replace(deepseekv3_args["tiny"].moe_args, num_experts=24),
 )
 
 
