@@ -17,12 +17,14 @@ from titan_fp8 import cpu_host
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def test_import_changes_nothing() -> None:
+def test_imports_change_nothing_and_import_neither_torchtitan_nor_triton() -> None:
     code = """
 import sys, torch
 known, histc = set(dir(torch.cpu)), torch.histc
 import titan_fp8.cpu_host, titan_fp8.export.__main__
-assert "torchtitan" not in sys.modules
+weight = torch.ones(16, 16, requires_grad=True)
+titan_fp8.fp8_linear(torch.ones(1, 16), weight).sum().backward()
+assert not {"torchtitan", "triton"} & set(sys.modules)
 assert torch._utils._get_available_device_type() is None
 assert set(dir(torch.cpu)) == known and torch.histc is histc
 assert "/cpu_bf16.py" not in torch._C._dispatch_dump("aten::mm")
