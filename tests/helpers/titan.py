@@ -42,6 +42,8 @@ CHECKPOINTING = {
 COMPILE = ("--compile.enable", "--compile.backend", "aot_eager")
 COMPILE_BLOCKS = (*COMPILE, "--compile.components", "model")
 """Without the loss; test_training_modes.py compiles it, and models with dense blocks, too."""
+TRACE_BLOCKS = (*COMPILE_BLOCKS, "--compile.backend", "eager")
+"""For tests of what is compiled rather than to what: this takes half the time."""
 
 
 def _add_tiny(flavors: dict, like: str = "debugmodel", name: str = "tiny", **changes) -> None:

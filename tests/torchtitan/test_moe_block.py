@@ -6,6 +6,7 @@ from titan import (
     CHECKPOINTING,
     COMPILE,
     COMPILE_BLOCKS,
+    TRACE_BLOCKS,
     loss_and_gradients,
     one_process,
     parse,
@@ -58,7 +59,7 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
     """The same with and without activation checkpointing.
 
     Checkpoints run forward twice, so torchtitan counts tokens twice. Both kinds of checkpoint run
-    the same compiled code.
+    the same compiled code; without them one model is compiled again.
     """
 
     def run(*flags, ours: bool) -> tuple[dict, list]:
@@ -71,6 +72,8 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
     results = []
     for flags in (CHECKPOINTING["op"], CHECKPOINTING["full"], ()):
         if not flags:
+            if model != "deepseek_v3":
+                break
             torch._dynamo.reset()  # So that it is compiled outside of checkpoints, too.
         regions.clear()
         gradients, tokens = run(*flags, ours=True)
@@ -90,15 +93,15 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
 def test_all_blocks_share_one_graph(job):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with trainer(job("qwen3", *COMPILE)) as t:
+    with trainer(job("qwen3", *TRACE_BLOCKS)) as t:
         assert len(blocks_with_experts(t)) == 2
         loss_and_gradients(t)
-    # Experts and shared experts are not compiled; the other graph is that of the loss.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    # Experts and shared experts are not compiled.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_hook_on_a_part_still_runs(job, regions):
-    with trainer(job("qwen3", *COMPILE_BLOCKS)) as t:
+    with trainer(job("qwen3", *TRACE_BLOCKS)) as t:
         first, last = blocks_with_experts(t)
         for part in ("moe", "attention", "ffn_norm", "moe.router", "moe.reorderer"):
             regions.clear()
@@ -114,7 +117,7 @@ def test_a_hook_on_a_part_still_runs(job, regions):
 
 
 def test_a_hook_on_the_shared_experts_still_runs(job, regions):
-    with trainer(job("deepseek_v3", *COMPILE_BLOCKS)) as t:
+    with trainer(job("deepseek_v3", *TRACE_BLOCKS)) as t:
         (block,) = blocks_with_experts(t)
         calls = []
         block.moe.shared_experts.register_forward_hook(lambda *args: calls.append(args))
@@ -182,7 +185,7 @@ def test_without_the_compiler_blocks_stay_torchtitans(job, regions, flags):
 def test_bf16_stays_torchtitans(job, regions):
     flags = ("--quantize.linear.titan_fp8.recipe", "bf16")
     flags += ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
-    with trainer(job("deepseek_v3", *COMPILE_BLOCKS, *flags)) as t:
+    with trainer(job("deepseek_v3", *TRACE_BLOCKS, *flags)) as t:
         blocks = blocks_with_experts(t)
         assert all(isinstance(block.attention, OptimizedModule) for block in blocks)
         loss_and_gradients(t)
