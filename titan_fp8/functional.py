@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from titan_fp8.checks import (
     check_bool,
@@ -206,7 +207,8 @@ def products(
     trained = [isinstance(w, Tensor) and w.requires_grad for w in weights]
     for_wgrad = torch.is_grad_enabled() and any(trained)
     if len(weights) == 1 and shared is None and isinstance(weights[0], Tensor):
-        if not torch.is_grad_enabled():  # An autograd function would only take time.
+        # An autograd function would only take time. But it refuses forward-mode AD.
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
             x_MK, right = x_MK.to(spec.dtype).contiguous(), weights[0].to(spec.dtype)
             (y_MN,) = _forward(x_MK, right, offs, False, spec)
             return [y_MN if bias is None else y_MN + bias.to(spec.dtype)]

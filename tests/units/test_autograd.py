@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from op_calls import DTYPES, E4M3, RECIPES, offsets, ops
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -211,6 +212,18 @@ def test_second_derivatives_are_an_error(name):
     y = DIFFERENTIABLE_ONCE[name](x, w)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE_ONCE)
+def test_forward_mode_derivatives_are_an_error(name):
+    """Without gradients, too, where there is no autograd function."""
+    x, w = torch.randn(8, 16), torch.randn(2, 16, 16)
+    product = DIFFERENTIABLE_ONCE[name]
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode, forward_ad.dual_level():
+            assert product(x, w).isfinite().all()
+            with pytest.raises(NotImplementedError):
+                product(forward_ad.make_dual(x, torch.ones_like(x)), w)
 
 
 def test_an_input_of_inference_mode():
