@@ -11,8 +11,9 @@
 
 The text is Python's standard library or, with --from, the text files below the named folders. A
 file is text if it is UTF-8 without zero bytes; empty files, files over 256 KiB, which are mostly
-generated tables, and copies of other files are left out. The held-out part is a twentieth of the
-files or, with --held-out, the files below those folders that are not in train, too.
+generated tables, copies of other files and files below OUT are left out. The held-out part is a
+twentieth of the files or, with --held-out, the files below those folders that are not in train,
+too.
 
 Source files are cut into pieces of about 400 characters, or as --piece says, which are sorted by
 their digest. To training this order is random, but it is the same on every machine. So a batch
@@ -48,6 +49,8 @@ VALIDATION_EVERY = 20
 PIECE = 400  # characters
 LARGEST_FILE = 256 * 1024  # bytes
 TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenizer nothing new
+OUTPUTS = ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "tokenizer/tokenizer.json")
+OUTPUTS += ("tokenizer/tokenizer_config.json", "report.txt")
 # Folders that are not part of the standard library or not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
@@ -95,7 +98,9 @@ def split(files: list[File]) -> tuple[Part, Part]:
     return Part(train), Part(files[::VALIDATION_EVERY])
 
 
-def why_left_out(path: Path) -> str | None:
+def why_left_out(path: Path, out: Path) -> str | None:
+    if out in path.resolve().parents:
+        return "in OUT"
     if path.is_symlink() or not path.is_file():
         return "links and special files"
     size = path.stat().st_size
@@ -104,23 +109,27 @@ def why_left_out(path: Path) -> str | None:
     return None if size else "empty"
 
 
-def text_below(folders: Iterable[Path], seen: set[bytes]) -> Part:
+def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
     """The text files below `folders`, in the order of the digests of their text, but none twice.
 
-    `seen` has the digests of texts that count as copies; those found here are added.
+    Args:
+        out: the folder whose files are left out: an earlier call wrote them.
+        seen: the digests of texts that count as copies; those found here are added.
     """
     found: dict[bytes, File] = {}
     left_out: Counter[str] = Counter()
     for path in sorted(path for folder in folders for path in folder.rglob("*")):
         if path.is_dir():
             continue
-        if reason := why_left_out(path):
+        if reason := why_left_out(path, out):
             left_out[reason] += 1
             continue
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             text = "\0"
+        except OSError as error:
+            sys.exit(f"prepare_data: {path}: {error.strerror}")
         key = digest(text)
         if "\0" in text:
             left_out["not UTF-8 text"] += 1
@@ -132,12 +141,12 @@ def text_below(folders: Iterable[Path], seen: set[bytes]) -> Part:
     return Part([found[key] for key in sorted(found)], left_out)
 
 
-def below(folders: list[Path], held_out: list[Path]) -> tuple[Part, Part]:
-    """Training and held-out part of the text below folders."""
+def below(folders: list[Path], held_out: list[Path], out: Path) -> tuple[Part, Part]:
+    """Training and held-out part of the text below folders, but not below `out`."""
     seen: set[bytes] = set()
-    train = text_below(folders, seen)
+    train = text_below(folders, out, seen)
     if held_out:
-        return train, text_below(held_out, seen)
+        return train, text_below(held_out, out, seen)
     parts = split(train.files)
     parts[0].left_out = train.left_out
     return parts
@@ -229,12 +238,15 @@ def describe(part: Part, texts: list[str], tokenizer: Tokenizer) -> str:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Fill the folder `out`, unless its stamp says that it is up to date."""
+    """Fill the folder `out`, unless it is filled and its stamp says that it is up to date."""
     out, stamp = args.out, args.out / "stamp"
-    parts = below(args.folders, args.held_out) if args.folders else library()
-    if not all(part.characters() for part in parts):
-        sys.exit("prepare_data: a part has no text: training and held-out part need files")
-    if stamp.exists() and stamp.read_text() == fingerprint(args, parts):
+    parts = below(args.folders, args.held_out, out.resolve()) if args.folders else library()
+    for name, part in zip(("training", "held-out"), parts):
+        if not part.characters():
+            counts = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
+            sys.exit(f"prepare_data: the {name} part has no text (left out: {counts or 'nothing'})")
+    filled = all((out / name).is_file() for name in OUTPUTS)
+    if filled and stamp.exists() and stamp.read_text() == fingerprint(args, parts):
         print(f"data: {out} is prepared")
         return
     train, validation = (
@@ -271,6 +283,8 @@ def parse() -> argparse.Namespace:
     for folder in (*args.folders, *args.held_out):
         if not folder.is_dir():
             parser.error(f"no such folder: {folder}")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"OUT is a file, {args.out}: name a folder")
     if args.held_out and not args.folders:
         parser.error("--held-out needs --from")
     if args.vocab_size < SMALLEST_VOCABULARY:

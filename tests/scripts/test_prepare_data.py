@@ -1,7 +1,9 @@
 """prepare_data.py with folders of text: what it takes, what it leaves out, and what it reports."""
 
+import errno
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -124,18 +126,50 @@ def test_another_text_or_option_makes_it_anew(package, tmp_path, prepare, change
         (["--held-out", "."], "--held-out needs --from"),
         (["--vocab-size", "257"], "--vocab-size must be at least 258, not 257"),
         (["--piece", "0"], "--piece must be at least 1, not 0"),
+        ([__file__], f"OUT is a file, {__file__}"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, prepare, capsys, arguments, message):
+    out = [] if __file__ in arguments else [tmp_path / "out"]
     with pytest.raises(SystemExit) as stop:
-        prepare(tmp_path / "out", *arguments)
+        prepare(*out, *arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_part_without_text_is_refused(package, tmp_path, prepare):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(SystemExit, match="a part has no text"):
-        prepare(tmp_path / "out", "--from", package, "--held-out", tmp_path / "nothing")
+    with pytest.raises(SystemExit, match="the training part has no text .left out: nothing"):
+        prepare(tmp_path / "out", "--from", tmp_path / "nothing", "--held-out", package)
+    copies = shutil.copytree(package / "docs", tmp_path / "copies")
+    with pytest.raises(SystemExit, match="the held-out part has no text .left out: 2 copies"):
+        prepare(tmp_path / "out", "--from", package, "--held-out", copies)
+
+
+def test_a_file_that_cannot_be_read_is_refused(package, tmp_path, prepare, monkeypatch):
+    def deny(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    with pytest.raises(SystemExit, match="prepare_data: .*package.*: Permission denied"):
+        prepare(tmp_path / "out", "--from", package)
+
+
+def test_what_it_wrote_is_not_read_again(package, prepare):
+    """Even if OUT lies in a folder of text."""
+    call = package / "out", "--from", package, "--vocab-size", VOCABULARY
+    assert "is new" in prepare(*call)
+    assert "is prepared" in prepare(*call)
+    (package / "module_1.py").unlink()
+    assert "is new" in prepare(*call) and "in OUT" in (package / "out/report.txt").read_text()
+    both = {*pieces(package / "out", "train")} & {*pieces(package / "out", "validation")}
+    assert not both
+
+
+def test_what_is_missing_is_made_anew(package, tmp_path, prepare):
+    call = tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY
+    prepare(*call)
+    (tmp_path / "out/corpus/validation/text.jsonl").unlink()
+    assert "is new" in prepare(*call)
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused(package, tmp_path, prepare):
