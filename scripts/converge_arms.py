@@ -15,6 +15,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_logs import InputError
+
 SETTINGS = "experiment.json"
 
 
@@ -85,9 +87,24 @@ class Settings:
 
 
 def read_settings(results: Path) -> Settings | None:
+    """The settings of a results folder; None if it has none.
+
+    Raises:
+        InputError: the file is damaged.
+    """
     file = results / SETTINGS
-    return Settings(**json.loads(file.read_text())) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        settings = Settings(**json.loads(file.read_text()))
+        if min(settings.steps, settings.every) < 1:
+            raise ValueError("steps and every must be positive")
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{file}: {error}") from None
+    return settings
 
 
 def write_settings(results: Path, settings: Settings) -> None:
-    (results / SETTINGS).write_text(json.dumps(asdict(settings), indent=2) + "\n")
+    part = results / f"{SETTINGS}.part"
+    part.write_text(json.dumps(asdict(settings), indent=2) + "\n")
+    part.rename(results / SETTINGS)

@@ -43,7 +43,7 @@ def read_held_out(folder: Path) -> HeldOut:
         InputError: another line is broken.
     """
     file = folder / "held_out.jsonl"
-    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else [""]
+    lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
     found: HeldOut = {}
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -51,7 +51,8 @@ def read_held_out(folder: Path) -> HeldOut:
             counts = np.array(entry["experts"], dtype=float)
             if counts.size:
                 counts *= counts.shape[-1] / counts.sum(-1, keepdims=True)
-            found[entry["step"]] = Evaluation(entry["loss"], entry["accuracy"], counts)
+            loss, accuracy = float(entry["loss"]), float(entry["accuracy"])
+            found[int(entry["step"])] = Evaluation(loss, accuracy, counts)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{file}, line {number}: {error!r}") from None
     return found

@@ -266,11 +266,19 @@ def read_arms(results: Path) -> dict[str, ArmRun]:
     """The arms that have evaluations.
 
     Raises:
-        InputError: the baseline has none, or an arm has no TensorBoard events.
+        InputError: the baseline has none, an arm has no TensorBoard events or other experts than
+            the baseline, or a folder with evaluations has the name of no arm.
     """
+    for file in sorted(results.glob("*/held_out.jsonl")):
+        if file.parent.name not in ARMS:
+            raise InputError(f"{file.parent} is no arm: allowed are {', '.join(ARMS)}")
     found = {name: held_out for name in ARMS if (held_out := read_held_out(results / name))}
     if BASELINE not in found:
         raise InputError(f"{results} has no evaluation of the arm {BASELINE!r}")
+    for name, held_out in found.items():
+        shapes = {each.load.shape for each in (*held_out.values(), *found[BASELINE].values())}
+        if len(shapes) > 1:
+            raise InputError(f"{results / name} has other experts than {BASELINE!r}: {shapes}")
     return {
         name: ArmRun(name, read_run(results / name, name), held_out)
         for name, held_out in found.items()
@@ -354,7 +362,9 @@ def report(results: Path) -> bool:
     if not judged:
         raise InputError(f"{results} has only bf16 arms: nothing to judge")
     lines = list(notes(results, arms, settings))
-    passed = True
+    missing = [name for name in ARMS if (results / name).is_dir() and name not in arms]
+    lines += [f"FAIL  {name}: no evaluation" for name in missing]
+    passed = not missing
     for each in arms.values():
         if each.arm.role in ("baseline", "bf16"):
             faults = [*incomplete(each, settings), *filter(None, [non_finite(each)])]
