@@ -46,6 +46,12 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.convolve(values, np.full(window, 1 / window), mode="valid")
 
 
+def limit_of(curves: list[np.ndarray]) -> float:
+    """The limit of an axis with these curves: a control far off would flatten everything else."""
+    sizes = np.abs(np.concatenate([[0.01], *curves]))
+    return 1.25 * sizes[np.isfinite(sizes)].max()
+
+
 def training(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> None:
     """The training loss, as means over a fiftieth of the steps."""
     for name, each in arms.items():
@@ -59,11 +65,14 @@ def training_gap(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> No
     """Its gap to the baseline, for arms that read the same text in the same order."""
     base = arms[BASELINE].run
     bf16: dict[int, float] = {}  # the largest gap of a bf16 arm by step
+    shown = []
     for name, each in arms.items():
         if name == BASELINE or each.arm.reordered:
             continue
         gap = compare(base, each.run, last=max(1, max(base.series["loss"]) // 20))
         axes.plot(gap.smooth_steps, gap.smooth, lw=1.2, **styles[name])
+        if each.arm.role != "control":
+            shown.append(gap.smooth)
         if each.arm.role == "bf16":
             for step, value in zip(gap.smooth_steps, np.abs(gap.smooth)):
                 bf16[step] = max(value, bf16.get(step, 0.0))
@@ -71,6 +80,8 @@ def training_gap(axes: Axes, arms: dict[str, Any], styles: dict[str, Any]) -> No
         steps = sorted(bf16)
         band = np.maximum.accumulate([bf16[step] for step in steps])
         axes.fill_between(steps, -band, band, color="gray", alpha=0.15, label="bf16 up to here")
+    limit = limit_of(shown)
+    axes.set_ylim(-limit, limit)
     axes.set(title="Gap of the training loss, smoothed", ylabel="%")
 
 
@@ -98,10 +109,8 @@ def measured(
             curves[name] = steps, values
     for name in sorted(curves, key=list(arms).index):
         axes.plot(*curves[name], marker=".", lw=1.2, **styles[name])
-    # A control that is far off would flatten everything else.
     shown = [values for name, (_, values) in curves.items() if arms[name].arm.role != "control"]
-    sizes = np.abs(np.concatenate([measure.bars, *shown]))
-    limit = 1.25 * sizes[np.isfinite(sizes)].max(initial=0.01)
+    limit = limit_of([measure.bars, *shown])
     axes.set_ylim(low * limit, limit)
     axes.set(title=f"{measure.name.capitalize()}: difference, allowed shaded", ylabel=measure.unit)
 
