@@ -211,6 +211,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if len(args.runs) < 2:
         parser.error("name a baseline and at least one RUN to compare with it")
+    if args.noise in args.runs[1:]:
+        parser.error(f"--noise = {args.noise} is a RUN to compare: name one like the baseline")
     if args.last < 1:
         parser.error(f"--last must be at least 1, not {args.last}")
     if not 0 <= args.tolerance < math.inf:

@@ -199,7 +199,8 @@ def test_plots_of_odd_runs(tmp_path, base, odd):
     out = tmp_path / "plot.png"
     losses = odd if 1 in odd else curve(range(1, 101)) | odd
     run = dump(tmp_path, "$x_{$", losses)  # what would be broken mathematics in a label
-    status, _, text = compare(base, run, "--noise", run, "--tolerance", 0, out=out)
+    noise = dump(tmp_path, "noise", losses)
+    status, _, text = compare(base, run, "--noise", noise, "--tolerance", 0, out=out)
     assert status in (0, 1) and f"plot: {out}" in text
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -213,6 +214,12 @@ def test_options_are_checked(base, options, message):
     status, _, text = compare(base, base, *options)
     assert status == 2 and f"error: {'argument ' * ('x' in options)}{message}" in text
     assert compare(base)[0] == 2
+
+
+def test_a_run_is_not_its_own_noise(base, tmp_path):
+    other = dump(tmp_path, "fp8", curve(range(1, 101), 9))
+    status, _, text = compare(base, other, "--noise", other)
+    assert status == 2 and f"--noise = {other} is a RUN" in text
 
 
 def test_a_plot_that_cannot_be_written(tmp_path, base):
