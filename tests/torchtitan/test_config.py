@@ -214,6 +214,19 @@ def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, section, flag
     assert f"[{section}]" in str(caught.value) and "model.converters" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "listed, message",
+    [
+        (f'"{LINEAR}"', f"model.converters = '{LINEAR}': allowed is a list of strings"),
+        (f'["{LINEAR}", "{LINEAR}"]', f"lists '{LINEAR}' twice"),
+    ],
+)
+def test_a_list_of_converters_that_is_none_is_refused(tmp_path, listed, message):
+    head = toml("llama3", ()).replace("converters = []", f"converters = {listed}")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(tmp_path, head)
+
+
 def test_a_converter_listed_by_flag_has_its_section(tmp_path):
     head = toml("deepseek_v3", ())
     config = parse(tmp_path, head + SECTIONS, "--model.converters", ",".join(BOTH))

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import _supported_models
+from torchtitan.protocols.model_converter import _registry_model_converter_cls
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.checks import ConversionReport, permutation_of, why_no_fp8_gemm
@@ -138,6 +139,10 @@ def _models(config: Any, dims: ParallelDims) -> tuple[Any, Batches, Any, Any]:
         )
     if config.experimental.custom_import:  # as torchtitan's trainer does
         importlib.import_module(config.experimental.custom_import)
+    for name in config.model.converters:
+        if name not in _registry_model_converter_cls:
+            allowed = ", ".join(sorted(_registry_model_converter_cls))
+            raise ValueError(f"model.converters lists {name!r}: allowed are {allowed}")
     args = _model_args(config)
     batches = read_batches(config, dims, args)
     check_divisible(args, dims)

@@ -193,23 +193,27 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: a section of titan_fp8 is set, by the file or by a flag, and its converter is
-            not listed.
+        ValueError: model.converters is no list or names a converter of titan_fp8 twice; or a
+            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed.
     """
+    converters = config.model.converters
+    _check_list("model.converters", converters)
     sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
     }
     for name, (parent, kind) in sections.items():
+        if converters.count(name) > 1:
+            raise ValueError(f"model.converters = {converters} lists {name!r} twice")
         section, default = parent.titan_fp8, kind(origin=Origin.DEFAULT)
         if not isinstance(section, kind):
             raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
         # A flag that repeats a default leaves no other trace.
         has_flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in args)
         is_set = section.origin is Origin.FILE or has_flag or section != default
-        if is_set and name not in config.model.converters:
+        if is_set and name not in converters:
             raise ValueError(
-                f"[{name}] is set, but model.converters = {config.model.converters} does not list "
+                f"[{name}] is set, but model.converters = {converters} does not list "
                 f'"{name}": list it there, or remove the section and its flags'
             )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
