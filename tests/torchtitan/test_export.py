@@ -213,6 +213,7 @@ FLAG = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
         ("llama3", None, LOAD_EXPORT, INCOMPLETE),
         ("deepseek_v3", None, LOAD_EXPORT[:1], INCOMPLETE),
         ("llama3", "fbgemm_fp8", LOAD_EXPORT, "quant_method = 'fbgemm_fp8' .* only 'fp8' can be"),
+        ("llama3", 'fp8",', LOAD_EXPORT, "config.json: "),
     ],
 )
 def test_a_run_does_not_start_without_the_scales(model, method, flags, message, tmp_path, text):

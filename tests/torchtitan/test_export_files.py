@@ -242,10 +242,7 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             (["step-2", "out", "--config", "job.toml", "--shard_gb", gb], f"--shard_gb = {gb}: all")
             for gb in ("0.0", "inf", "nan")
         ),
-        (
-            ["step-2", "job.toml/out", "--config", "job.toml"],
-            "OUT = job.toml/out cannot be created",
-        ),
+        (["step-2", "job.toml/out", "--config", "job.toml"], "OUT = job.toml/out cannot be creat"),
         (
             ["step-2", "out", "--model.name", "llama4", "--model.flavor", "8B"],
             "model.name = 'llama4': allowed are 'llama3', 'qwen3', 'deepseek_v3'",
@@ -272,6 +269,10 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             ["step-2", "out", "--config", "job.toml"]
             + ["--quantize.linear.titan_fp8.filter_fqns", "none"],
             "filter_fqns = ['none']: no module's name contains 'none'",
+        ),
+        (
+            ["step-2", "out", "--config", "job.toml", "--job.custom_config_module", "titan_fp8.x"],
+            "--config = job.toml: ModuleNotFoundError(",
         ),
         (
             ["step-2", "out", "--config", "job.toml"]

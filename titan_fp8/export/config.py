@@ -40,6 +40,8 @@ def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> Jo
         return ConfigManager().parse_args(flags)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--config = {file}: {error}") from None
+    except (ImportError, KeyError) as error:
+        raise ValueError(f"--config = {file}: {error!r}") from None
 
 
 def _hint(saved: Checkpoint) -> str:

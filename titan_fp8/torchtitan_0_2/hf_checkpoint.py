@@ -69,17 +69,24 @@ def _has_fp8(folder: Path) -> bool:
             size = int.from_bytes(opened.read(8), "little")
             try:
                 header = json.loads(opened.read(min(size, LARGEST_HEADER)))
-            except ValueError:
+                if any(entry.get("dtype", "").startswith("F8_") for entry in header.values()):
+                    return True
+            except (ValueError, AttributeError):
                 continue  # Loading it will say what is wrong.
-        if any(entry.get("dtype", "").startswith("F8_") for entry in header.values()):
-            return True
     return False
 
 
 def _quant_method(folder: Path) -> str | None:
-    """quantization_config.quant_method of the folder's config.json, if it has both."""
+    """quantization_config.quant_method of the folder's config.json, if it has both.
+
+    Raises:
+        ValueError: config.json is not JSON.
+    """
+    file = folder / "config.json"
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
+        config = json.loads(file.read_text())
+        return config["quantization_config"]["quant_method"]
+    except (FileNotFoundError, KeyError, TypeError):
         return None
-    return config.get("quantization_config", {}).get("quant_method")
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
