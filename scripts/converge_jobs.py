@@ -78,10 +78,13 @@ def devices() -> tuple[str, ...]:
     return tuple(visible.split(",")[:count] if visible else map(str, range(count)))
 
 
-def environment(gpus: tuple[str, ...], ranks: int) -> dict[str, str]:
+def environment(gpus: tuple[str, ...], ranks: int, flags: list[str]) -> dict[str, str]:
     path = f"{ROOT / 'scripts'}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}"
     env = os.environ | {"PYTHONPATH": path, "TITAN_FP8_PYTHON": sys.executable, "LOG_RANK": "0"}
     env |= {"NGPU": str(ranks), "HF_HUB_OFFLINE": "1"}
+    if "--debug.deterministic" in flags:
+        # Or Inductor times variants of a kernel, and a resumed job may choose another one.
+        env["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     return env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 
 
@@ -98,7 +101,7 @@ def launch(toml: Path, folder: Path, gpus: tuple[str, ...], ranks: int, flags: l
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment(gpus, ranks),
+            env=environment(gpus, ranks, flags),
             start_new_session=True,
         )
     return Job(folder.name, gpus, process, folder / LOG, log_start)

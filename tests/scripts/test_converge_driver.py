@@ -156,6 +156,12 @@ def test_a_resumed_arm_is_killed_once_in_the_middle(root, run):
     assert log.count("step: 10 ") == 1 and log.count("step: 100 ") == 1
 
 
+@pytest.mark.parametrize("flags", [["--debug.deterministic"], ["--debug.seed", "1"]])
+def test_the_compiler_is_deterministic_if_the_job_is(flags):
+    found = converge_jobs.environment((), 1, flags).get("TORCHINDUCTOR_DETERMINISTIC")
+    assert found == ("1" if "--debug.deterministic" in flags else None)
+
+
 launch = converge_jobs.launch
 
 
