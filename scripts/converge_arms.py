@@ -55,6 +55,8 @@ ARMS = {
     "rowwise": Arm("fp8", "rowwise"),
     "blockwise_pow2": Arm("fp8", "blockwise_pow2"),
     "rowwise_with_gw_hp": Arm("fp8", "rowwise_with_gw_hp"),
+    "blockwise_ulp": Arm("fp8", "blockwise", perturbed=1),
+    "rowwise_ulp": Arm("fp8", "rowwise", perturbed=1),
     "control": Arm("control", control="converge.control"),
     "control_6_bits": Arm("control", control="converge.control_6_bits"),
     "bf16_resumed": Arm("resumed", twin="bf16"),

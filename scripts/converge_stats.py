@@ -10,6 +10,8 @@ import numpy as np
 from compare_loss import percent
 from titan_logs import InputError
 
+LEVEL = 0.05
+"""The probability that an arm which varies like bf16 exceeds what it may."""
 NEIGHBORS = 2
 """Evaluations on either side whose differences count."""
 
@@ -134,3 +136,73 @@ def drift(steps: np.ndarray, values: np.ndarray) -> float:
     pairs = combinations(zip(steps.tolist(), values.tolist()), 2)
     slopes = [(y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in pairs]
     return float(np.median(slopes)) * float(steps[-1] - steps[0]) if slopes else 0.0
+
+
+@dataclass
+class Measure:
+    """How far an arm is from its reference in one quantity, at each judged step, and may be.
+
+    Attributes:
+        quantity: its attribute of `Differences`.
+    """
+
+    name: str
+    quantity: str
+    unit: str
+    values: np.ndarray
+    bars: np.ndarray
+
+    def worst(self) -> int:
+        """Where the difference is largest in relation to what is allowed."""
+        return int(np.argmax(np.abs(self.values) / self.bars))
+
+    def fault(self, steps: np.ndarray) -> str | None:
+        over = np.flatnonzero(~(np.abs(self.values) <= self.bars))
+        if not over.size:
+            return None
+        first, at = over[0], f"{over.size} of {len(steps)} evaluations"
+        return (
+            f"{self.name} differs at {at}, first by {self.values[first]:+.3f} {self.unit} at step "
+            f"{steps[first]} (allowed: {self.bars[first]:.3f})"
+        )
+
+
+@dataclass
+class Average:
+    """How far an arm is from its reference on average over the last half, and may be."""
+
+    name: str
+    unit: str
+    value: float
+    allowed: float
+
+    def fault(self) -> str | None:
+        if abs(self.value) <= self.allowed:
+            return None
+        return (
+            f"{self.name} differs by {self.value:+.3f} {self.unit} on average over the last half "
+            f"(allowed: {self.allowed:.3f})"
+        )
+
+
+@dataclass
+class Trend:
+    """The trend of the held-out gap over the last half of the steps.
+
+    Attributes:
+        p: of the trend test; None if there are too few evaluations or values are missing.
+        drift: by how much the gap moves away from zero, in % of the loss.
+        allowed: by how much it may.
+    """
+
+    p: float | None
+    drift: float
+    allowed: float
+
+    def fault(self) -> str | None:
+        if self.p is None or self.p > LEVEL or self.drift <= self.allowed:
+            return None
+        return (
+            f"the held-out gap grows by {self.drift:.3f} % over the last half, p = {self.p:.2g} "
+            f"(allowed: {self.allowed:.3f})"
+        )

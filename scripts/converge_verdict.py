@@ -26,7 +26,8 @@ docs/convergence.md has the reasons and sources.
 
 The control must differ, or the experiment cannot detect a difference. The arms bf16_ulp and
 bf16_rounding are judged like FP8, by the noise of the other bf16 arms. If one differs, more bf16
-arms are needed to know the noise. A resumed arm is compared with its twin.
+arms are needed to know the noise. If three bf16 arms read the text in the same order, notes say
+whether FP8 differs by their noise alone. A resumed arm is compared with its twin.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
 if every arm has its expected result, 1 if not, 2 if the results cannot be read.
@@ -43,8 +44,12 @@ import converge_plot
 import numpy as np
 from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
 from converge_stats import (
+    LEVEL,
+    Average,
     Differences,
     HeldOut,
+    Measure,
+    Trend,
     drift,
     mann_kendall,
     noise,
@@ -57,7 +62,6 @@ from titan_logs import InputError, Run, read_run
 TOLERANCE = 0.25  # % of the loss, DeepSeek-V3's bound; points of accuracy
 LOAD_TOLERANCE = 0.1  # balanced shares
 LOAD_FACTOR = 2.0  # times the noise; the largest of many differences varies little
-LEVEL = 0.05
 FEWEST_ARMS = 3  # of bf16, to know their noise
 FEWEST = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
 
@@ -73,76 +77,6 @@ class ArmRun:
     @property
     def arm(self) -> Arm:
         return ARMS[self.name]
-
-
-@dataclass
-class Measure:
-    """How far an arm is from its reference in one quantity, at each judged step, and may be.
-
-    Attributes:
-        quantity: its attribute of `Differences`.
-    """
-
-    name: str
-    quantity: str
-    unit: str
-    values: np.ndarray
-    bars: np.ndarray
-
-    def worst(self) -> int:
-        """Where the difference is largest in relation to what is allowed."""
-        return int(np.argmax(np.abs(self.values) / self.bars))
-
-    def fault(self, steps: np.ndarray) -> str | None:
-        over = np.flatnonzero(~(np.abs(self.values) <= self.bars))
-        if not over.size:
-            return None
-        first, at = over[0], f"{over.size} of {len(steps)} evaluations"
-        return (
-            f"{self.name} differs at {at}, first by {self.values[first]:+.3f} {self.unit} at step "
-            f"{steps[first]} (allowed: {self.bars[first]:.3f})"
-        )
-
-
-@dataclass
-class Average:
-    """How far an arm is from its reference on average over the last half, and may be."""
-
-    name: str
-    unit: str
-    value: float
-    allowed: float
-
-    def fault(self) -> str | None:
-        if abs(self.value) <= self.allowed:
-            return None
-        return (
-            f"{self.name} differs by {self.value:+.3f} {self.unit} on average over the last half "
-            f"(allowed: {self.allowed:.3f})"
-        )
-
-
-@dataclass
-class Trend:
-    """The trend of the held-out gap over the last half of the steps.
-
-    Attributes:
-        p: of the trend test; None if there are too few evaluations or values are missing.
-        drift: by how much the gap moves away from zero, in % of the loss.
-        allowed: by how much it may.
-    """
-
-    p: float | None
-    drift: float
-    allowed: float
-
-    def fault(self) -> str | None:
-        if self.p is None or self.p > LEVEL or self.drift <= self.allowed:
-            return None
-        return (
-            f"the held-out gap grows by {self.drift:.3f} % over the last half, p = {self.p:.2g} "
-            f"(allowed: {self.allowed:.3f})"
-        )
 
 
 @dataclass
@@ -299,6 +233,21 @@ def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]
             raise InputError(f"{name} has no twin: the arm {each.arm.twin!r} has no evaluation")
 
 
+def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
+    """Notes on FP8 arms that differ by the noise of the bf16 arms with the same order of the text.
+
+    That noise is smaller if another order changes much. Needs FEWEST_ARMS of such arms.
+    """
+    bf16 = [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
+    same = [each for each in bf16 if not each.arm.reordered]
+    if FEWEST_ARMS <= len(same) < len(bf16):
+        for name, each in arms.items():
+            if each.arm.role == "fp8":
+                faults = judge(each, arms[BASELINE], same, settings).faults
+                found = "; ".join(faults) or "no difference"
+                yield f"note  {name}, by the noise of bf16 arms with the same order: {found}"
+
+
 def summary(judged: list[Judgment]) -> list[Row]:
     """One row for each arm, with each quantity where it is worst."""
     rows = []
@@ -373,6 +322,7 @@ def report(results: Path) -> bool:
     for each in judged:
         lines.append(f"{each.mark()}  {each.run.name}: {each.finding()}")
         passed = passed and each.passes()
+    lines += same_order(arms, settings)
     tables = [by_step(arms, judged), summary(judged)]
     print(*map(text_table, tables), "\n".join(lines), sep="\n\n")
     listed = "\n".join(f"- {line}" for line in lines)

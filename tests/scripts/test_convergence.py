@@ -214,6 +214,20 @@ def test_a_small_gap_that_stays_is_found_on_average(results, judge):
     assert "on average over the last half (allowed: 0.250)" in text
 
 
+def test_notes_leave_out_the_noise_of_another_order(results, judge):
+    write_arm(results, "bf16_order", 3.0)
+    write_arm(results, "blockwise", 1.0)
+    write_arm(results, "rowwise", QUIET)
+    write_arm(results, "bf16_ulp", QUIET[::-1])
+    assert "with the same order" not in judge()[1]
+    write_arm(results, "bf16_ulp_2", NOISY)
+    status, text = judge()
+    assert status == 0 and "ok    blockwise" in text
+    note = "note  {}, by the noise of bf16 arms with the same order: {}"
+    assert note.format("blockwise", "held-out loss differs at 11 of 11 evaluations") in text
+    assert note.format("rowwise", "no difference") in text
+
+
 def test_a_drift_of_bf16_runs_is_allowed(results, judge):
     write_arm(results, "blockwise", rising(0.2))
     assert judge()[0] == 1
