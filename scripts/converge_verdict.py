@@ -20,14 +20,15 @@ bf16 arms the noise is not known, and the tolerances alone decide.
 
 A gap has a trend if it moves away from zero by the test of Mann and Kendall, one-sided, exact, at a
 level of 5 %, and if it moves by more than a tenth of the tolerance and more than the gap of any two
-bf16 arms does. The second condition is needed because the gaps of successive evaluations depend on
-each other, which the test assumes they do not: those of two bf16 runs drift as well.
-docs/convergence.md has the reasons and sources.
+bf16 arms does. The second condition is needed because the test assumes independent evaluations, and
+successive ones are not: the gaps of two bf16 runs drift as well. docs/convergence.md has the
+reasons and sources.
 
 The control must differ, or the experiment cannot detect a difference. The arms bf16_ulp and
-bf16_rounding are judged like FP8, by the noise of the other bf16 arms. If one differs, more bf16
-arms are needed to know the noise. If three bf16 arms read the text in the same order, notes say
-whether FP8 differs by their noise alone. A resumed arm is compared with its twin.
+bf16_rounding are judged like FP8, by the noise of the other bf16 arms, or by the tolerances if
+there are fewer than three others. If one differs, more bf16 arms are needed to know the noise. If
+three or more bf16 arms read the text in the order of "bf16", a note says whether an FP8 arm differs
+by more than the noise of these arms. A resumed arm is compared with the arm that it repeats.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
 if every arm has its expected result, 1 if not, 2 if the results cannot be read.

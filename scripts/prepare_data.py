@@ -3,27 +3,27 @@
     python scripts/prepare_data.py [OUT] [--from DIR ...] [--held-out DIR ...]
                                    [--vocab-size N] [--piece CHARACTERS]
 
-    <out>/corpus/train/text.jsonl        one {"text": ...} per line, as torchtitan's "c4_test" reads
-    <out>/corpus/validation/text.jsonl   the held-out part: whole files, none of them in train
-    <out>/tokenizer/tokenizer.json       byte-level BPE, with 512 tokens by default
-    <out>/tokenizer/tokenizer_config.json
-    <out>/report.txt                     what the text is; it is printed, too
+    OUT/corpus/train/text.jsonl        one {"text": ...} per line, as torchtitan's "c4_test" reads
+    OUT/corpus/validation/text.jsonl   the held-out part: whole files, none of them in train
+    OUT/tokenizer/tokenizer.json       byte-level BPE, with 512 tokens by default
+    OUT/tokenizer/tokenizer_config.json
+    OUT/report.txt                     what the text is; it is printed, too
 
 The text is Python's standard library or, with --from, the text files below the named folders. A
 file is text if it is UTF-8 without zero bytes; empty files, files over 256 KiB, which are mostly
 generated tables, copies of other files and files below OUT are left out. The held-out part is a
-twentieth of the files or, with --held-out, the files below those folders that are not in train,
-too.
+twentieth of the files or, with --held-out, the files below those folders, except those that are
+also in train.
 
 Source files are cut into pieces of about 400 characters, or as --piece says, which are sorted by
-their digest. To training this order is random, but it is the same on every machine. So a batch
-mixes text from many files, and all data-parallel ranks, each of which reads one stretch of the
-corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens each
-token occurs more often, and more is learnt in a hundred steps.
+their hash. For training this order is as good as random, but it is the same on every machine. So a
+batch mixes text from many files, and all data-parallel ranks, each of which reads one stretch of
+the corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens
+each token occurs more often, and more is learned in a hundred steps.
 
 The result depends only on the text, the options, the Python version and this file, not on where
-the folders are. <out>/stamp records all of these and is written last; if it matches, nothing is
-done.
+the folders are. OUT/stamp records all of these and is written last. If it matches and no file is
+missing, nothing is done.
 """
 
 import argparse
@@ -202,7 +202,7 @@ def write_tokenizer(texts: list[str], vocab_size: int, folder: Path) -> Tokenize
     )
     tokenizer.train_from_iterator(some(texts, TOKENIZER_CHARACTERS), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
-        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {vocab_size} tokens learnt")
+        sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {vocab_size} tokens learned")
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}

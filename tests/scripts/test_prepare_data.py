@@ -173,7 +173,7 @@ def test_what_is_missing_is_made_anew(package, tmp_path, prepare):
 
 
 def test_a_vocabulary_that_the_text_cannot_fill_is_refused(package, tmp_path, prepare):
-    with pytest.raises(SystemExit, match="of 100000 tokens learnt"):
+    with pytest.raises(SystemExit, match="of 100000 tokens learned"):
         prepare(tmp_path / "out", "--from", package, "--vocab-size", 100_000)
 
 
