@@ -43,6 +43,7 @@ from pathlib import Path
 
 import converge_plot
 import numpy as np
+from compare_loss import percent
 from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
 from converge_stats import (
     LEVEL,
@@ -249,6 +250,22 @@ def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
                 yield f"note  {name}, by the noise of bf16 arms with the same order: {found}"
 
 
+def training_losses(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
+    """A note on training losses, which vary less than held-out losses if the batches are the same.
+
+    They are averaged over the logged steps of the last half.
+    """
+    base, gaps = arms[BASELINE].run.series["loss"], []
+    for name, each in arms.items():
+        losses = each.run.series["loss"]
+        late = [step for step in base.keys() & losses.keys() if step > settings.steps / 2]
+        if name != BASELINE and not each.arm.reordered and late:
+            ours, theirs = (np.mean([of[step] for step in late]) for of in (losses, base))
+            gaps.append(f"{name} {percent(ours, theirs):+.3f} %")
+    if gaps:
+        yield f"training loss over the last half against {BASELINE}'s: {', '.join(gaps)}"
+
+
 def summary(judged: list[Judgment]) -> list[Row]:
     """One row for each arm, with each quantity where it is worst."""
     rows = []
@@ -323,7 +340,7 @@ def report(results: Path) -> bool:
     for each in judged:
         lines.append(f"{each.mark()}  {each.run.name}: {each.finding()}")
         passed = passed and each.passes()
-    lines += same_order(arms, settings)
+    lines += [*same_order(arms, settings), *training_losses(arms, settings)]
     tables = [by_step(arms, judged), summary(judged)]
     print(*map(text_table, tables), "\n".join(lines), sep="\n\n")
     listed = "\n".join(f"- {line}" for line in lines)
