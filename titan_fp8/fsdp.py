@@ -49,6 +49,10 @@ from titan_fp8.sharded_weight import ShardedWeight
 def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionReport:
     """Makes FSDP2 gather the weights of the model's FP8 layers in FP8, once it is applied.
 
+    Not supported: `fully_shard` with an integer `reshard_after_forward`, with `ignored_params` of a
+    compiled layer, or not called at all before a layer is compiled; and compiled autograd.
+    torchtitan does none of these.
+
     Args:
         model: before FSDP2, tensor or expert parallelism is applied, on any device.
         layer_class: FP8Linear, or the class of the experts. Its layers have `recipe` and `emulate`,
