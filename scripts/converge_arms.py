@@ -1,6 +1,7 @@
 """The arms of the convergence experiment: runs of one model that differ in one thing each.
 
-All start from the same weights and read the same text. `converge.py` runs them, and
+Except for that, all start from the same weights and read the same text. Two arms differ in two
+things: they repeat FP8 from the weights of "bf16_ulp". `converge.py` runs them, and
 `converge_verdict.py` judges them by their roles:
 
     baseline  bf16, what the others are compared with
