@@ -67,7 +67,7 @@ for ((step = first + 10; step <= steps; step += 10)); do
             >>"$folder/held_out.jsonl"
     fi
     sleep "${PAUSE:-0}"
-    [[ $folder != *_resumed || -e $folder/killed || $step != 70 ]] || sleep 60
+    [[ $folder != *_resumed || $first != 0 || $step != 70 ]] || sleep 60 # until it is killed
 done
 """
 
