@@ -43,7 +43,7 @@ from pathlib import Path
 
 import converge_plot
 import numpy as np
-from compare_loss import percent
+from compare_loss import compare
 from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
 from converge_stats import (
     LEVEL,
@@ -221,8 +221,12 @@ def read_arms(results: Path) -> dict[str, ArmRun]:
     }
 
 
+def bf16_arms(arms: dict[str, ArmRun]) -> list[ArmRun]:
+    return [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
+
+
 def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]:
-    bf16 = [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
+    bf16 = bf16_arms(arms)
     for name, each in arms.items():
         if each.arm.role in ("fp8", "control"):
             yield judge(each, arms[BASELINE], bf16, settings)
@@ -236,11 +240,11 @@ def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]
 
 
 def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
-    """Notes on FP8 arms that differ by the noise of the bf16 arms with the same order of the text.
+    """Notes that judge FP8 arms by the noise of the bf16 arms with the same order of the text.
 
-    That noise is smaller if another order changes much. Needs FEWEST_ARMS of such arms.
+    Without FEWEST_ARMS of these, or if they are all bf16 arms, there are none.
     """
-    bf16 = [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
+    bf16 = bf16_arms(arms)
     same = [each for each in bf16 if not each.arm.reordered]
     if FEWEST_ARMS <= len(same) < len(bf16):
         for name, each in arms.items():
@@ -255,13 +259,12 @@ def training_losses(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str
 
     They are averaged over the logged steps of the last half.
     """
-    base, gaps = arms[BASELINE].run.series["loss"], []
-    for name, each in arms.items():
-        losses = each.run.series["loss"]
-        late = [step for step in base.keys() & losses.keys() if step > settings.steps / 2]
-        if name != BASELINE and not each.arm.reordered and late:
-            ours, theirs = (np.mean([of[step] for step in late]) for of in (losses, base))
-            gaps.append(f"{name} {percent(ours, theirs):+.3f} %")
+    base, last = arms[BASELINE].run, settings.steps // 2
+    gaps = [
+        f"{name} {compare(base, each.run, last).decisive:+.3f} %"
+        for name, each in arms.items()
+        if name != BASELINE and not each.arm.reordered
+    ]
     if gaps:
         yield f"training loss over the last half against {BASELINE}'s: {', '.join(gaps)}"
 
@@ -315,7 +318,7 @@ def notes(results: Path, arms: dict[str, ArmRun], settings: Settings) -> Iterato
             yield f"{name} read some text more than once"
     if not any(each.arm.role == "control" for each in arms.values()):
         yield "without the control nothing shows that the verdict sees a difference"
-    if sum(each.arm.role in ("baseline", "bf16") for each in arms.values()) < FEWEST_ARMS:
+    if len(bf16_arms(arms)) < FEWEST_ARMS:
         yield f"with fewer than {FEWEST_ARMS} bf16 arms the tolerances alone decide"
 
 
@@ -332,11 +335,10 @@ def report(results: Path) -> bool:
     missing = [name for name in ARMS if (results / name).is_dir() and name not in arms]
     lines += [f"FAIL  {name}: no evaluation" for name in missing]
     passed = not missing
-    for each in arms.values():
-        if each.arm.role in ("baseline", "bf16"):
-            faults = [*incomplete(each, settings), *filter(None, [non_finite(each)])]
-            lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
-            passed = passed and not faults
+    for each in bf16_arms(arms):
+        faults = [*incomplete(each, settings), *filter(None, [non_finite(each)])]
+        lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
+        passed = passed and not faults
     for each in judged:
         lines.append(f"{each.mark()}  {each.run.name}: {each.finding()}")
         passed = passed and each.passes()
