@@ -224,6 +224,7 @@ def mistaken(tmp_path_factory, text):
     return folder
 
 
+RUN = ["step-2", "out", "--config", "job.toml"]
 NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
 
 
@@ -238,45 +239,43 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
         (["step-2", "out", "--config", "none.toml"], "--config = none.toml: no such file"),
         (["step-2", "out", "--config", "bad.toml"], "--config = bad.toml: "),
         (["step-2", "empty", "--config", "job.toml"], "OUT = empty exists, without config.json"),
-        *(
-            (["step-2", "out", "--config", "job.toml", "--shard_gb", gb], f"--shard_gb = {gb}: all")
-            for gb in ("0.0", "inf", "nan")
+        *(([*RUN, "--shard_gb", gb], f"--shard_gb = {gb}: all") for gb in ("0.0", "inf", "nan")),
+        (
+            ["step-2", "job.toml/out", "--config", "job.toml"],
+            "OUT = job.toml/out cannot be created",
         ),
-        (["step-2", "job.toml/out", "--config", "job.toml"], "OUT = job.toml/out cannot be creat"),
         (
             ["step-2", "out", "--model.name", "llama4", "--model.flavor", "8B"],
             "model.name = 'llama4': allowed are 'llama3', 'qwen3', 'deepseek_v3'",
         ),
         (
-            ["step-2", "out", "--config", "job.toml", "--model.flavor", "9B"],
+            [*RUN, "--model.flavor", "9B"],
             "model.flavor = '9B': allowed for llama3 are 'debugmodel', ",
         ),
         (
-            ["step-2", "out", "--config", "job.toml", "--model.flavor", "tiny"],
+            [*RUN, "--model.flavor", "tiny"],
             "step-2: tok_embeddings.weight has shape (2048, 256), expected (2048, 128): is llama3 "
             "tiny the model of the run?",
         ),
         (
-            ["step-2", "out", "--config", "job.toml", "--model.flavor", "short"],
+            [*RUN, "--model.flavor", "short"],
             "step-2 has 9 tensors that the model lacks, layers.1.attention.wq.weight first: is "
             "llama3 short the model of the run?",
         ),
         (
-            ["step-2", "out", "--config", "job.toml", "--model.flavor", "long"],
+            [*RUN, "--model.flavor", "long"],
             "step-2 lacks 9 of 30 tensors, layers.2.attention.wq.weight first: is llama3 long the ",
         ),
         (
-            ["step-2", "out", "--config", "job.toml"]
-            + ["--quantize.linear.titan_fp8.filter_fqns", "none"],
+            [*RUN, "--quantize.linear.titan_fp8.filter_fqns", "none"],
             "filter_fqns = ['none']: no module's name contains 'none'",
         ),
         (
-            ["step-2", "out", "--config", "job.toml", "--job.custom_config_module", "titan_fp8.x"],
+            [*RUN, "--job.custom_config_module", "titan_fp8.x"],
             "--config = job.toml: ModuleNotFoundError(",
         ),
         (
-            ["step-2", "out", "--config", "job.toml"]
-            + ["--quantize.linear.titan_fp8.filter_fqns", "layers,output"],
+            [*RUN, "--quantize.linear.titan_fp8.filter_fqns", "layers,output"],
             "llama3 export has no weight to export in FP8: the sizes of all are no multiples",
         ),
     ],
