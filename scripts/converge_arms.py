@@ -1,7 +1,7 @@
 """The arms of the convergence experiment: runs of one model that differ in one thing each.
 
-Except for that, all start from the same weights and read the same text. Two arms differ in two
-things: they repeat FP8 from the weights of "bf16_ulp". `converge.py` runs them, and
+Except for that, all start from the same weights and read the same text. Three arms differ in
+two things: they repeat FP8 from the weights of "bf16_ulp". `converge.py` runs them, and
 `converge_verdict.py` judges them by their roles:
 
     baseline  bf16, what the others are compared with
@@ -58,6 +58,7 @@ ARMS = {
     "rowwise_with_gw_hp": Arm("fp8", "rowwise_with_gw_hp"),
     "blockwise_ulp": Arm("fp8", "blockwise", perturbed=1),
     "rowwise_ulp": Arm("fp8", "rowwise", perturbed=1),
+    "blockwise_pow2_ulp": Arm("fp8", "blockwise_pow2", perturbed=1),
     "control": Arm("control", control="converge.control"),
     "control_6_bits": Arm("control", control="converge.control_6_bits"),
     "bf16_resumed": Arm("resumed", twin="bf16"),
