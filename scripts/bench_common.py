@@ -253,6 +253,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     return arguments
 
 
+def require_hopper(arguments: argparse.ArgumentParser) -> None:
+    """Ends the process with status 2, as for a bad argument, if there is no Hopper GPU."""
+    if not torch.cuda.is_available():
+        arguments.error("no GPU found: benchmarks need a Hopper GPU")
+    if torch.cuda.get_device_capability()[0] != 9:
+        arguments.error(f"benchmarks need a Hopper GPU, not {torch.cuda.get_device_name()}")
+
+
 def add_json_argument(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 

@@ -20,7 +20,15 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import median_us, parser, print_failure, randn, report, sets_beyond_l2
+from bench_common import (
+    median_us,
+    parser,
+    print_failure,
+    randn,
+    report,
+    require_hopper,
+    sets_beyond_l2,
+)
 from shapes import DENSE, GROUPED, SEED, uneven_ends
 from tables import Row
 from torch import Tensor
@@ -287,6 +295,7 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--only", choices=["dense", "grouped"])
     args = arguments.parse_args()
+    require_hopper(arguments)
     top = roof()
     rows = []
     if args.only != "grouped":

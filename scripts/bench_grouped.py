@@ -31,6 +31,7 @@ from bench_common import (
     parser,
     randn,
     report,
+    require_hopper,
 )
 from shapes import EXPERT_COUNTS, EXPERTS, GROUPED, SEED, uneven_ends
 from tables import Row
@@ -166,6 +167,7 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--only", choices=["products", "experts"])
     args = arguments.parse_args()
+    require_hopper(arguments)
     rows: list[Row] = []
     if args.only != "experts":
         rows += product_rows()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import Layer, Step, call_us, parser, randn, report
+from bench_common import Layer, Step, call_us, parser, randn, report, require_hopper
 from shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from tables import Row
 from torch import Tensor
@@ -108,6 +108,7 @@ def main() -> None:
     chosen = {name: make for name, make in cases().items() if args.only in name}
     if not chosen:
         arguments.error(f"--only {args.only!r} is in no name of a case; these are {[*cases()]}")
+    require_hopper(arguments)
     torch.autograd.set_multithreading_enabled(False)
     rows: list[Row] = []
     for name, make in chosen.items():

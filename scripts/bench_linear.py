@@ -29,6 +29,7 @@ from bench_common import (
     parser,
     randn,
     report,
+    require_hopper,
 )
 from shapes import LINEAR
 from torch import Tensor, nn
@@ -109,6 +110,7 @@ def main() -> None:
     arguments = parser(__doc__.partition("\n")[0])
     arguments.add_argument("--shape", help="time this shape only")
     args = arguments.parse_args()
+    require_hopper(arguments)
     shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else LINEAR
     gbps = copy_gbps()
     rows = []

@@ -9,7 +9,7 @@ that forward or backward allocates beyond that; backward's includes the gradient
 
 import torch
 from bench_block import block_layer
-from bench_common import Layer, parser, randn, report
+from bench_common import Layer, parser, randn, report, require_hopper
 from torch import Tensor
 from torchtitan.models.llama3 import llama3_args
 
@@ -31,7 +31,9 @@ def peaks(layer: Layer, x: Tensor, g: Tensor) -> tuple[int, int]:
 
 
 def main() -> None:
-    args = parser(__doc__.partition("\n")[0]).parse_args()
+    arguments = parser(__doc__.partition("\n")[0])
+    args = arguments.parse_args()
+    require_hopper(arguments)
     x, g = randn(1, TOKENS, ARGS.dim, requires_grad=True), randn(1, TOKENS, ARGS.dim)
     rows = []
     for compiled in (False, True):

@@ -16,7 +16,15 @@ import copy as copies
 from collections.abc import Callable
 
 import torch
-from bench_common import bandwidth, copy_gbps, median_us, parser, report, sets_beyond_l2
+from bench_common import (
+    bandwidth,
+    copy_gbps,
+    median_us,
+    parser,
+    report,
+    require_hopper,
+    sets_beyond_l2,
+)
 from shapes import (
     EXPERT_RANKS,
     LOCAL_EXPERTS,
@@ -161,13 +169,15 @@ def measure_layer(copy: float) -> list[Row]:
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    arguments = parser(__doc__.splitlines()[0])
+    args = arguments.parse_args()
+    require_hopper(arguments)
     utils.set_token_group_alignment_size_m(ALIGNMENT)
     copy = copy_gbps()
     rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
     rows += measure_steps(copy) + measure_layer(copy)
     facts = {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the numbers of tokens": SEED}
-    report(rows, arguments.json, "Permutation around the experts", ABOUT, **facts)
+    report(rows, args.json, "Permutation around the experts", ABOUT, **facts)
 
 
 if __name__ == "__main__":

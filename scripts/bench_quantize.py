@@ -19,7 +19,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bench_common import bandwidth, copy_gbps, median_us, parser, report, sets_beyond_l2
+from bench_common import (
+    bandwidth,
+    copy_gbps,
+    median_us,
+    parser,
+    report,
+    require_hopper,
+    sets_beyond_l2,
+)
 from shapes import QUANTIZE, QUANTIZE_WEIGHTS, SEED, SWIGLU, uneven_ends
 from tables import Row
 from torch import Tensor
@@ -141,11 +149,13 @@ def measure(case: Case, copy: float) -> Row:
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    arguments = parser(__doc__.splitlines()[0])
+    args = arguments.parse_args()
+    require_hopper(arguments)
     copy = copy_gbps()
     rows = [measure(case, copy) for case in cases()]
     facts = {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the ends": SEED}
-    report(rows, arguments.json, "Quantizers", ABOUT, **facts)
+    report(rows, args.json, "Quantizers", ABOUT, **facts)
 
 
 if __name__ == "__main__":

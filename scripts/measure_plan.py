@@ -28,6 +28,7 @@ from bench_common import (
     median_us,
     parser,
     randn,
+    require_hopper,
     sets_beyond_l2,
 )
 from bench_host import grouped_step, linear_product, linear_step
@@ -165,6 +166,7 @@ def host_times(commit: str) -> dict[str, object]:
 def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__.partition("\n")[0])
     args = arguments.parse_args(argv)
+    require_hopper(arguments)
     begin = time.perf_counter()
     facts = environment()
     measured: dict[str, object] = {}

@@ -49,6 +49,27 @@ def test_a_wrong_layer_has_no_time():
     assert far["x bf16"] is nan["x bf16"] is None
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "message"),
+    [
+        (None, None, "no GPU found: benchmarks need a Hopper GPU"),
+        ("NVIDIA A100", (8, 0), "benchmarks need a Hopper GPU, not NVIDIA A100"),
+        ("NVIDIA H100", (9, 0), None),
+    ],
+)
+def test_benchmarks_need_a_hopper_gpu(name, capability, message, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    parser = bench_common.parser("A benchmark.")
+    if message is None:
+        bench_common.require_hopper(parser)
+        return
+    with pytest.raises(SystemExit) as stop:
+        bench_common.require_hopper(parser)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
 @pytest.fixture
 def log(monkeypatch):
     """What the GPU is told to do, in order; an event of it happens a ms after the one before."""

@@ -45,6 +45,7 @@ def measure_plan(monkeypatch):
         "grouped_step": lambda kind: None,
         "chain_step": lambda kind: None,
         "environment": lambda: FACTS,
+        "require_hopper": lambda arguments: None,
     }.items():
         monkeypatch.setattr(script, name, value)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
