@@ -185,8 +185,8 @@ def reorder(experiment: Experiment, number: int) -> Path:
 def arm_flags(arm: Arm, experiment: Experiment) -> list[str]:
     """What an arm changes in the TOML, except the text."""
     flags = ["--quantize.linear.titan_fp8.recipe", arm.recipe]
-    if arm.control:
-        converters = [*experiment.config["model"]["converters"], arm.control]
+    if arm.converter:
+        converters = [*experiment.config["model"]["converters"], arm.converter]
         flags += ["--model.converters", ",".join(converters)]
     if arm.rounding:
         flags += ["--optimizer.rounding_seed", str(arm.rounding)]

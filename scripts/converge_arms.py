@@ -1,13 +1,14 @@
 """The arms of the convergence experiment: runs of one model that differ in one thing each.
 
-Except for that, all start from the same weights and read the same text. Three arms differ in
-two things: they repeat FP8 from the weights of "bf16_ulp". `converge.py` runs them, and
+Except for that, all start from the same weights and read the same text. Arms whose name
+ends in "_ulp" repeat another arm from the weights of "bf16_ulp". `converge.py` runs them, and
 `converge_verdict.py` judges them by their roles:
 
     baseline  bf16, what the others are compared with
     bf16      bf16 again, with another order of the data, with weights one ulp off or rounded with
               other random bits: shows how far apart equally good runs are
     fp8       must not differ from bf16 by more than that
+    errors    bf16 with random errors as large as those of FP8: shows what these do to the loss
     control   must differ from bf16 by more than that, or the experiment detects no such difference
     resumed   another arm again, killed in the middle and resumed
 """
@@ -31,7 +32,7 @@ class Arm:
         perturbed: starts from weights that are one ulp off, in directions drawn from this seed.
         rounding: rounds new weights with other random bits, of this number; only where parameters
             are bf16.
-        control: the converter that rounds gradients coarsely, if any.
+        converter: of converge_plugin, applied after those of the TOML; none if empty.
         twin: for a resumed arm, the arm that it repeats.
     """
 
@@ -40,7 +41,7 @@ class Arm:
     reordered: int = 0
     perturbed: int = 0
     rounding: int = 0
-    control: str = ""
+    converter: str = ""
     twin: str | None = None
 
 
@@ -59,8 +60,10 @@ ARMS = {
     "blockwise_ulp": Arm("fp8", "blockwise", perturbed=1),
     "rowwise_ulp": Arm("fp8", "rowwise", perturbed=1),
     "blockwise_pow2_ulp": Arm("fp8", "blockwise_pow2", perturbed=1),
-    "control": Arm("control", control="converge.control"),
-    "control_6_bits": Arm("control", control="converge.control_6_bits"),
+    "bf16_errors": Arm("errors", converter="converge.random_errors"),
+    "bf16_errors_ulp": Arm("errors", converter="converge.random_errors", perturbed=1),
+    "control": Arm("control", converter="converge.control"),
+    "control_6_bits": Arm("control", converter="converge.control_6_bits"),
     "bf16_resumed": Arm("resumed", twin="bf16"),
     "blockwise_resumed": Arm("resumed", "blockwise", twin="blockwise"),
 }

@@ -7,6 +7,7 @@ It is titan_fp8.plugin, with additions:
 - held-out evaluation in place of torchtitan's validation, for llama3 and deepseek_v3;
 - the model converters "converge.control" and "converge.control_6_bits", which degrade the gradients
   of arms that must fail;
+- the model converter "converge.random_errors", which adds errors as large as those of FP8;
 - an AdamW that rounds bf16 parameters stochastically (stochastic_adamw.py);
 - an option that moves initial weights by one ulp.
 
@@ -204,6 +205,10 @@ class Format(NamedTuple):
     maximum: float
 
 
+FP8_ERROR = 0.037
+"""RMS error of a product of two e4m3 matrices of Gaussian data, relative to its RMS, as measured by
+bench_gemm.py."""
+
 E2M1 = Format(mantissa_bits=1, min_exponent=0, maximum=6.0)
 E3M2 = Format(mantissa_bits=2, min_exponent=-2, maximum=28.0)
 
@@ -229,7 +234,39 @@ class _CoarseGradient(torch.autograd.Function):
         return ((a / step).round() * step * s * g.sign()).to(g.dtype), None
 
 
-class Control:
+class _RandomErrors(torch.autograd.Function):
+    """Adds normal errors to outputs, relative to the RMS of the row, and to gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rms = x.float().square().mean(-1, keepdim=True).sqrt()
+        return (x + FP8_ERROR * rms * torch.randn_like(x, dtype=torch.float32)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return (g + FP8_ERROR * g * torch.randn_like(g, dtype=torch.float32)).to(g.dtype)
+
+
+class _OutputConverter:
+    """A model converter that applies `change` to the outputs of the layers that FP8 converts."""
+
+    def __init__(self, job_config: TorchtitanConfig, parallel_dims: ParallelDims):
+        pass
+
+    def change(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def convert(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            kept = any(pattern in name for pattern in DEFAULT_FILTER_FQNS)
+            if isinstance(module, nn.Linear | GroupedExperts) and not kept:
+                module.register_forward_hook(lambda module, args, y: self.change(y))
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        pass
+
+
+class Control(_OutputConverter):
     """A control: gradients of the layers' outputs in four bits, with one scale per tensor.
 
     In e4m3 with one scale per tensor small models keep the loss of bf16, so that would show
@@ -239,25 +276,25 @@ class Control:
 
     target = E2M1
 
-    def __init__(self, job_config: TorchtitanConfig, parallel_dims: ParallelDims):
-        pass
-
-    def convert(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            kept = any(pattern in name for pattern in DEFAULT_FILTER_FQNS)
-            if isinstance(module, nn.Linear | GroupedExperts) and not kept:
-                module.register_forward_hook(
-                    lambda module, args, y: _CoarseGradient.apply(y, self.target)
-                )
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        pass
+    def change(self, y: Tensor) -> Tensor:
+        return _CoarseGradient.apply(y, self.target)
 
 
 class ControlOf6Bits(Control):
     """A milder control, for models that learn too little with four bits."""
 
     target = E3M2
+
+
+class RandomErrors(_OutputConverter):
+    """Random errors as large as those of FP8 in the layers' outputs and their gradients.
+
+    A gradient with such errors also gives the gradients of the input and of the weight errors of
+    this size. Unlike those of FP8 the errors are new in every step and independent of the values.
+    """
+
+    def change(self, y: Tensor) -> Tensor:
+        return _RandomErrors.apply(y)
 
 
 @torch.no_grad()
@@ -323,6 +360,7 @@ def _with_options(
 def _register() -> None:
     register_model_converter(Control, "converge.control")
     register_model_converter(ControlOf6Bits, "converge.control_6_bits")
+    register_model_converter(RandomErrors, "converge.random_errors")
     for name, flavors in FLAVORS.items():
         spec = get_train_spec(name)
         spec = dataclasses.replace(

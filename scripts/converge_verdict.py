@@ -28,7 +28,9 @@ The control must differ, or the experiment cannot detect a difference. The arms 
 bf16_rounding are judged like FP8, by the noise of the other bf16 arms, or by the tolerances if
 there are fewer than three others. If one differs, more bf16 arms are needed to know the noise. If
 three or more bf16 arms read the text in the order of "bf16", a note says whether an FP8 arm differs
-by more than the noise of these arms. A resumed arm is compared with the arm that it repeats.
+by more than the noise of these arms. The arms bf16_errors and bf16_errors_ulp, with random errors
+as large as those of FP8, are judged like FP8 but may differ. A resumed arm is compared with the arm
+that it repeats.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
 if every arm has its expected result, 1 if not, 2 if the results cannot be read.
@@ -100,14 +102,14 @@ class Judgment:
     unjudged: list[str] = field(default_factory=list)
 
     def passes(self) -> bool:
-        if self.unjudged or self.run.arm.role == "bf16":
+        if self.unjudged or self.run.arm.role in ("bf16", "errors"):
             return not self.unjudged
         return bool(self.faults) == (self.run.arm.role == "control")
 
     def mark(self) -> str:
         if not self.passes():
             return "FAIL"
-        return "note" if self.run.arm.role == "bf16" and self.faults else "ok  "
+        return "note" if self.run.arm.role in ("bf16", "errors") and self.faults else "ok  "
 
     def finding(self) -> str:
         if self.unjudged:
@@ -228,7 +230,7 @@ def bf16_arms(arms: dict[str, ArmRun]) -> list[ArmRun]:
 def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]:
     bf16 = bf16_arms(arms)
     for name, each in arms.items():
-        if each.arm.role in ("fp8", "control"):
+        if each.arm.role in ("fp8", "errors", "control"):
             yield judge(each, arms[BASELINE], bf16, settings)
         elif each.arm.perturbed or each.arm.rounding:
             others = [other for other in bf16 if other is not each]
@@ -240,15 +242,16 @@ def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]
 
 
 def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
-    """Notes that judge FP8 arms by the noise of the bf16 arms with the same order of the text.
+    """Notes that judge arms by the noise of the bf16 arms with the same order of the text.
 
-    Without FEWEST_ARMS of these, or if they are all bf16 arms, there are none.
+    They judge FP8 arms and those with random errors. Without FEWEST_ARMS bf16 arms with the same
+    order, or if they are all bf16 arms, there are none.
     """
     bf16 = bf16_arms(arms)
     same = [each for each in bf16 if not each.arm.reordered]
     if FEWEST_ARMS <= len(same) < len(bf16):
         for name, each in arms.items():
-            if each.arm.role == "fp8":
+            if each.arm.role in ("fp8", "errors"):
                 faults = judge(each, arms[BASELINE], same, settings).faults
                 found = "; ".join(faults) or "no difference"
                 yield f"note  {name}, by the noise of bf16 arms with the same order: {found}"

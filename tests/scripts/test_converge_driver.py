@@ -15,7 +15,7 @@ from pathlib import Path
 import converge
 import converge_jobs
 import pytest
-from converge_arms import ARMS, read_settings
+from converge_arms import ARMS, Arm, read_settings
 
 TOML = """
 [model]
@@ -357,10 +357,13 @@ def test_kill_ends_ranks_in_process_groups_of_their_own(tmp_path):
 
 
 def test_every_arm_is_one_change():
-    """FP8 arms from other weights are one change of the bf16 arm from these."""
+    """From other weights, it is one change of the bf16 arm from these, and repeats another arm."""
     for name, arm in ARMS.items():
         assert arm.twin is None or ARMS[arm.twin].recipe == arm.recipe
-        fp8, perturbed = arm.recipe != "bf16", bool(arm.perturbed)
-        assert not (fp8 and perturbed) or replace(arm, role="bf16", recipe="bf16") in ARMS.values()
-        others = arm.reordered, arm.rounding, arm.control
-        assert sum(map(bool, (fp8 or perturbed, *others))) <= 1, name
+        repeated = arm.recipe != "bf16" or arm.converter
+        if repeated and arm.perturbed:
+            assert Arm("bf16", perturbed=arm.perturbed) in ARMS.values()
+            assert replace(arm, perturbed=0) in ARMS.values()
+        others = arm.reordered, arm.rounding
+        assert sum(map(bool, (repeated or arm.perturbed, *others))) <= 1, name
+        assert arm.recipe == "bf16" or not arm.converter, name

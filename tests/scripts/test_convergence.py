@@ -211,6 +211,24 @@ def test_the_control_must_fail(results, judge):
     assert status == 1 and "FAIL  control: cannot be told from bf16" in text
 
 
+def test_random_errors_may_harm(results, judge):
+    write_arm(results, "blockwise")
+    write_arm(results, "bf16_order", 0.1)
+    write_arm(results, "bf16_ulp", 0.1)
+    write_arm(results, "bf16_ulp_2", 0.1)
+    write_arm(results, "bf16_errors", 2.0)
+    write_arm(results, "bf16_errors_ulp", 0.1)
+    status, text = judge()
+    assert status == 0 and "note  bf16_errors: differs from bf16: held-out loss differs" in text
+    assert "ok    bf16_errors_ulp: cannot be told from bf16" in text
+    same_order = "by the noise of bf16 arms with the same order"
+    assert f"note  bf16_errors, {same_order}: held-out loss differs" in text
+    assert f"note  bf16_errors_ulp, {same_order}: no difference" in text
+    write_arm(results, "bf16_errors", 2.0, steps=EVALUATIONS[:-1])
+    status, text = judge()
+    assert status == 1 and "FAIL  bf16_errors: not judged: no evaluation" in text
+
+
 def test_a_control_that_is_cut_short_proves_nothing(results, judge):
     write_arm(results, "blockwise")
     write_arm(results, "control", 2.0, steps=EVALUATIONS[:-1])

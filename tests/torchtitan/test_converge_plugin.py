@@ -21,7 +21,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter, train_spec
 
-from titan_fp8 import FP8Linear
+from titan_fp8 import FP8Linear, fp8_linear
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +140,28 @@ def test_the_controls_round_gradients_to_the_nearest_value(plugin, target, value
     assert empty.grad.shape == (0, 4)
 
 
+def test_random_errors_are_as_large_as_those_of_fp8(plugin):
+    torch.manual_seed(0)
+    # Rows of very different sizes, and one of zeros.
+    x = torch.randn(64, 4096) * 10.0 ** torch.arange(-32, 32)[:, None].div(8)
+    x[5] = 0
+    leaf, g = x.clone().requires_grad_(), torch.randn_like(x)
+    y = plugin._RandomErrors.apply(leaf)
+    y.backward(g)
+    assert torch.equal(y[5], x[5])
+    rows = torch.arange(64) != 5
+    errors = ((y - x) / x.norm(dim=1, keepdim=True))[rows].detach()
+    of_gradients = (leaf.grad - g) / g.norm(dim=1, keepdim=True)
+    expected = torch.tensor(plugin.FP8_ERROR)
+    for each in (errors, of_gradients):
+        assert torch.allclose(each.norm(dim=1), expected, rtol=0.1)
+        assert each.mean().abs() < 1e-5
+    q, w = torch.randn(512, 4096), torch.randn(32, 4096)
+    product = q @ w.t()
+    error = fp8_linear(q, w, recipe="blockwise", emulate=True) - product
+    assert error.norm() / product.norm() == pytest.approx(plugin.FP8_ERROR, rel=0.05)
+
+
 def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
     name = "deepseek_v3_tiny"
 
@@ -160,7 +182,7 @@ def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
     with one_process():
         loss, expected, none = first_step()
         (same_loss, found, hooked), (_, milder, hooked_too) = (
-            first_step("--model.converters", ",".join([*converters, ARMS[arm].control]))
+            first_step("--model.converters", ",".join([*converters, ARMS[arm].converter]))
             for arm in ("control", "control_6_bits")
         )
     assert loss == same_loss and not none and hooked == hooked_too
