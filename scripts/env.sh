@@ -1,5 +1,6 @@
-# Sourced by the other scripts. Sets `root`, the repository, and defines `prepare_env` and
-# `prepare_torchtitan_0_3`. `prepare_env` sets `python` to an interpreter with all dependencies:
+# Sourced by the other scripts. Sets `root`, the repository, and defines `prepare_env`,
+# `prepare_torchtitan_0_3` and `count_gpus`. `prepare_env` sets `python` to an interpreter with all
+# dependencies:
 #
 # 1. TITAN_FP8_PYTHON if it is set, unchecked: for container images and GPU nodes without a network.
 # 2. Otherwise the python3 on PATH, if it has every package of pyproject.toml in a fitting version,
@@ -11,6 +12,8 @@
 #
 # `prepare_torchtitan_0_3` sets `python` to an interpreter with torchtitan 0.3: TITAN_FP8_PYTHON if
 # that has it, otherwise an environment in build/, which shares packages with the other one.
+#
+# `count_gpus` prints how many GPUs torch sees, and needs `python`.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
@@ -140,4 +143,17 @@ make_venv_0_3() { # VENV STAMP SHARED PACKAGE ...
     echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
     install_into "$venv" "torchtitan 0.3" "$@"
     echo "$stamp" >"$venv/stamp"
+}
+
+# Without the driver torch would find none, and its import takes 2 s.
+count_gpus() {
+    "$python" -c '
+try:
+    import ctypes
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    print(0)
+else:
+    import torch
+    print(torch.cuda.device_count())'
 }

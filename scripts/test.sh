@@ -56,8 +56,7 @@ wait "$torchtitan" || failed=1
 echo "== tests/torchtitan_0_3 with torchtitan 0.3"
 cat "$logs/torchtitan"
 
-has_gpu='import torch; raise SystemExit(not torch.cuda.is_available())'
-if [[ $failed == 0 ]] && "$python" -c "$has_gpu"; then
+if [[ $failed == 0 && $(count_gpus) -gt 0 ]]; then
     ./scripts/test_gpu.sh || failed=1
 fi
 exit $failed

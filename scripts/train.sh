@@ -40,7 +40,7 @@ nodes=${NNODES:-1}
 cd "$root"
 "$prepare"
 
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+gpus=$(count_gpus)
 if [[ $gpus -gt 0 ]]; then
     module=torchtitan.train
     ranks=${NGPU:-$gpus}
