@@ -1,5 +1,6 @@
 """What all tests share: torchtitan prepared for the CPU, and one thread per process."""
 
+import functools
 import gc
 import importlib.metadata
 from pathlib import Path
@@ -30,6 +31,11 @@ def pytest_collection(session):
     from titan_fp8 import cpu_host
 
     cpu_host.prepare()
+    from torchtitan.config import ConfigManager
+
+    # Each manager registers the same rule in one list, and every parse tries all for every field.
+    register = functools.cache(ConfigManager.register_tyro_rules)
+    ConfigManager.register_tyro_rules = staticmethod(register)
     # The tensors are so small that a second thread only costs time.
     torch.set_num_threads(1)
 
