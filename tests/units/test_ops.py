@@ -172,9 +172,9 @@ infer = torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
 import titan_fp8.ops
+if fork and os.wait()[1]:
+    raise SystemExit("the other process failed")
 print(torch.compiler.config.cache_key_tag)
-if fork:
-    raise SystemExit(os.wait()[1])
 """
     command = [sys.executable, "-c", code]
     tags = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()
