@@ -1,7 +1,7 @@
 """The arms of the convergence experiment: runs of one model that differ in one thing each.
 
-Except for that, all start from the same weights and read the same text. Arms whose name
-ends in "_ulp" repeat another arm from the weights of "bf16_ulp". `converge.py` runs them, and
+Except for that, all start from the same weights and read the same text. "blockwise_ulp" and others
+with this ending repeat an arm from the weights of "bf16_ulp". `converge.py` runs them, and
 `converge_verdict.py` judges them by their roles:
 
     baseline  bf16, what the others are compared with

@@ -289,8 +289,9 @@ class ControlOf6Bits(Control):
 class RandomErrors(_OutputConverter):
     """Random errors as large as those of FP8 in the layers' outputs and their gradients.
 
-    A gradient with such errors also gives the gradients of the input and of the weight errors of
-    this size. Unlike those of FP8 the errors are new in every step and independent of the values.
+    The gradients of the input and of the weight get errors of about this size from it. Unlike those
+    of FP8 the errors are drawn anew in every step. They do not reach the inner products of experts
+    in forward.
     """
 
     def change(self, y: Tensor) -> Tensor:

@@ -244,8 +244,8 @@ def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]
 def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
     """Notes that judge arms by the noise of the bf16 arms with the same order of the text.
 
-    They judge FP8 arms and those with random errors. Without FEWEST_ARMS bf16 arms with the same
-    order, or if they are all bf16 arms, there are none.
+    They judge FP8 arms and those with random errors. There are none with fewer than FEWEST_ARMS
+    such bf16 arms, or if every bf16 arm has this order.
     """
     bf16 = bf16_arms(arms)
     same = [each for each in bf16 if not each.arm.reordered]

@@ -145,7 +145,7 @@ make_venv_0_3() { # VENV STAMP SHARED PACKAGE ...
     echo "$stamp" >"$venv/stamp"
 }
 
-# Without the driver torch would find none, and its import takes 2 s.
+# Without the driver torch finds no GPU, so its import, which takes 2 s, is left out.
 count_gpus() {
     "$python" -c '
 try:
