@@ -10,7 +10,7 @@ cd "$root"
 prepare_env
 if [[ " $* " != *" --list "* && " $* " != *" --help "* && " $* " != *" -h "* ]]; then
     export NGPU=${NGPU:-4}
-    "$python" -c "import torch; raise SystemExit(torch.cuda.device_count() < int('$NGPU'))" ||
+    [[ $NGPU =~ ^[0-9]+$ && $(count_gpus) -ge $NGPU ]] ||
         die "NGPU=$NGPU: this machine has fewer GPUs"
     "$python" scripts/prepare_data.py data
 fi

@@ -84,8 +84,7 @@ for run in "$@"; do
 done
 [[ ${#repeated[@]} -le 1 ]] || die "only one run may repeat $1 as noise, not ${repeated[*]}"
 prepare_env
-"$python" -c "import torch; raise SystemExit(torch.cuda.device_count() < $NGPU)" ||
-    die "$model needs $NGPU GPU(s)"
+[[ $(count_gpus) -ge $NGPU ]] || die "$model needs $NGPU GPU(s)"
 
 "$python" scripts/prepare_data.py data
 flags+=(--training.steps "$steps" --lr_scheduler.warmup_steps $((steps / 5))
