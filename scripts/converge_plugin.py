@@ -205,7 +205,7 @@ class Format(NamedTuple):
     maximum: float
 
 
-FP8_ERROR = 0.037
+PRODUCT_ERROR = 0.037
 """RMS error of a product of two e4m3 matrices of Gaussian data, relative to its RMS, as measured by
 bench_gemm.py."""
 
@@ -240,11 +240,11 @@ class _RandomErrors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         rms = x.float().square().mean(-1, keepdim=True).sqrt()
-        return (x + FP8_ERROR * rms * torch.randn_like(x, dtype=torch.float32)).to(x.dtype)
+        return (x + PRODUCT_ERROR * rms * torch.randn_like(x, dtype=torch.float32)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
-        return (g + FP8_ERROR * g * torch.randn_like(g, dtype=torch.float32)).to(g.dtype)
+        return (g + PRODUCT_ERROR * g * torch.randn_like(g, dtype=torch.float32)).to(g.dtype)
 
 
 class _OutputConverter:

@@ -101,15 +101,18 @@ class Judgment:
     faults: list[str]
     unjudged: list[str] = field(default_factory=list)
 
+    def may_differ(self) -> bool:
+        return self.run.arm.role in ("bf16", "errors")
+
     def passes(self) -> bool:
-        if self.unjudged or self.run.arm.role in ("bf16", "errors"):
+        if self.unjudged or self.may_differ():
             return not self.unjudged
         return bool(self.faults) == (self.run.arm.role == "control")
 
     def mark(self) -> str:
         if not self.passes():
             return "FAIL"
-        return "note" if self.run.arm.role in ("bf16", "errors") and self.faults else "ok  "
+        return "note" if self.may_differ() and self.faults else "ok  "
 
     def finding(self) -> str:
         if self.unjudged:

@@ -152,14 +152,14 @@ def test_random_errors_are_as_large_as_those_of_fp8(plugin):
     rows = torch.arange(64) != 5
     errors = ((y - x) / x.norm(dim=1, keepdim=True))[rows].detach()
     of_gradients = (leaf.grad - g) / g.norm(dim=1, keepdim=True)
-    expected = torch.tensor(plugin.FP8_ERROR)
+    expected = torch.tensor(plugin.PRODUCT_ERROR)
     for each in (errors, of_gradients):
         assert torch.allclose(each.norm(dim=1), expected, rtol=0.1)
         assert each.mean().abs() < 1e-5
     q, w = torch.randn(512, 4096), torch.randn(32, 4096)
     product = q @ w.t()
     error = fp8_linear(q, w, recipe="blockwise", emulate=True) - product
-    assert error.norm() / product.norm() == pytest.approx(plugin.FP8_ERROR, rel=0.05)
+    assert error.norm() / product.norm() == pytest.approx(plugin.PRODUCT_ERROR, rel=0.05)
 
 
 def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
