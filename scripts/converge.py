@@ -19,8 +19,6 @@ Exit status: that of the verdict; 2 for bad arguments; 3 if it was stopped, or a
 """
 
 import argparse
-import hashlib
-import json
 import math
 import random
 import shutil
@@ -28,126 +26,30 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import converge_verdict
-from converge_arms import ARMS, DEFAULT_ARMS, Arm, Settings, read_settings, write_settings
-from converge_jobs import ROOT, Job, devices, launch, stop_all, tail
+from converge_arms import ARMS, BASELINE, DEFAULT_ARMS, Arm
+from converge_experiment import (
+    CONFIGS,
+    DEGREES,
+    BadArguments,
+    Experiment,
+    locked,
+    open_experiment,
+    texts,
+)
+from converge_jobs import Job, devices, launch, stop_all, tail
 from converge_stats import read_held_out
 from titan_logs import InputError
-from torchtitan.config import ConfigManager
 
-try:
-    import tomllib
-except ImportError:
-    import tomli as tomllib
-
-CONFIGS = ROOT / "configs/convergence"
 POLL = 2.0  # seconds
 REPORT = 30.0  # seconds between two lines of progress
-DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
-DEGREES += ("pipeline_parallel_degree", "context_parallel_degree")
 
 
 class Failure(Exception):
     """What keeps the experiment from going on; the message says why."""
-
-
-@dataclass
-class Experiment:
-    """A model, its TOML and the folder of its results.
-
-    Attributes:
-        config: the TOML, with torchtitan's defaults and with the flags.
-    """
-
-    toml: Path
-    config: dict[str, Any]
-    results: Path
-    settings: Settings
-    checkpoints: bool
-
-    @property
-    def ranks(self) -> int:
-        return ranks_of(self.config)
-
-    @property
-    def corpus(self) -> Path:
-        return Path(self.config["training"]["dataset_path"])
-
-    def folder(self, name: str) -> Path:
-        return self.results / name
-
-    def seed(self, perturbed: int) -> Path:
-        name = f"seed_ulp_{perturbed}" if perturbed else "seed"
-        return self.results / name / "checkpoint/step-0"
-
-    def is_done(self, name: str) -> bool:
-        return self.settings.steps in read_held_out(self.folder(name))
-
-
-def ranks_of(config: dict[str, Any]) -> int:
-    return math.prod(config["parallelism"][degree] for degree in DEGREES)
-
-
-def digest(*contents: bytes) -> str:
-    total = hashlib.sha256()
-    for content in contents:
-        total.update(hashlib.sha256(content).digest())
-    return total.hexdigest()[:16]
-
-
-def texts(folder: str) -> list[Path]:
-    found = sorted((ROOT / folder).glob("*.jsonl"))
-    if not found:
-        raise Failure(
-            f"no text in {folder}: scripts/prepare_data.py makes it (docs/convergence.md)"
-        )
-    return found
-
-
-def open_experiment(args: argparse.Namespace) -> Experiment:
-    """Reads the TOML and checks it against what the results folder holds already.
-
-    Raises:
-        Failure: the TOML, the text or the earlier results do not fit.
-    """
-    toml = CONFIGS / f"{args.model}.toml"
-    without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
-    # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
-    config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
-    training, validation = config["training"], config["validation"]
-    steps, every, ranks = args.steps or training["steps"], validation["freq"], ranks_of(config)
-    if steps % every:
-        raise Failure(f"{steps} steps are no multiple of validation.freq = {every}")
-    if ranks < 1:
-        raise Failure(f"{toml.name} must say every degree of parallelism, not -1")
-    if config["debug"]["seed"] is None:
-        raise Failure(f"{toml.name} must set debug.seed, or arms would start from other weights")
-    read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
-    batch = training["global_batch_size"]
-    batch = batch if batch > 0 else training["local_batch_size"] * ranks
-    settings = Settings(
-        model=args.model,
-        steps=steps,
-        warmup=steps // 10,
-        every=every,
-        tokens=batch * training["seq_len"],
-        config=digest(without_flags),
-        text=digest(*(file.read_bytes() for file in read)),
-        flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
-    )
-    results = (args.out or ROOT / "outputs/converge" / args.model).resolve()
-    results.mkdir(parents=True, exist_ok=True)
-    before = read_settings(results)
-    if before is None:
-        write_settings(results, settings)
-    elif before != settings:
-        raise Failure(f"{results} holds an experiment with other settings: name another --out")
-    return Experiment(toml, config, results, settings, not args.no_checkpoints)
 
 
 def make_seed(experiment: Experiment, gpus: tuple[str, ...], perturbed: int) -> None:
@@ -234,7 +136,7 @@ def slots(ranks: int) -> list[tuple[str, ...]]:
     if not gpus:
         return [()]
     if len(gpus) < ranks:
-        raise Failure(f"an arm needs {ranks} GPUs, this machine has {len(gpus)}")
+        raise BadArguments(f"an arm needs {ranks} GPUs, this machine has {len(gpus)}")
     return [gpus[i : i + ranks] for i in range(0, len(gpus) - ranks + 1, ranks)]
 
 
@@ -293,6 +195,12 @@ def run(experiment: Experiment, names: list[str], deadline: float) -> list[str]:
     return failed
 
 
+def missing_references(experiment: Experiment, names: list[str]) -> list[str]:
+    """Arms that the others are compared with, and that neither have run nor will."""
+    references = dict.fromkeys([BASELINE, *(twin for name in names if (twin := ARMS[name].twin))])
+    return [name for name in references if name not in names and not experiment.is_done(name)]
+
+
 def progress(jobs: list[Job], steps: int) -> Iterator[str]:
     yield f"{datetime.now():%H:%M:%S}"
     for job in jobs:
@@ -333,6 +241,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"no arm {unknown[0]!r}: allowed are {', '.join(ARMS)}")
     if args.steps is not None and args.steps < 10:
         parser.error(f"--steps must be at least 10, not {args.steps}")
+    if twice := [name for name in args.arms if args.arms.count(name) > 1]:
+        parser.error(f"--arms names {twice[0]} more than once")
     needs = [name for name in args.arms if ARMS[name].twin]
     if args.no_checkpoints and needs:
         parser.error(f"--no-checkpoints: {needs[0]} needs checkpoints")
@@ -344,12 +254,18 @@ def main(argv: list[str] | None = None) -> int:
     deadline = time.monotonic() + 60 * args.minutes
     try:
         experiment = open_experiment(args)
-        if experiment.checkpoints:
-            for perturbed in sorted({ARMS[name].perturbed for name in args.arms}):
-                make_seed(experiment, devices(), perturbed)
-        if failed := run(experiment, args.arms, deadline):
-            raise Failure(f"failed: {', '.join(failed)}")
-    except (Failure, InputError, KeyboardInterrupt) as stop:
+        with locked(experiment.results):
+            for name in missing_references(experiment, args.arms):
+                print(f"== no verdict before the arm {name} has run, too", flush=True)
+            if experiment.checkpoints:
+                for perturbed in sorted({ARMS[name].perturbed for name in args.arms}):
+                    make_seed(experiment, devices(), perturbed)
+            if failed := run(experiment, args.arms, deadline):
+                raise Failure(f"failed: {', '.join(failed)}")
+    except (BadArguments, InputError) as error:
+        print(f"converge: error: {error}", file=sys.stderr)
+        return 2
+    except (Failure, KeyboardInterrupt) as stop:
         print(f"converge: {str(stop) or 'stopped'}", file=sys.stderr)
         return 3
     return converge_verdict.main([str(experiment.results)])

@@ -104,6 +104,9 @@ def read_settings(results: Path) -> Settings | None:
         return None
     try:
         settings = Settings(**json.loads(file.read_text()))
+        for name in ("steps", "warmup", "every", "tokens"):
+            if not isinstance(value := getattr(settings, name), int):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
         if min(settings.steps, settings.every) < 1:
             raise ValueError("steps and every must be positive")
     except (ValueError, TypeError) as error:

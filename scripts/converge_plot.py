@@ -100,7 +100,9 @@ def measured(
     measure = widest.measures[index]
     low = 0 if measure.name == "expert load" else -1
     axes.fill_between(widest.steps, low * measure.bars, measure.bars, color="tab:green", alpha=0.15)
-    curves = {each.run.name: (each.steps, each.measures[index].values) for each in judged}
+    curves = {
+        each.run.name: (each.steps, each.measures[index].values) for each in judged if each.measures
+    }
     base = arms[BASELINE].held_out
     for name, each in arms.items():
         if name not in {BASELINE, *curves}:

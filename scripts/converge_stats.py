@@ -51,6 +51,8 @@ def read_held_out(folder: Path) -> HeldOut:
         try:
             entry = json.loads(line)
             counts = np.array(entry["experts"], dtype=float)
+            if counts.ndim != 2 and entry["experts"] != []:
+                raise ValueError(f"experts must be a list for each layer, not {entry['experts']!r}")
             if counts.size:
                 counts *= counts.shape[-1] / counts.sum(-1, keepdims=True)
             loss, accuracy = float(entry["loss"]), float(entry["accuracy"])
@@ -84,7 +86,7 @@ def noise(pairs: list[np.ndarray]) -> np.ndarray:
         pairs: the differences of any two bf16 arms. Those of NEIGHBORS count, too, because with
             few arms a single evaluation says little.
     """
-    return np.sqrt(average_neighbors(np.nan_to_num(np.square(pairs), posinf=0.0).mean(0)))
+    return np.sqrt(average_neighbors(np.square(pairs).mean(0)))
 
 
 def average_neighbors(values: np.ndarray) -> np.ndarray:
@@ -156,6 +158,10 @@ class Measure:
         """Where the difference is largest in relation to what is allowed."""
         return int(np.argmax(np.abs(self.values) / self.bars))
 
+    def exceeds(self) -> np.ndarray:
+        """Where it differs by more than is allowed; where a value is missing it does not."""
+        return np.isfinite(self.values) & (np.abs(self.values) > self.bars)
+
     def fault(self, steps: np.ndarray) -> str | None:
         over = np.flatnonzero(~(np.abs(self.values) <= self.bars))
         if not over.size:
@@ -175,6 +181,9 @@ class Average:
     unit: str
     value: float
     allowed: float
+
+    def exceeds(self) -> bool:
+        return bool(np.isfinite(self.value) and abs(self.value) > self.allowed)
 
     def fault(self) -> str | None:
         if abs(self.value) <= self.allowed:

@@ -10,13 +10,16 @@ warm-up; all evaluations read the same held-out text. An FP8 arm passes if
 - averaged over the last half of the steps, both differ by no more than that, too;
 - in a MoE, no expert's load differs by more than a tenth of a balanced share or twice the noise;
 - the gap of its held-out loss has no trend over the last half of the steps;
-- nothing is NaN or Inf, and something differs from the baseline.
+- nothing is NaN or Inf;
+- all evaluations are there, and its losses are not those of another arm, which would mean that
+  nothing was converted.
 
 The noise at an evaluation is the root mean square of the differences of all pairs of bf16 arms, at
 that evaluation, the two before and the two after. An arm may differ by a multiple of it. The
 multiple is chosen so that an arm that varies like bf16 exceeds it at one or more evaluations with a
 probability of 5 %, for loss and for accuracy (converge_stats.noise_factor). With fewer than three
-bf16 arms the noise is not known, and the tolerances alone decide.
+bf16 arms the noise is not known, and the tolerances alone decide. A bf16 arm with a NaN, without an
+evaluation, or equal to another arm fails and does not count.
 
 A gap has a trend if it moves away from zero by the test of Mann and Kendall, one-sided, exact, at a
 level of 5 %, and if it moves by more than a tenth of the tolerance and more than the gap of any two
@@ -24,13 +27,13 @@ bf16 arms does. The second condition is needed because the test assumes independ
 successive ones are not: the gaps of two bf16 runs drift as well. docs/convergence.md has the
 reasons and sources.
 
-The control must differ, or the experiment cannot detect a difference. The arms bf16_ulp and
-bf16_rounding are judged like FP8, by the noise of the other bf16 arms, or by the tolerances if
-there are fewer than three others. If one differs, more bf16 arms are needed to know the noise. If
-three or more bf16 arms read the text in the order of "bf16", a note says whether an FP8 arm differs
-by more than the noise of these arms. The arms bf16_errors and bf16_errors_ulp, with random errors
-as large as those of FP8, are judged like FP8 but may differ. A resumed arm is compared with the arm
-that it repeats.
+The control must differ, or the experiment cannot detect a difference; NaN is none. The arms
+bf16_ulp and bf16_rounding are judged like FP8, by the noise of the other bf16 arms, or by the
+tolerances if there are fewer than three others. If one differs, more bf16 arms are needed to know
+the noise. If three or more bf16 arms read the text in the order of "bf16", a note says whether an
+FP8 arm differs by more than the noise of these arms. The arms bf16_errors and bf16_errors_ulp, with
+random errors as large as those of FP8, are judged like FP8 but may differ. A resumed arm must have
+been killed and is compared with the arm that it repeats.
 
 The tables are printed and written to RESULTS/verdict.md, the plots to verdict.png. Exit status: 0
 if every arm has its expected result, 1 if not, 2 if the results cannot be read.
@@ -39,168 +42,17 @@ if every arm has its expected result, 1 if not, 2 if the results cannot be read.
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
 import converge_plot
 import numpy as np
 from compare_loss import compare
-from converge_arms import ARMS, BASELINE, Arm, Settings, read_settings
-from converge_stats import (
-    LEVEL,
-    Average,
-    Differences,
-    HeldOut,
-    Measure,
-    Trend,
-    drift,
-    mann_kendall,
-    noise,
-    noise_factor,
-    read_held_out,
-)
+from converge_arms import ARMS, BASELINE, Settings, read_settings
+from converge_judge import FEWEST_ARMS, ArmRun, Judgment, judge
+from converge_stats import Differences, read_held_out
 from tables import Row, markdown_table, text_table
-from titan_logs import InputError, Run, read_run
-
-TOLERANCE = 0.25  # % of the loss, DeepSeek-V3's bound; points of accuracy
-LOAD_TOLERANCE = 0.1  # balanced shares
-LOAD_FACTOR = 2.0  # times the noise; the largest of many differences varies little
-FEWEST_ARMS = 3  # of bf16, to know their noise
-FEWEST = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
-
-
-@dataclass
-class ArmRun:
-    """What an arm wrote."""
-
-    name: str
-    run: Run
-    held_out: HeldOut
-
-    @property
-    def arm(self) -> Arm:
-        return ARMS[self.name]
-
-
-@dataclass
-class Judgment:
-    """What is found about an arm.
-
-    Attributes:
-        faults: what tells it from its reference.
-        unjudged: what keeps it from being judged.
-    """
-
-    run: ArmRun
-    reference: ArmRun
-    steps: np.ndarray
-    measures: list[Measure]
-    averages: list[Average]
-    trend: Trend
-    faults: list[str]
-    unjudged: list[str] = field(default_factory=list)
-
-    def may_differ(self) -> bool:
-        return self.run.arm.role in ("bf16", "errors")
-
-    def passes(self) -> bool:
-        if self.unjudged or self.may_differ():
-            return not self.unjudged
-        return bool(self.faults) == (self.run.arm.role == "control")
-
-    def mark(self) -> str:
-        if not self.passes():
-            return "FAIL"
-        return "note" if self.may_differ() and self.faults else "ok  "
-
-    def finding(self) -> str:
-        if self.unjudged:
-            return "not judged: " + "; ".join(self.unjudged)
-        if self.faults and self.run.arm.role == "bf16":
-            return f"{'; '.join(self.faults)}: more bf16 arms are needed to know their noise"
-        if self.faults:
-            return f"differs from {self.reference.name}: " + "; ".join(self.faults)
-        if self.is_equal():
-            return f"has the losses of {self.reference.name} at every step"
-        return f"cannot be told from {self.reference.name}"
-
-    def is_equal(self) -> bool:
-        losses = [each.run.series["loss"] for each in (self.run, self.reference)]
-        common = losses[0].keys() & losses[1].keys()
-        same = all(losses[0][step] == losses[1][step] for step in common)
-        return same and not self.measures[0].values.any()
-
-
-def trend_of(steps: np.ndarray, gap: np.ndarray, bf16_gaps: list[np.ndarray], half: float) -> Trend:
-    """The trend of `gap` at the steps after `half`."""
-    late = steps > half
-    steps, gap = steps[late], gap[late]
-    own = [abs(drift(steps, other[late])) for other in bf16_gaps]
-    allowed = max([TOLERANCE / 10, *own])
-    if len(steps) < FEWEST or not np.isfinite(gap).all():
-        return Trend(None, 0.0, allowed)
-    away = gap if gap.mean() >= 0 else -gap
-    return Trend(mann_kendall(away), drift(steps, away), allowed)
-
-
-def allowed(
-    pairs: list[np.ndarray], arms: int, tolerance: float, key: str, count: int
-) -> np.ndarray:
-    """How far an arm may differ at each of `count` evaluations, from `pairs` of bf16 arms."""
-    if arms < FEWEST_ARMS:
-        return np.full(count, tolerance)
-    factor = LOAD_FACTOR if key == "load" else noise_factor(arms, count, LEVEL)
-    return np.maximum(tolerance, factor * noise(pairs))
-
-
-def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings) -> Judgment:
-    """Compares an arm with its reference, by the noise of `bf16`, where all have evaluations."""
-    everywhere = set.intersection(*(set(each.held_out) for each in (run, reference, *bf16)))
-    steps = np.array(sorted(step for step in everywhere if step > settings.warmup), dtype=int)
-    if not steps.size:
-        raise InputError(f"{run.name}: no evaluation after warm-up in common with bf16's arms")
-    pairs = [Differences(a.held_out, b.held_out, steps) for a, b in combinations(bf16, 2)]
-    ours = Differences(run.held_out, reference.held_out, steps)
-    quantities = [("held-out loss", "%", "loss", TOLERANCE)]
-    quantities += [("accuracy", "points", "accuracy", TOLERANCE)]
-    if next(iter(run.held_out.values())).load.size:
-        quantities += [("expert load", "shares", "load", LOAD_TOLERANCE)]
-    late = steps > settings.steps / 2
-    measures, averages = [], []
-    for name, unit, key, tolerance in quantities:
-        values, of_bf16 = getattr(ours, key), [getattr(pair, key) for pair in pairs]
-        bars = allowed(of_bf16, len(bf16), tolerance, key, len(steps))
-        measures.append(Measure(name, key, unit, values, bars))
-        if key != "load" and late.any():
-            means = [each[late].mean(keepdims=True) for each in of_bf16]
-            bar = allowed(means, len(bf16), tolerance, key, 1)[0]
-            averages.append(Average(name, unit, values[late].mean(), bar))
-    trend = trend_of(steps, ours.loss, [pair.loss for pair in pairs], settings.steps / 2)
-    faults = [each.fault(steps) for each in measures]
-    faults += [*(each.fault() for each in averages), trend.fault(), non_finite(run)]
-    found = [each for each in faults if each]
-    result = Judgment(run, reference, steps, measures, averages, trend, found)
-    result.unjudged += incomplete(run, settings)
-    if trend.p is None and not result.faults:
-        result.unjudged.append(f"fewer than {FEWEST} evaluations in the last half")
-    if result.is_equal() and run.arm.role != "resumed":
-        result.unjudged.append(f"equal to {reference.name} at every step: nothing was changed")
-    return result
-
-
-def non_finite(run: ArmRun) -> str | None:
-    bad = [step for step, found in run.held_out.items() if not np.isfinite(found.loss)]
-    if bad:
-        return f"held-out loss is {run.held_out[min(bad)].loss} at step {min(bad)}"
-    return run.run.non_finite()
-
-
-def incomplete(run: ArmRun, settings: Settings) -> Iterator[str]:
-    expected = range(settings.every, settings.steps + 1, settings.every)
-    missed = [step for step in expected if step not in run.held_out]
-    if missed:
-        yield f"no evaluation at step {missed[0]}, of {settings.steps} steps"
+from titan_logs import InputError, read_run
 
 
 def read_arms(results: Path) -> dict[str, ArmRun]:
@@ -220,10 +72,19 @@ def read_arms(results: Path) -> dict[str, ArmRun]:
         shapes = {each.load.shape for each in (*held_out.values(), *found[BASELINE].values())}
         if len(shapes) > 1:
             raise InputError(f"{results / name} has other experts than {BASELINE!r}: {shapes}")
-    return {
-        name: ArmRun(name, read_run(results / name, name), held_out)
+    arms = {
+        name: ArmRun(
+            name, read_run(results / name, name), held_out, (results / name / "killed").exists()
+        )
         for name, held_out in found.items()
     }
+    for first, second in combinations(arms.values(), 2):
+        if second.arm.role != "resumed" and second.has_losses_of(first):
+            second.equal_to = second.equal_to or first.name
+    logged = max(max(each.run.series["loss"]) for each in arms.values())
+    for each in arms.values():
+        each.logged = logged
+    return arms
 
 
 def bf16_arms(arms: dict[str, ArmRun]) -> list[ArmRun]:
@@ -300,7 +161,7 @@ def by_step(arms: dict[str, ArmRun], judged: list[Judgment]) -> list[Row]:
     """At each evaluation: the baseline's held-out loss, and the gaps of the other arms to it."""
     base = arms[BASELINE].held_out
     widest = converge_plot.with_bars(judged)
-    bars = dict(zip(widest.steps.tolist(), widest.measures[0].bars))
+    bars = dict(zip(widest.steps.tolist(), widest.measures[0].bars)) if widest.measures else {}
     rows: list[Row] = []
     for step in sorted(base):
         row: Row = {"step": step, "bf16": f"{base[step].loss:.5f}"}
@@ -342,7 +203,7 @@ def report(results: Path) -> bool:
     lines += [f"FAIL  {name}: no evaluation" for name in missing]
     passed = not missing
     for each in bf16_arms(arms):
-        faults = [*incomplete(each, settings), *filter(None, [non_finite(each)])]
+        faults = list(each.faults(settings))
         lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
         passed = passed and not faults
     for each in judged:

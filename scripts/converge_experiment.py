@@ -1,0 +1,158 @@
+"""A convergence experiment: its TOML, text and results folder, read and checked before it runs."""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converge_arms import ARMS, Settings, read_settings, write_settings
+from converge_jobs import ROOT
+from converge_stats import read_held_out
+from torchtitan.config import ConfigManager
+
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+
+CONFIGS = ROOT / "configs/convergence"
+DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+DEGREES += ("pipeline_parallel_degree", "context_parallel_degree")
+
+
+class BadArguments(Exception):
+    """Arguments, a TOML, a text or earlier results that no experiment can be run with."""
+
+
+@dataclass
+class Experiment:
+    """A model, its TOML and the folder of its results.
+
+    Attributes:
+        config: the TOML, with torchtitan's defaults and with the flags.
+    """
+
+    toml: Path
+    config: dict[str, Any]
+    results: Path
+    settings: Settings
+    checkpoints: bool
+
+    @property
+    def ranks(self) -> int:
+        return ranks_of(self.config)
+
+    @property
+    def corpus(self) -> Path:
+        return Path(self.config["training"]["dataset_path"])
+
+    def folder(self, name: str) -> Path:
+        return self.results / name
+
+    def seed(self, perturbed: int) -> Path:
+        name = f"seed_ulp_{perturbed}" if perturbed else "seed"
+        return self.results / name / "checkpoint/step-0"
+
+    def is_done(self, name: str) -> bool:
+        return self.settings.steps in read_held_out(self.folder(name))
+
+
+def ranks_of(config: dict[str, Any]) -> int:
+    return math.prod(config["parallelism"][degree] for degree in DEGREES)
+
+
+def digest(*contents: bytes) -> str:
+    total = hashlib.sha256()
+    for content in contents:
+        total.update(hashlib.sha256(content).digest())
+    return total.hexdigest()[:16]
+
+
+def texts(folder: str) -> list[Path]:
+    found = sorted((ROOT / folder).glob("*.jsonl"))
+    if not found:
+        raise BadArguments(
+            f"no text in {folder}: scripts/prepare_data.py makes it (docs/convergence.md)"
+        )
+    return found
+
+
+def open_experiment(args: argparse.Namespace) -> Experiment:
+    """Reads the TOML and checks it against what the results folder holds already.
+
+    Raises:
+        BadArguments: the TOML, the text, the arms or the earlier results do not fit.
+    """
+    toml = CONFIGS / f"{args.model}.toml"
+    without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
+    # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
+    config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
+    training, validation = config["training"], config["validation"]
+    steps, every, ranks = args.steps or training["steps"], validation["freq"], ranks_of(config)
+    if every < 1 or steps % every:
+        raise BadArguments(f"{steps} steps are no multiple of validation.freq = {every}")
+    if ranks < 1:
+        raise BadArguments(f"{toml.name} must say every degree of parallelism, not -1")
+    if config["debug"]["seed"] is None:
+        raise BadArguments(
+            f"{toml.name} must set debug.seed, or arms would start from other weights"
+        )
+    for name in args.arms:
+        check_arm(name, config, steps)
+    read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
+    batch = training["global_batch_size"]
+    batch = batch if batch > 0 else training["local_batch_size"] * ranks
+    settings = Settings(
+        model=args.model,
+        steps=steps,
+        warmup=steps // 10,
+        every=every,
+        tokens=batch * training["seq_len"],
+        config=digest(without_flags),
+        text=digest(*(file.read_bytes() for file in read)),
+        flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
+    )
+    results = (args.out or ROOT / "outputs/converge" / args.model).resolve()
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadArguments(f"--out {results}: {error.strerror}") from None
+    before = read_settings(results)
+    if before is None:
+        write_settings(results, settings)
+    elif before != settings:
+        raise BadArguments(f"{results} holds an experiment with other settings: name another --out")
+    return Experiment(toml, config, results, settings, not args.no_checkpoints)
+
+
+def check_arm(name: str, config: dict[str, Any], steps: int) -> None:
+    """Raises BadArguments for an arm that this configuration cannot run."""
+    arm, interval, dtype = ARMS[name], config["checkpoint"]["interval"], config["training"]["dtype"]
+    if arm.rounding and dtype != "bfloat16":
+        raise BadArguments(f"{name} needs training.dtype = 'bfloat16', not {dtype!r}")
+    if arm.role == "resumed" and interval > steps // 2:
+        raise BadArguments(
+            f"{name} is killed in the middle of {steps} steps and needs a checkpoint before: "
+            f"checkpoint.interval = {interval} must be at most {steps // 2}"
+        )
+
+
+@contextlib.contextmanager
+def locked(results: Path) -> Iterator[None]:
+    """Keeps another call of converge.sh from writing to the same folder.
+
+    Raises:
+        BadArguments: another one does already.
+    """
+    with (results / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadArguments(f"another converge.sh is writing to {results}") from None
+        yield
