@@ -36,8 +36,8 @@ from converge_experiment import (
     DEGREES,
     BadArguments,
     Experiment,
-    locked,
-    open_experiment,
+    opened,
+    read_experiment,
     texts,
 )
 from converge_jobs import Job, devices, launch, stop_all, tail
@@ -131,7 +131,11 @@ def drop_unusable_checkpoints(experiment: Experiment, name: str) -> None:
 
 
 def slots(ranks: int) -> list[tuple[str, ...]]:
-    """Disjoint groups of GPUs, one for each arm that can run at the same time."""
+    """Disjoint groups of GPUs, one for each arm that can run at the same time.
+
+    Raises:
+        BadArguments: there are fewer GPUs than an arm needs.
+    """
     gpus = devices()
     if not gpus:
         return [()]
@@ -253,10 +257,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     deadline = time.monotonic() + 60 * args.minutes
     try:
-        experiment = open_experiment(args)
-        with locked(experiment.results):
+        experiment = read_experiment(args)
+        slots(experiment.ranks)
+        with opened(experiment):
             for name in missing_references(experiment, args.arms):
-                print(f"== no verdict before the arm {name} has run, too", flush=True)
+                print(f"== the verdict also needs the arm {name}", flush=True)
             if experiment.checkpoints:
                 for perturbed in sorted({ARMS[name].perturbed for name in args.arms}):
                     make_seed(experiment, devices(), perturbed)

@@ -1,4 +1,4 @@
-"""A convergence experiment: its TOML, text and results folder, read and checked before it runs."""
+"""A convergence experiment: its TOML, its text and the folder of its results."""
 
 import argparse
 import contextlib
@@ -36,6 +36,7 @@ class Experiment:
 
     Attributes:
         config: the TOML, with torchtitan's defaults and with the flags.
+        checkpoints: whether arms start from a seed checkpoint and can be resumed.
     """
 
     toml: Path
@@ -83,11 +84,11 @@ def texts(folder: str) -> list[Path]:
     return found
 
 
-def open_experiment(args: argparse.Namespace) -> Experiment:
-    """Reads the TOML and checks it against what the results folder holds already.
+def read_experiment(args: argparse.Namespace) -> Experiment:
+    """Reads the TOML and the text, and checks that the arms can run.
 
     Raises:
-        BadArguments: the TOML, the text, the arms or the earlier results do not fit.
+        BadArguments: they cannot.
     """
     toml = CONFIGS / f"{args.model}.toml"
     without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
@@ -97,7 +98,7 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
     steps, every, ranks = args.steps or training["steps"], validation["freq"], ranks_of(config)
     if every < 1 or steps % every:
         raise BadArguments(f"{steps} steps are no multiple of validation.freq = {every}")
-    if ranks < 1:
+    if min(config["parallelism"][degree] for degree in DEGREES) < 1:
         raise BadArguments(f"{toml.name} must say every degree of parallelism, not -1")
     if config["debug"]["seed"] is None:
         raise BadArguments(
@@ -119,15 +120,6 @@ def open_experiment(args: argparse.Namespace) -> Experiment:
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )
     results = (args.out or ROOT / "outputs/converge" / args.model).resolve()
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadArguments(f"--out {results}: {error.strerror}") from None
-    before = read_settings(results)
-    if before is None:
-        write_settings(results, settings)
-    elif before != settings:
-        raise BadArguments(f"{results} holds an experiment with other settings: name another --out")
     return Experiment(toml, config, results, settings, not args.no_checkpoints)
 
 
@@ -144,15 +136,28 @@ def check_arm(name: str, config: dict[str, Any], steps: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(results: Path) -> Iterator[None]:
-    """Keeps another call of converge.sh from writing to the same folder.
+def opened(experiment: Experiment) -> Iterator[None]:
+    """Makes the results folder, and keeps other calls of converge.sh from writing to it.
 
     Raises:
-        BadArguments: another one does already.
+        BadArguments: the folder cannot be made, another call writes to it, or it holds another
+            experiment.
     """
+    results, settings = experiment.results, experiment.settings
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadArguments(f"--out {results}: {error.strerror}") from None
     with (results / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BadArguments(f"another converge.sh is writing to {results}") from None
+        before = read_settings(results)
+        if before is None:
+            write_settings(results, settings)
+        elif before != settings:
+            raise BadArguments(
+                f"{results} holds an experiment with other settings: name another --out"
+            )
         yield

@@ -24,7 +24,7 @@ TOLERANCE = 0.25  # % of the loss, DeepSeek-V3's bound; points of accuracy
 LOAD_TOLERANCE = 0.1  # balanced shares
 LOAD_FACTOR = 2.0  # times the noise; the largest of many differences varies little
 FEWEST_ARMS = 3  # of bf16, to know their noise
-FEWEST = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
+FEWEST_EVALUATIONS = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ArmRun:
     Attributes:
         killed: it was killed on purpose, as arms that are resumed must be.
         equal_to: another arm with the same losses.
-        logged: the last step at which any arm logged its training loss.
+        last_logged: the last step at which any arm of the experiment logged its training loss.
     """
 
     name: str
@@ -42,17 +42,23 @@ class ArmRun:
     held_out: HeldOut
     killed: bool = False
     equal_to: str | None = None
-    logged: int = 0
+    last_logged: int = 0
 
     @property
     def arm(self) -> Arm:
         return ARMS[self.name]
 
     def has_losses_of(self, other: "ArmRun") -> bool:
-        """Whether all held-out losses or all training losses are those of the other arm."""
+        """Whether its held-out losses or its training losses are those of the other arm.
+
+        That is, at all steps in common but the first, at which arms may be equal.
+        """
         both = (self, other)
         held_out = [{step: found.loss for step, found in each.held_out.items()} for each in both]
         return is_same(*held_out) or is_same(*(each.run.series["loss"] for each in both))
+
+    def logged_all(self) -> bool:
+        return max(self.run.series["loss"]) >= self.last_logged
 
     def non_finite(self) -> str | None:
         for step, found in sorted(self.held_out.items()):
@@ -69,20 +75,21 @@ class ArmRun:
         missed = [step for step in expected if step not in self.held_out]
         if missed:
             yield f"no evaluation at step {missed[0]}, of {settings.steps} steps"
-        if (last := max(self.run.series["loss"])) < self.logged:
-            yield f"its training losses end at step {last}, those of another arm at {self.logged}"
+        if not self.logged_all():
+            last = max(self.run.series["loss"])
+            others = f"those of another arm at {self.last_logged}"
+            yield f"its training losses end at step {last}, {others}"
 
-    def faults(self, settings: Settings) -> Iterator[str]:
-        """What is wrong with the arm itself, whatever it is compared with."""
+    def unusable(self, settings: Settings) -> Iterator[str]:
+        """What keeps the arm from being judged, whatever it is compared with."""
         yield from self.incomplete(settings)
-        if fault := self.non_finite():
-            yield fault
         if self.equal_to:
             yield f"equal to {self.equal_to} at every step: nothing was changed"
+        if self.arm.role == "resumed" and not self.killed:
+            yield "was never killed, so nothing was resumed"
 
 
 def is_same(ours: dict[int, float], theirs: dict[int, float]) -> bool:
-    """Whether two series have the same values at all steps in common after the first."""
     common = [step for step in ours.keys() & theirs.keys() if step > 1]
     return bool(common) and all(ours[step] == theirs[step] for step in common)
 
@@ -94,6 +101,7 @@ class Judgment:
     Attributes:
         steps: evaluations after warm-up that the arm and its reference have in common. If there
             are none, there are no measures and averages.
+        for_noise: the bf16 arms whose noise decided.
         faults: what tells it from its reference.
         unjudged: what keeps it from being judged.
     """
@@ -101,6 +109,7 @@ class Judgment:
     run: ArmRun
     reference: ArmRun
     steps: np.ndarray
+    for_noise: list[ArmRun] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
     averages: list[Average] = field(default_factory=list)
     trend: Trend = field(default_factory=lambda: Trend(None, 0.0, 0.0))
@@ -115,12 +124,18 @@ class Judgment:
 
     def detected(self) -> bool:
         """Whether a difference was found. NaN shows only that something broke."""
-        values = any(each.exceeds().any() for each in self.measures)
-        return values or any(each.exceeds() for each in self.averages) or bool(self.trend.fault())
+        evaluations = any(each.exceeds().any() for each in self.measures)
+        averages = any(each.exceeds() for each in self.averages)
+        return evaluations or averages or bool(self.trend.fault())
+
+    def knows_noise(self) -> bool:
+        return len(self.for_noise) >= FEWEST_ARMS
 
     def passes(self) -> bool:
-        if self.unjudged or self.may_differ():
-            return not self.unjudged
+        if self.unjudged:
+            return False
+        if self.may_differ():
+            return True
         return self.detected() if self.is_control() else not self.faults
 
     def mark(self) -> str:
@@ -147,12 +162,12 @@ def trend_of(steps: np.ndarray, gap: np.ndarray, bf16_gaps: list[np.ndarray], ha
     """The trend of `gap` at the steps after `half`."""
     late = steps > half
     steps, gap = steps[late], gap[late]
-    own = [abs(drift(steps, other[late])) for other in bf16_gaps]
-    allowed = max([TOLERANCE / 10, *own])
-    if len(steps) < FEWEST or not np.isfinite(gap).all():
-        return Trend(None, 0.0, allowed)
+    of_bf16 = [abs(drift(steps, other[late])) for other in bf16_gaps]
+    bar = max([TOLERANCE / 10, *of_bf16])
+    if len(steps) < FEWEST_EVALUATIONS or not np.isfinite(gap).all():
+        return Trend(None, 0.0, bar)
     away = gap if gap.mean() >= 0 else -gap
-    return Trend(mann_kendall(away), drift(steps, away), allowed)
+    return Trend(mann_kendall(away), drift(steps, away), bar)
 
 
 def allowed(
@@ -165,7 +180,7 @@ def allowed(
     return np.maximum(tolerance, factor * noise(pairs))
 
 
-def count_for_noise(bf16: list[ArmRun], steps: np.ndarray) -> list[ArmRun]:
+def arms_for_noise(bf16: list[ArmRun], steps: np.ndarray) -> list[ArmRun]:
     """The bf16 arms that have these evaluations, are finite, and repeat no other arm."""
     return [
         each
@@ -178,19 +193,26 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     """Compares an arm with its reference, by the noise of `bf16`."""
     common = run.held_out.keys() & reference.held_out.keys()
     steps = np.array(sorted(step for step in common if step > settings.warmup), dtype=int)
-    result = Judgment(run, reference, steps)
-    result.unjudged += run.incomplete(settings)
+    result = Judgment(run, reference, steps, arms_for_noise(bf16, steps))
+    result.unjudged += run.unusable(settings)
     result.unjudged += [f"{reference.name}: {why}" for why in reference.incomplete(settings)]
-    if run.equal_to:
-        result.unjudged.append(f"equal to {run.equal_to} at every step: nothing was changed")
-    if run.arm.role == "resumed" and not run.killed:
-        result.unjudged.append("was never killed, so nothing was resumed")
     if not steps.size:
         result.unjudged.append(f"no evaluation after warm-up in common with {reference.name}")
         return result
-    bf16 = count_for_noise(bf16, steps)
+    measure(result, settings)
+    faults = [each.fault(steps) for each in result.measures]
+    faults += [*(each.fault() for each in result.averages), result.trend.fault(), run.non_finite()]
+    result.faults = [each for each in faults if each]
+    if result.trend.p is None and not result.faults:
+        result.unjudged.append(f"fewer than {FEWEST_EVALUATIONS} evaluations in the last half")
+    return result
+
+
+def measure(result: Judgment, settings: Settings) -> None:
+    """Fills in the differences of the arm from its reference, and what is allowed."""
+    run, steps, bf16 = result.run, result.steps, result.for_noise
     pairs = [Differences(a.held_out, b.held_out, steps) for a, b in combinations(bf16, 2)]
-    ours = Differences(run.held_out, reference.held_out, steps)
+    ours = Differences(run.held_out, result.reference.held_out, steps)
     quantities = [("held-out loss", "%", "loss", TOLERANCE)]
     quantities += [("accuracy", "points", "accuracy", TOLERANCE)]
     if next(iter(run.held_out.values())).load.size:
@@ -206,9 +228,3 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
             result.averages.append(Average(name, unit, values[late].mean(), bar))
     bf16_gaps = [pair.loss for pair in pairs]
     result.trend = trend_of(steps, ours.loss, bf16_gaps, settings.steps / 2)
-    faults = [each.fault(steps) for each in result.measures]
-    faults += [*(each.fault() for each in result.averages), result.trend.fault(), run.non_finite()]
-    result.faults = [each for each in faults if each]
-    if result.trend.p is None and not result.faults:
-        result.unjudged.append(f"fewer than {FEWEST} evaluations in the last half")
-    return result

@@ -154,6 +154,9 @@ class Measure:
     values: np.ndarray
     bars: np.ndarray
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.unit}"
+
     def worst(self) -> int:
         """Where the difference is largest in relation to what is allowed."""
         return int(np.argmax(np.abs(self.values) / self.bars))
@@ -181,6 +184,9 @@ class Average:
     unit: str
     value: float
     allowed: float
+
+    def __str__(self) -> str:
+        return f"average of {self.name}, {self.unit}"
 
     def exceeds(self) -> bool:
         return bool(np.isfinite(self.value) and abs(self.value) > self.allowed)

@@ -3,12 +3,15 @@
     python scripts/converge_verdict.py RESULTS
 
 RESULTS is what converge.sh wrote. Arms are compared with the arm "bf16" at each evaluation after
-warm-up; all evaluations read the same held-out text. An FP8 arm passes if
+warm-up; all evaluations read the same held-out text. An FP8 arm passes if (the larger of two
+limits counts)
 
-- its held-out loss differs by at most 0.25 % or, if that is larger, by what bf16's noise allows;
+- its held-out loss differs by at most 0.25 % or what the noise of bf16 allows;
 - its next-token accuracy differs by at most 0.25 points or what the noise allows;
-- averaged over the last half of the steps, both differ by no more than that, too;
-- in a MoE, no expert's load differs by more than a tenth of a balanced share or twice the noise;
+- averaged over the last half of the steps, both differ by at most 0.25 or what the noise of the
+  averages allows;
+- in a MoE, the load of each expert differs by at most a tenth of a balanced share or twice the
+  noise;
 - the gap of its held-out loss has no trend over the last half of the steps;
 - nothing is NaN or Inf;
 - all evaluations are there, and its losses are not those of another arm, which would mean that
@@ -17,9 +20,9 @@ warm-up; all evaluations read the same held-out text. An FP8 arm passes if
 The noise at an evaluation is the root mean square of the differences of all pairs of bf16 arms, at
 that evaluation, the two before and the two after. An arm may differ by a multiple of it. The
 multiple is chosen so that an arm that varies like bf16 exceeds it at one or more evaluations with a
-probability of 5 %, for loss and for accuracy (converge_stats.noise_factor). With fewer than three
-bf16 arms the noise is not known, and the tolerances alone decide. A bf16 arm with a NaN, without an
-evaluation, or equal to another arm fails and does not count.
+probability of 5 %, for loss and for accuracy each (converge_stats.noise_factor). With fewer than
+three bf16 arms the noise is not known, and the tolerances alone decide, except for the trend. A
+bf16 arm with a NaN, without an evaluation, or equal to another arm fails and does not count.
 
 A gap has a trend if it moves away from zero by the test of Mann and Kendall, one-sided, exact, at a
 level of 5 %, and if it moves by more than a tenth of the tolerance and more than the gap of any two
@@ -27,8 +30,8 @@ bf16 arms does. The second condition is needed because the test assumes independ
 successive ones are not: the gaps of two bf16 runs drift as well. docs/convergence.md has the
 reasons and sources.
 
-The control must differ, or the experiment cannot detect a difference; NaN is none. The arms
-bf16_ulp and bf16_rounding are judged like FP8, by the noise of the other bf16 arms, or by the
+The control must differ, or the experiment cannot detect a difference. NaN is no difference. The
+arms bf16_ulp and bf16_rounding are judged like FP8, by the noise of the other bf16 arms, or by the
 tolerances if there are fewer than three others. If one differs, more bf16 arms are needed to know
 the noise. If three or more bf16 arms read the text in the order of "bf16", a note says whether an
 FP8 arm differs by more than the noise of these arms. The arms bf16_errors and bf16_errors_ulp, with
@@ -78,12 +81,14 @@ def read_arms(results: Path) -> dict[str, ArmRun]:
         )
         for name, held_out in found.items()
     }
-    for first, second in combinations(arms.values(), 2):
-        if second.arm.role != "resumed" and second.has_losses_of(first):
-            second.equal_to = second.equal_to or first.name
-    logged = max(max(each.run.series["loss"]) for each in arms.values())
+    last_logged = max(max(each.run.series["loss"]) for each in arms.values())
     for each in arms.values():
-        each.logged = logged
+        each.last_logged = last_logged
+    for first, second in combinations(arms.values(), 2):
+        # An arm that ended early says too little: at the first steps arms may be equal.
+        whole = first.held_out.keys() == second.held_out.keys() and second.logged_all()
+        if whole and second.arm.role != "resumed" and second.has_losses_of(first):
+            second.equal_to = second.equal_to or first.name
     return arms
 
 
@@ -91,12 +96,17 @@ def bf16_arms(arms: dict[str, ArmRun]) -> list[ArmRun]:
     return [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
 
 
+def faults_of_bf16(run: ArmRun, settings: Settings) -> list[str]:
+    """What keeps a bf16 arm from showing how far apart equally good runs are."""
+    return [*run.unusable(settings), *filter(None, [run.non_finite()])]
+
+
 def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]:
     bf16 = bf16_arms(arms)
     for name, each in arms.items():
         if each.arm.role in ("fp8", "errors", "control"):
             yield judge(each, arms[BASELINE], bf16, settings)
-        elif each.arm.perturbed or each.arm.rounding:
+        elif (each.arm.perturbed or each.arm.rounding) and not faults_of_bf16(each, settings):
             others = [other for other in bf16 if other is not each]
             yield judge(each, arms[BASELINE], others, settings)
         elif each.arm.twin in arms:
@@ -116,40 +126,41 @@ def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
     if FEWEST_ARMS <= len(same) < len(bf16):
         for name, each in arms.items():
             if each.arm.role in ("fp8", "errors"):
-                faults = judge(each, arms[BASELINE], same, settings).faults
-                found = "; ".join(faults) or "no difference"
+                judged = judge(each, arms[BASELINE], same, settings)
+                if judged.unjudged or not judged.knows_noise():
+                    continue
+                found = "; ".join(judged.faults) or "no difference"
                 yield f"note  {name}, by the noise of bf16 arms with the same order: {found}"
 
 
 def training_losses(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
     """A note on training losses, which vary less than held-out losses if the batches are the same.
 
-    They are averaged over the logged steps of the last half.
+    They are averaged over the logged steps of the last half. Arms whose log ends early are left
+    out.
     """
     base, last = arms[BASELINE].run, settings.steps // 2
     gaps = [
         f"{name} {compare(base, each.run, last).decisive:+.3f} %"
         for name, each in arms.items()
-        if name != BASELINE and not each.arm.reordered
+        if name != BASELINE and not each.arm.reordered and each.logged_all()
     ]
-    if gaps:
+    if gaps and arms[BASELINE].logged_all():
         yield f"training loss over the last half against {BASELINE}'s: {', '.join(gaps)}"
 
 
 def summary(judged: list[Judgment]) -> list[Row]:
     """One row for each arm, with each quantity where it is worst."""
+    columns = converge_plot.with_bars(judged)
     rows = []
     for each in judged:
         row: Row = {"arm": each.run.name, "against": each.reference.name}
+        row |= dict.fromkeys(map(str, [*columns.measures, *columns.averages]))
         for measure in each.measures:
             at = measure.worst()
-            row[f"{measure.name}, {measure.unit}"] = (
-                f"{measure.values[at]:+.3f} of {measure.bars[at]:.3f}"
-            )
+            row[str(measure)] = f"{measure.values[at]:+.3f} of {measure.bars[at]:.3f}"
         for average in each.averages:
-            row[f"average of {average.name}, {average.unit}"] = (
-                f"{average.value:+.3f} of {average.allowed:.3f}"
-            )
+            row[str(average)] = f"{average.value:+.3f} of {average.allowed:.3f}"
         row["drift, %"] = f"{each.trend.drift:+.3f} of {each.trend.allowed:.3f}"
         row["p of the trend"] = each.trend.p
         row["verdict"] = "not judged" if each.unjudged else "differs" if each.faults else "equal"
@@ -176,7 +187,9 @@ def by_step(arms: dict[str, ArmRun], judged: list[Judgment]) -> list[Row]:
     return rows
 
 
-def notes(results: Path, arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
+def notes(
+    results: Path, arms: dict[str, ArmRun], judged: list[Judgment], settings: Settings
+) -> Iterator[str]:
     tokens = settings.tokens * settings.steps / 1e6
     yield f"{settings.model}, {settings.steps} steps, {tokens:.1f} million tokens an arm"
     for name in arms:
@@ -185,7 +198,7 @@ def notes(results: Path, arms: dict[str, ArmRun], settings: Settings) -> Iterato
             yield f"{name} read some text more than once"
     if not any(each.arm.role == "control" for each in arms.values()):
         yield "without the control nothing shows that the verdict sees a difference"
-    if len(bf16_arms(arms)) < FEWEST_ARMS:
+    if any(not (each.knows_noise() or each.run.arm.role == "bf16") for each in judged):
         yield f"with fewer than {FEWEST_ARMS} bf16 arms the tolerances alone decide"
 
 
@@ -198,12 +211,12 @@ def report(results: Path) -> bool:
     judged = list(judgments(arms, settings))
     if not judged:
         raise InputError(f"{results} has only bf16 arms: nothing to judge")
-    lines = list(notes(results, arms, settings))
+    lines = list(notes(results, arms, judged, settings))
     missing = [name for name in ARMS if (results / name).is_dir() and name not in arms]
     lines += [f"FAIL  {name}: no evaluation" for name in missing]
     passed = not missing
     for each in bf16_arms(arms):
-        faults = list(each.faults(settings))
+        faults = faults_of_bf16(each, settings)
         lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
         passed = passed and not faults
     for each in judged:

@@ -28,8 +28,9 @@ def write_arm(
     shutil.rmtree(results / name, ignore_errors=True)
     gaps, accuracy = (np.broadcast_to(each, len(EVALUATIONS)) for each in (gaps, accuracy))
     accuracy = dict(zip(EVALUATIONS, accuracy))
-    gaps = dict(zip(EVALUATIONS, gaps + 1e-5 * list(ARMS).index(ARMS[name].twin or name)))
-    training = {step: 5 - step / 1000 + gaps[step] / 100 for step in steps}
+    number = list(ARMS).index(ARMS[name].twin or name)
+    gaps = dict(zip(EVALUATIONS, gaps + 1e-5 * number))
+    training = {step: 5 - step / 1000 + gaps[step] / 100 + 1e-6 * number for step in steps}
     dump(results, name, training | (losses or {}))
     counts = [[100, 100, 100, 100], [100 + round(100 * load), 100 - round(100 * load), 100, 100]]
     with (results / name / "held_out.jsonl").open("w") as file:

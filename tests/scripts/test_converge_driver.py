@@ -172,7 +172,7 @@ def test_the_time_limit_stops_all_processes_and_the_next_call_goes_on(root, run,
 
 def test_unusable_checkpoints_are_dropped(root, run):
     args = converge.parse(["m", "--arms", "bf16"])
-    experiment = converge.open_experiment(args)
+    experiment = converge.read_experiment(args)
     folder = experiment.folder("bf16")
     for step in (20, 40, 60, 80):
         (folder / f"checkpoint/step-{step}").mkdir(parents=True)
@@ -272,6 +272,11 @@ def test_without_checkpoints_every_arm_starts_anew(root, run):
     [
         (["--steps", "50"], "50 steps are no multiple of validation.freq = 20"),
         (["--", "--parallelism.data_parallel_shard_degree", "-1"], "must say every degree"),
+        (
+            ["--", "--parallelism.data_parallel_shard_degree", "-1"]
+            + ["--parallelism.data_parallel_replicate_degree", "-1"],
+            "must say every degree",
+        ),
         (["--", "--training.dataset_path", "nowhere"], "no text in nowhere"),
         (["--", "--validation.freq", "0"], "100 steps are no multiple of validation.freq = 0"),
         (["--", "--validation.freq", "-20"], "100 steps are no multiple of validation.freq = -20"),
@@ -287,26 +292,26 @@ def test_what_cannot_be_run_is_refused(root, run, monkeypatch, flags, message):
     monkeypatch.chdir(root)
     status, text = run("--arms", "bf16", *flags)
     assert status == 2 and message in text
-    assert not (results(root) / "calls").exists()
+    assert not results(root).exists()
 
 
 def test_two_calls_do_not_write_to_one_folder(root, run):
-    results(root).mkdir(parents=True)
-    with converge.locked(results(root)):
+    experiment = converge.read_experiment(converge.parse(["m"]))
+    with converge.opened(experiment):
         status, text = run("--arms", "bf16")
     assert status == 2 and f"another converge.sh is writing to {results(root)}" in text
     assert run("--arms", "bf16")[0] == 0
 
 
 def test_a_reference_that_does_not_run_is_named(root, run):
-    note = "== no verdict before the arm {} has run, too"
+    note = "== the verdict also needs the arm {}\n"
     assert note.format("bf16") in run("--arms", "blockwise")[1]
     text = run("--arms", "bf16,rowwise_with_gw_hp")[1]
-    assert "no verdict before" not in text
+    assert "the verdict also needs" not in text
     text = run("--arms", "blockwise_resumed")[1]
-    assert "no verdict before" not in text  # both have run
+    assert "the verdict also needs" not in text  # both have run
     text = run("--arms", "bf16,blockwise_resumed", "--out", str(root / "other"))[1]
-    assert note.format("blockwise") in text and note.format("bf16 ") not in text
+    assert note.format("blockwise") in text and note.format("bf16") not in text
 
 
 def test_arms_need_a_seed(root, run):

@@ -228,6 +228,34 @@ def test_a_broken_bf16_arm_does_not_count_for_the_noise(results, judge, broken):
     assert "ok    blockwise: cannot be told from bf16" in text
 
 
+def test_tolerances_decide_if_too_few_bf16_arms_are_whole(results, judge):
+    write_arm(results, "blockwise", 0.2)
+    write_arm(results, "bf16_ulp", 0.3)
+    write_arm(results, "bf16_ulp_2", [0.3] * 11 + [NAN])
+    write_arm(results, "bf16_order", 0.3)
+    note = "with fewer than 3 bf16 arms the tolerances alone decide"
+    text = judge()[1]
+    assert note not in text and "with the same order" not in text
+    write_arm(results, "bf16_order", [0.3] * 11 + [NAN])
+    assert note in judge()[1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8])
+def test_an_arm_that_ends_early_leaves_the_others_judged(results, judge, count):
+    write_arm(results, "bf16_order", 3.0)
+    write_arm(results, "bf16_ulp")
+    write_arm(results, "bf16_ulp_2")
+    write_arm(results, "rowwise")
+    write_arm(results, "blockwise", steps=EVALUATIONS[:count] or EVALUATIONS[:1])
+    if not count:
+        (results / "blockwise/held_out.jsonl").unlink()
+    status, text = judge()
+    assert status == 1 and "FAIL  blockwise: " in text
+    assert "ok    rowwise: cannot be told from bf16" in text
+    assert "note  rowwise, by the noise of bf16 arms with the same order: no difference" in text
+    assert "note  blockwise" not in text and "blockwise +" not in text
+
+
 @pytest.mark.parametrize("name", ["bf16_order", "blockwise_ulp", "rowwise"])
 def test_an_arm_that_equals_another_one_was_not_changed(results, judge, name):
     """Also if the other one is not the baseline, or if only the training losses are the same."""

@@ -9,8 +9,8 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from converge import DEGREES, ranks_of
 from converge_arms import ARMS
+from converge_experiment import DEGREES, ranks_of
 from parsing import parse_args
 from stochastic_adamw import StochasticAdamW
 from titan import build, convert, one_process, trainer, training
