@@ -51,7 +51,8 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
 
     Not supported: `fully_shard` with an integer `reshard_after_forward`, with `ignored_params` of a
     compiled layer, or not called at all before a layer is compiled; and compiled autograd.
-    torchtitan does none of these.
+    torchtitan does none of these, except that its SimpleFSDP and AutoParallel never call
+    `fully_shard`. The adapter for 0.2 leaves their models alone.
 
     Args:
         model: before FSDP2, tensor or expert parallelism is applied, on any device.
@@ -89,7 +90,9 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
 
 def _wrap(layer: nn.Module, *_: Any, name: str) -> None:
     """Makes a weight of a layer a ShardedWeight, also if load_state_dict has assigned another."""
-    param = getattr(layer, name)
+    # Not getattr: SimpleFSDP has properties of these names, which gather the parameters.
+    param = layer._parameters[name]
+    assert param is not None
     local = param._local_tensor if isinstance(param, DTensor) else param
     if isinstance(local, ShardedWeight):
         memory = local.memory

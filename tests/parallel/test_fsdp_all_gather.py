@@ -305,6 +305,17 @@ def test_the_key_takes_booleans(kind, section):
 
 
 @pytest.mark.usefixtures("fresh_torchtitan")
+def test_models_without_fsdp2_are_left_alone(tmp_path, caplog):
+    """torchtitan's own model, on two ranks, and the log of its conversion."""
+    config = job(tmp_path, "simple_fsdp.deepseek_v3", flavor="tiny")
+    with caplog.at_level("INFO"):
+        model = convert(config, build(config), ranks=2)
+    assert {type(p.data) for p in model.parameters()} == {Tensor}
+    assert caplog.text.count("fsdp_all_gather has no effect") == 2
+    assert "FSDP2 gathers" not in caplog.text and "_fully_shard" not in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_torchtitan")
 @pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
 def test_the_report_says_what_is_gathered(tmp_path, caplog, recipe):
     config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, flavor="tiny")

@@ -17,6 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torchtitan.experiments.simple_fsdp import simple_fsdp
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
@@ -103,6 +104,26 @@ def assign_whole_weights_before_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
 
 def test_assigned_weights_are_gathered_in_fp8_too():
     gloo.spawn(compare, 3, assign_plain_shards, assign_whole_weights_before_fsdp)
+
+
+# SimpleFSDP
+
+
+def load_under_simple_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
+    """Replaces no parameter, since an optimizer may hold it, and so each gets a gradient."""
+    model = build(recipe, fp8)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    simple_fsdp.data_parallel(model, mesh, mode="fully_shard")
+    held = dict(model.named_parameters())
+    model.load_state_dict({name: plain_copy(value) for name, value in held.items()})
+    replaced = [name for name, value in model.named_parameters() if value is not held[name]]
+    assert not replaced, replaced
+    return train(model)
+
+
+def test_simple_fsdp():
+    """Its weights are properties, which return what it has gathered."""
+    gloo.spawn(compare, 2, load_under_simple_fsdp)
 
 
 # inference_mode

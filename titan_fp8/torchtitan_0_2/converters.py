@@ -43,6 +43,10 @@ SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev
 """Pipeline schedules, in lower case, that compute input and weight gradients separately."""
 
 
+WITHOUT_FSDP2 = ("simple_fsdp.", "compiler_toolkit.", "autoparallel.")
+"""torchtitan's experiments that shard parameters without FSDP2, as `model.name` begins."""
+
+
 class _Converter(QuantizationConverter):
     """What both converters do besides the conversion itself."""
 
@@ -51,6 +55,8 @@ class _Converter(QuantizationConverter):
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
         self.gathers_in_fp8 = False
+        uses_other = job_config.model.name.startswith(WITHOUT_FSDP2)
+        self.uses_fsdp2 = parallel_dims.fsdp_enabled and not uses_other
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
@@ -68,7 +74,7 @@ class _Converter(QuantizationConverter):
         # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
         torch.autograd.set_multithreading_enabled(False)
         health.install(self.job_config)
-        if self.parallel_dims.fsdp_enabled:
+        if self.uses_fsdp2:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
             patches.GRADIENT_REDUCTION.apply(
                 gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
@@ -106,6 +112,13 @@ class _Converter(QuantizationConverter):
     def gather_in_fp8(self, model: nn.Module, kind: type[nn.Module], section: str) -> None:
         """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
         if not self.parallel_dims.fsdp_enabled:
+            return
+        if not self.uses_fsdp2:
+            logger.info(
+                f"titan_fp8: [{section}] fsdp_all_gather has no effect: model.name = "
+                f"{self.job_config.model.name!r} does not use FSDP2, and weights are gathered in "
+                "high precision"
+            )
             return
         report = gather_in_fp8(model, kind)
         self.gathers_in_fp8 = True
