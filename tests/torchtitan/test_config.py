@@ -227,6 +227,25 @@ def test_a_list_of_converters_that_is_none_is_refused(tmp_path, listed, message)
         parse(tmp_path, head)
 
 
+@pytest.mark.parametrize("name", ["quantize.linear.titanfp8", "quantize.linears.titan_fp8"])
+@pytest.mark.parametrize("flags", [False, True])
+def test_a_misspelled_converter_is_refused(tmp_path, name, flags):
+    args = ("--model.converters", f"{GROUPED_MM},{name}") if flags else ()
+    with pytest.raises(ValueError) as caught:
+        parse(tmp_path, toml("llama3", () if flags else (GROUPED_MM, name)), *args)
+    message = str(caught.value)
+    assert f"model.converters = {[GROUPED_MM, name]}: there is no {name!r}; allowed are " in message
+    allowed = message.partition("allowed are ")[2].split(", ")
+    assert {repr(LINEAR), repr(GROUPED_MM), "'quantize.linear.float8'"} <= set(allowed)
+
+
+def test_another_projects_converters_may_be_listed(tmp_path):
+    names = [LINEAR, "theirs", "quantize.theirs"]
+    config = parse(tmp_path, toml("llama3", names), "--experimental.custom_import", "their_module")
+    assert config.model.converters == names
+    assert parse(tmp_path, toml("llama3", names[:2])).model.converters == names[:2]
+
+
 def test_a_converter_listed_by_flag_has_its_section(tmp_path):
     head = toml("deepseek_v3", ())
     config = parse(tmp_path, head + SECTIONS, "--model.converters", ",".join(BOTH))

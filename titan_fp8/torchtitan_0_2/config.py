@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.protocols import model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -187,17 +188,32 @@ def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
     return parse
 
 
+def _check_names(converters: Sequence[str]) -> None:
+    registered = model_converter._registry_model_converter_cls
+    allowed = [name for name in registered if name.startswith("quantize.")]
+    for name in converters:
+        if name.startswith("quantize.") and name not in allowed:
+            raise ValueError(
+                f"model.converters = {converters}: there is no {name!r}; allowed are "
+                + ", ".join(map(repr, sorted(allowed)))
+            )
+
+
 def check_merged(config: Any, args: Sequence[str]) -> None:
     """Checks that need the whole configuration, merged and parsed from a TOML and from `args`.
 
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: model.converters is no list or names a converter of titan_fp8 twice; or a
-            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed.
+        ValueError: model.converters is no list, names a quantizing converter that does not exist,
+            or names a converter of titan_fp8 twice; or a section of titan_fp8 is set, by the file
+            or by a flag, and its converter is not listed.
     """
     converters = config.model.converters
     _check_list("model.converters", converters)
+    # The module of custom_import, which torchtitan imports later, may register others.
+    if not config.experimental.custom_import:
+        _check_names(converters)
     sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
