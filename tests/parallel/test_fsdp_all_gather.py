@@ -316,6 +316,16 @@ def test_models_without_fsdp2_are_left_alone(tmp_path, caplog):
 
 
 @pytest.mark.usefixtures("fresh_torchtitan")
+@pytest.mark.parametrize("kind", ["linear", "grouped_mm"])
+def test_health_needs_fsdp2(tmp_path, kind):
+    config = job(tmp_path, "simple_fsdp.deepseek_v3", flavor="tiny")
+    getattr(config.quantize, kind).titan_fp8.health_freq = 3
+    message = rf"\[quantize.{kind}.titan_fp8\] health_freq = 3: with model.name = 'simple_fsdp.deep"
+    with pytest.raises(ValueError, match=message):
+        convert(config, build(config), ranks=2)
+
+
+@pytest.mark.usefixtures("fresh_torchtitan")
 @pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
 def test_the_report_says_what_is_gathered(tmp_path, caplog, recipe):
     config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, flavor="tiny")

@@ -41,8 +41,6 @@ from titan_fp8.torchtitan_0_2.moe_block import compile_up_to_experts
 
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 """Pipeline schedules, in lower case, that compute input and weight gradients separately."""
-
-
 WITHOUT_FSDP2 = ("simple_fsdp.", "compiler_toolkit.", "autoparallel.")
 """torchtitan's experiments that shard parameters without FSDP2, as `model.name` begins."""
 
@@ -55,8 +53,8 @@ class _Converter(QuantizationConverter):
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
         self.gathers_in_fp8 = False
-        uses_other = job_config.model.name.startswith(WITHOUT_FSDP2)
-        self.uses_fsdp2 = parallel_dims.fsdp_enabled and not uses_other
+        self.without_fsdp2 = job_config.model.name.startswith(WITHOUT_FSDP2)
+        self.uses_fsdp2 = parallel_dims.fsdp_enabled and not self.without_fsdp2
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
@@ -70,6 +68,7 @@ class _Converter(QuantizationConverter):
         if utils.device_type == "cuda":
             input_stream.install()
         self.check_schedule()
+        self.check_health()
         # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU
         # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
         torch.autograd.set_multithreading_enabled(False)
@@ -108,6 +107,17 @@ class _Converter(QuantizationConverter):
                 "and FP8 layers are such functions; use a schedule that does not split backward, "
                 "such as 'Interleaved1F1B', or torch 2.13"
             )
+
+    def check_health(self) -> None:
+        """ValueError for health of a model whose weights are gathered whenever they are read."""
+        quantize = self.job_config.quantize
+        for name, section in ((LINEAR, quantize.linear), (GROUPED_MM, quantize.grouped_mm)):
+            if self.without_fsdp2 and (freq := section.titan_fp8.health_freq):
+                raise ValueError(
+                    f"[{name}] health_freq = {freq}: with model.name = "
+                    f"{self.job_config.model.name!r} it must be 0, because the model does not use "
+                    "FSDP2"
+                )
 
     def gather_in_fp8(self, model: nn.Module, kind: type[nn.Module], section: str) -> None:
         """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
