@@ -22,8 +22,9 @@ except ImportError:
     import tomli as tomllib
 
 CONFIGS = ROOT / "configs/convergence"
-DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
-DEGREES += ("pipeline_parallel_degree", "context_parallel_degree")
+DATA_DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
+DEGREES = (*DATA_DEGREES, "tensor_parallel_degree", "pipeline_parallel_degree")
+DEGREES += ("context_parallel_degree",)
 
 
 class BadArguments(Exception):
@@ -64,8 +65,8 @@ class Experiment:
         return self.settings.steps in read_held_out(self.folder(name))
 
 
-def ranks_of(config: dict[str, Any]) -> int:
-    return math.prod(config["parallelism"][degree] for degree in DEGREES)
+def ranks_of(config: dict[str, Any], degrees: tuple[str, ...] = DEGREES) -> int:
+    return math.prod(config["parallelism"][degree] for degree in degrees)
 
 
 def digest(*contents: bytes) -> str:
@@ -95,7 +96,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
     config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
     training, validation = config["training"], config["validation"]
-    steps, every, ranks = args.steps or training["steps"], validation["freq"], ranks_of(config)
+    steps, every = args.steps or training["steps"], validation["freq"]
     if every < 1 or steps % every:
         raise BadArguments(f"{steps} steps are no multiple of validation.freq = {every}")
     if min(config["parallelism"][degree] for degree in DEGREES) < 1:
@@ -108,7 +109,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         check_arm(name, config, steps)
     read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
     batch = training["global_batch_size"]
-    batch = batch if batch > 0 else training["local_batch_size"] * ranks
+    batch = batch if batch > 0 else training["local_batch_size"] * ranks_of(config, DATA_DEGREES)
     settings = Settings(
         model=args.model,
         steps=steps,

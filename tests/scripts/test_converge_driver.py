@@ -245,6 +245,7 @@ def test_other_settings_need_another_folder(root, run):
 def test_flags_count_for_the_driver(root, run):
     """As torchtitan reads them, also keys that the TOML does not have."""
     flags = ["--training.local_batch_size", "4", "--validation.freq=50"]
+    flags += ["--parallelism.tensor_parallel_degree", "2"]  # reads the same text
     run("--arms", "bf16", "--", *flags, "--parallelism.data_parallel_replicate_degree", "2")
     settings = read_settings(results(root))
     assert (settings.tokens, settings.every) == (4 * 8 * 2, 50)
