@@ -17,7 +17,10 @@ class ColumnsBuffer:
 
     The buffer is hidden only if FSDP2 frees the weight after forward, because only then it gathers
     the weight again for backward. FSDP2 keeps the weight after a forward that is recomputed in
-    backward, and may keep it if a unit has several modules and only some of them run.
+    backward, and may keep it if a unit has several modules and only some of them run. It also keeps
+    a weight that is prefetched once more after the unit's forward, as torchtitan's multi-token
+    prediction does, if no other forward of the unit follows. So in training, the gathers after a
+    unit's first forward move both layouts until a backward.
     """
 
     def __init__(self, unit: FSDPParamGroup, param: FSDPParam):
@@ -34,7 +37,9 @@ class ColumnsBuffer:
         if len(layouts) != 2 or not param.all_gather_outputs:
             return layouts
         in_forward = unit._training_state == TrainingState.FORWARD and not is_bw()
-        if in_forward and unit._reshard_after_forward and len(unit.modules) == 1:
+        frees = unit._reshard_after_forward and len(unit.modules) == 1
+        has_run = bool(unit._post_forward_indices) and unit.modules[0].training
+        if in_forward and frees and not has_run:
             self._hidden = [param.all_gather_outputs.pop()]
             return layouts[:1]
         return layouts

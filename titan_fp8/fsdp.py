@@ -26,7 +26,8 @@ have both (`sharded_weight.py`):
 
 Rowwise recipes quantize rows for fprop and columns for dgrad. Backward's gathers move both, as many
 bytes as in bf16, because a forward that is recomputed in backward reads rows. Forward's gathers
-move the rows alone, half of that, if FSDP2 frees the weight after forward (`columns_buffer.py`).
+move the rows alone, half of that, if FSDP2 frees the weight after forward and the unit has not run
+since the last backward (`columns_buffer.py`).
 
 The ranks that share a 128x128 block or a column agree on its scale by a collective. At its gather a
 shard that has been written to is quantized with a collective of its own. The adapters avoid that:

@@ -153,9 +153,15 @@ def prefetched(model: Model, step: int) -> Tensor:
     return model(batch(step))
 
 
+def prefetched_after_its_forward(model: Model, step: int) -> Tensor:
+    """torchtitan's multi-token prediction prefetches the first block again at its end."""
+    model.norm.set_modules_to_forward_prefetch([model.blocks[0]])
+    return model(batch(step))
+
+
 WAYS = (plainly, in_one_checkpoint, output_afterwards, after_an_evaluation, after_an_error)
 WAYS += (with_changing_resharding, unsharded_by_hand, after_assigning_weights, prefetched)
-WAYS += (after_weights_that_replace_these_for_a_while,)
+WAYS += (after_weights_that_replace_these_for_a_while, prefetched_after_its_forward)
 
 
 def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], list[int]]:
@@ -183,7 +189,7 @@ def compare(rank: int) -> None:
         want, _ = train(way, fp8=False)
         got, calls = train(way, fp8=True)
         assert len(got) == len(want) and all(map(torch.equal, got, want)), way.__name__
-        if way in (plainly, in_one_checkpoint, prefetched):
+        if way in (plainly, in_one_checkpoint, prefetched, prefetched_after_its_forward):
             assert calls == [DIM * DIM, *(STEPS - 1) * [0]], (way.__name__, calls)
 
 
@@ -201,17 +207,17 @@ def test_a_model_may_be_planned_before_it_has_run():
 
 
 def read_columns_that_were_not_gathered(rank: int) -> None:
-    """The last block prefetches the first, after whose forward backward then finds its rows."""
+    """A backward inside a unit's own forward finds the rows that were gathered for forward."""
     model = sharded(fp8=True)
-    for step in range(2):
-        with (
-            pytest.raises(RuntimeError, match="FSDP2 has gathered only the rows")
-            if step
-            else contextlib.nullcontext()
-        ):
-            model(batch(step)).float().sum().backward()
-        requantize([model])
-        model.norm.set_modules_to_forward_prefetch([model.blocks[0]])
+
+    def differentiate(_: nn.Module, __: object, out: Tensor) -> None:
+        out.float().sum().backward(retain_graph=True)
+
+    model(batch(0)).float().sum().backward()
+    requantize([model])
+    model.blocks[0][1].register_forward_hook(differentiate)
+    with pytest.raises(RuntimeError, match="FSDP2 has gathered only the rows"):
+        model(batch(1))
 
 
 def test_columns_that_were_not_gathered_are_an_error():
