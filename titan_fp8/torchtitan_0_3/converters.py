@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torchtitan.components import lora
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
@@ -76,6 +77,7 @@ class FP8LinearConverter(QuantizationConverter):
         config = self.config
         prepare(config.recipe, config.emulate)
         with errors_prefixed(f"{LINEAR}:"):
+            check_model(model_config, config)
             report = convert_linears(
                 model_config,
                 recipe=config.recipe,
@@ -83,7 +85,7 @@ class FP8LinearConverter(QuantizationConverter):
                 emulate=config.emulate,
             )
         log_conversion("linears", config.recipe, report)
-        if config.fsdp_all_gather and config.recipe != BF16:
+        if config.fsdp_all_gather and config.recipe != BF16 and uses_fsdp2(model_config):
             log_gathers(LINEAR, fsdp.gather_in_fp8(model_config, report))
         if config.health_freq and report.converted:
             health.observe(model_config, report, config.health_freq)
@@ -139,6 +141,8 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         """Converts in place and returns its argument; logs a report on every experts module."""
         config = self.config
         prepare(config.recipe, config.emulate)
+        with errors_prefixed(f"{EXPERTS}:"):
+            check_model(model_config, config)
         # First, since it decides the alignment that the experts may rely on.
         if permutation_of(config.permutation, config.recipe) == "gather":
             self.permute_by_gathers(model_config)
@@ -147,7 +151,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                 model_config, recipe=config.recipe, fqns=config.fqns, emulate=config.emulate
             )
         log_conversion("grouped experts", config.recipe, report)
-        if config.fsdp_all_gather and config.recipe != BF16:
+        if config.fsdp_all_gather and config.recipe != BF16 and uses_fsdp2(model_config):
             log_gathers(EXPERTS, fsdp.gather_in_fp8(model_config, report))
         if config.health_freq and report.converted:
             health.observe(model_config, report, config.health_freq)
@@ -181,6 +185,43 @@ def prepare(recipe: str, emulate: bool) -> None:
         gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
     )
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
+
+
+def check_model(
+    model: Module.Config,
+    settings: FP8LinearConverter.Config | FP8GroupedExpertsConverter.Config,
+) -> None:
+    """Checks that this model can be converted as `settings` say.
+
+    Raises:
+        ValueError: it has been converted by LoRA, whose frozen parameters a conversion would train;
+            or its health shall be observed and it does not use FSDP2.
+    """
+    if settings.recipe == BF16:
+        return
+    adapters, frozen = lora._lora_class_cache.values(), lora._frozen_config_class_cache.values()
+    for fqn, config, *_ in model.traverse(Module.Config, recurse=True):
+        if config._owner in adapters or type(config) in frozen:
+            raise ValueError(
+                f"recipe = {settings.recipe!r}: LoRA has already converted {fqn or 'the model'}. "
+                "Put the FP8 converters before LoRAConverter; an override of the command line "
+                "always comes after it"
+            )
+    if settings.health_freq and not uses_fsdp2(model):
+        raise ValueError(
+            f"health_freq = {settings.health_freq}: it must be 0 for models of "
+            "torchtitan.experiments.graph_trainer, which do not use FSDP2"
+        )
+    if settings.fsdp_all_gather and not uses_fsdp2(model):
+        logger.warning(
+            "titan_fp8: fsdp_all_gather = True changes nothing: models of "
+            "torchtitan.experiments.graph_trainer do not use FSDP2"
+        )
+
+
+def uses_fsdp2(model: Module.Config) -> bool:
+    """Whether torchtitan shards this model by FSDP2, if the plan shards it."""
+    return not type(model).__module__.startswith("torchtitan.experiments.graph_trainer")
 
 
 def _seeing_fp8(has_quantization: Callable[..., bool]) -> Callable[..., bool]:
