@@ -21,6 +21,7 @@ try:
 except ImportError:
     import tomli as tomllib
 
+NO_CHECKPOINTS = {"--checkpoint.no_enable", "--checkpoint.no-enable"}
 CONFIGS = ROOT / "configs/convergence"
 DATA_DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 DEGREES = (*DATA_DEGREES, "tensor_parallel_degree", "pipeline_parallel_degree")
@@ -94,13 +95,18 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     toml = CONFIGS / f"{args.model}.toml"
     without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
     # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
-    config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
+    try:
+        config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
+    except ValueError as error:
+        raise BadArguments(str(error)) from None
     training, validation = config["training"], config["validation"]
     steps, every = args.steps or training["steps"], validation["freq"]
     if every < 1 or steps % every:
         raise BadArguments(f"{steps} steps are no multiple of validation.freq = {every}")
     if min(config["parallelism"][degree] for degree in DEGREES) < 1:
         raise BadArguments(f"{toml.name} must say every degree of parallelism, not -1")
+    if not args.no_checkpoints and NO_CHECKPOINTS & set(args.flags):
+        raise BadArguments("--checkpoint.no_enable: use --no-checkpoints, before --")
     if config["debug"]["seed"] is None:
         raise BadArguments(
             f"{toml.name} must set debug.seed, or arms would start from other weights"
@@ -147,12 +153,13 @@ def opened(experiment: Experiment) -> Iterator[None]:
     results, settings = experiment.results, experiment.settings
     try:
         results.mkdir(parents=True, exist_ok=True)
+        file = (results / "lock").open("w")
     except OSError as error:
         raise BadArguments(f"--out {results}: {error.strerror}") from None
-    with (results / "lock").open("w") as lock:
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise BadArguments(f"another converge.sh is writing to {results}") from None
         before = read_settings(results)
         if before is None:

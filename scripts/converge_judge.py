@@ -24,7 +24,7 @@ TOLERANCE = 0.25  # % of the loss, DeepSeek-V3's bound; points of accuracy
 LOAD_TOLERANCE = 0.1  # balanced shares
 LOAD_FACTOR = 2.0  # times the noise; the largest of many differences varies little
 FEWEST_ARMS = 3  # of bf16, to know their noise
-FEWEST_EVALUATIONS = 4  # evaluations; with three the test could not reject, 1 / 3! > LEVEL
+FEWEST_EVALUATIONS = 4  # with three the test could not reject, 1 / 3! > LEVEL
 
 
 @dataclass
@@ -33,8 +33,7 @@ class ArmRun:
 
     Attributes:
         killed: it was killed on purpose, as arms that are resumed must be.
-        equal_to: another arm with the same losses.
-        last_logged: the last step at which any arm of the experiment logged its training loss.
+        equal_to: another arm that has the same held-out losses or the same training losses.
     """
 
     name: str
@@ -42,23 +41,25 @@ class ArmRun:
     held_out: HeldOut
     killed: bool = False
     equal_to: str | None = None
-    last_logged: int = 0
 
     @property
     def arm(self) -> Arm:
         return ARMS[self.name]
 
-    def has_losses_of(self, other: "ArmRun") -> bool:
-        """Whether its held-out losses or its training losses are those of the other arm.
+    def has_losses_of(self, other: "ArmRun") -> tuple[bool, bool]:
+        """Whether its held-out losses are those of the other arm, and its training losses.
 
         That is, at all steps in common but the first, at which arms may be equal.
         """
         both = (self, other)
         held_out = [{step: found.loss for step, found in each.held_out.items()} for each in both]
-        return is_same(*held_out) or is_same(*(each.run.series["loss"] for each in both))
+        return is_same(*held_out), is_same(*(each.run.series["loss"] for each in both))
 
-    def logged_all(self) -> bool:
-        return max(self.run.series["loss"]) >= self.last_logged
+    def logged_all(self, settings: Settings) -> bool:
+        """Whether its training losses go on until the last step, but for one logging interval."""
+        steps = sorted(self.run.series["loss"])
+        interval = max(np.diff(steps), default=1)
+        return bool(settings.steps - steps[-1] < interval)
 
     def non_finite(self) -> str | None:
         for step, found in sorted(self.held_out.items()):
@@ -75,10 +76,9 @@ class ArmRun:
         missed = [step for step in expected if step not in self.held_out]
         if missed:
             yield f"no evaluation at step {missed[0]}, of {settings.steps} steps"
-        if not self.logged_all():
+        if not self.logged_all(settings):
             last = max(self.run.series["loss"])
-            others = f"those of another arm at {self.last_logged}"
-            yield f"its training losses end at step {last}, {others}"
+            yield f"its training losses end at step {last}, of {settings.steps} steps"
 
     def unusable(self, settings: Settings) -> Iterator[str]:
         """What keeps the arm from being judged, whatever it is compared with."""
@@ -153,7 +153,7 @@ class Judgment:
             return f"differs from {self.reference.name} only where it is not finite: {found}"
         if found:
             return f"differs from {self.reference.name}: {found}"
-        if self.run.has_losses_of(self.reference):
+        if all(self.run.has_losses_of(self.reference)):
             return f"has the losses of {self.reference.name} at every step"
         return f"cannot be told from {self.reference.name}"
 
@@ -196,6 +196,8 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     result = Judgment(run, reference, steps, arms_for_noise(bf16, steps))
     result.unjudged += run.unusable(settings)
     result.unjudged += [f"{reference.name}: {why}" for why in reference.incomplete(settings)]
+    if fault := reference.non_finite():
+        result.unjudged.append(f"{reference.name}: {fault}")
     if not steps.size:
         result.unjudged.append(f"no evaluation after warm-up in common with {reference.name}")
         return result

@@ -39,7 +39,14 @@ def with_bars(judged: list[Any]) -> Any:
 
     Those of a perturbed bf16 arm are computed without it.
     """
-    return max(judged, key=lambda each: (each.run.arm.role in ("fp8", "control"), len(each.steps)))
+    return max(
+        judged,
+        key=lambda each: (
+            bool(each.measures),
+            each.run.arm.role in ("fp8", "control"),
+            len(each.steps),
+        ),
+    )
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -107,6 +114,8 @@ def measured(
     for name, each in arms.items():
         if name not in {BASELINE, *curves}:
             steps = np.array([step for step in widest.steps if step in each.held_out])
+            if not steps.size:
+                continue
             values = getattr(Differences(each.held_out, base, steps), measure.quantity)
             curves[name] = steps, values
     for name in sorted(curves, key=list(arms).index):

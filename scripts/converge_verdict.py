@@ -58,7 +58,7 @@ from tables import Row, markdown_table, text_table
 from titan_logs import InputError, read_run
 
 
-def read_arms(results: Path) -> dict[str, ArmRun]:
+def read_arms(results: Path, settings: Settings) -> dict[str, ArmRun]:
     """The arms that have evaluations.
 
     Raises:
@@ -81,13 +81,10 @@ def read_arms(results: Path) -> dict[str, ArmRun]:
         )
         for name, held_out in found.items()
     }
-    last_logged = max(max(each.run.series["loss"]) for each in arms.values())
-    for each in arms.values():
-        each.last_logged = last_logged
-    for first, second in combinations(arms.values(), 2):
-        # An arm that ended early says too little: at the first steps arms may be equal.
-        whole = first.held_out.keys() == second.held_out.keys() and second.logged_all()
-        if whole and second.arm.role != "resumed" and second.has_losses_of(first):
+    whole = [each for each in arms.values() if not list(each.incomplete(settings))]
+    for first, second in combinations(whole, 2):
+        # Arms that ended early say too little: at the first steps arms may be equal.
+        if second.arm.role != "resumed" and any(second.has_losses_of(first)):
             second.equal_to = second.equal_to or first.name
     return arms
 
@@ -121,16 +118,15 @@ def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
     They judge FP8 arms and those with random errors. There are none with fewer than FEWEST_ARMS
     such bf16 arms, or if every bf16 arm has this order.
     """
-    bf16 = bf16_arms(arms)
+    bf16 = [each for each in bf16_arms(arms) if not faults_of_bf16(each, settings)]
     same = [each for each in bf16 if not each.arm.reordered]
     if FEWEST_ARMS <= len(same) < len(bf16):
         for name, each in arms.items():
             if each.arm.role in ("fp8", "errors"):
                 judged = judge(each, arms[BASELINE], same, settings)
-                if judged.unjudged or not judged.knows_noise():
-                    continue
                 found = "; ".join(judged.faults) or "no difference"
-                yield f"note  {name}, by the noise of bf16 arms with the same order: {found}"
+                if not judged.unjudged:
+                    yield f"note  {name}, by the noise of bf16 arms with the same order: {found}"
 
 
 def training_losses(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
@@ -143,19 +139,19 @@ def training_losses(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str
     gaps = [
         f"{name} {compare(base, each.run, last).decisive:+.3f} %"
         for name, each in arms.items()
-        if name != BASELINE and not each.arm.reordered and each.logged_all()
+        if name != BASELINE and not each.arm.reordered and each.logged_all(settings)
     ]
-    if gaps and arms[BASELINE].logged_all():
+    if gaps and arms[BASELINE].logged_all(settings):
         yield f"training loss over the last half against {BASELINE}'s: {', '.join(gaps)}"
 
 
 def summary(judged: list[Judgment]) -> list[Row]:
     """One row for each arm, with each quantity where it is worst."""
-    columns = converge_plot.with_bars(judged)
+    columns = dict.fromkeys(str(measure) for each in judged for measure in each.measures)
+    columns |= dict.fromkeys(str(average) for each in judged for average in each.averages)
     rows = []
     for each in judged:
-        row: Row = {"arm": each.run.name, "against": each.reference.name}
-        row |= dict.fromkeys(map(str, [*columns.measures, *columns.averages]))
+        row: Row = {"arm": each.run.name, "against": each.reference.name} | columns
         for measure in each.measures:
             at = measure.worst()
             row[str(measure)] = f"{measure.values[at]:+.3f} of {measure.bars[at]:.3f}"
@@ -207,10 +203,8 @@ def report(results: Path) -> bool:
     settings = read_settings(results)
     if settings is None:
         raise InputError(f"{results} has no experiment: converge.sh makes one")
-    arms = read_arms(results)
+    arms = read_arms(results, settings)
     judged = list(judgments(arms, settings))
-    if not judged:
-        raise InputError(f"{results} has only bf16 arms: nothing to judge")
     lines = list(notes(results, arms, judged, settings))
     missing = [name for name in ARMS if (results / name).is_dir() and name not in arms]
     lines += [f"FAIL  {name}: no evaluation" for name in missing]
@@ -219,15 +213,18 @@ def report(results: Path) -> bool:
         faults = faults_of_bf16(each, settings)
         lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
         passed = passed and not faults
+    if not judged and passed:
+        raise InputError(f"{results} has only bf16 arms: nothing to judge")
     for each in judged:
         lines.append(f"{each.mark()}  {each.run.name}: {each.finding()}")
         passed = passed and each.passes()
     lines += [*same_order(arms, settings), *training_losses(arms, settings)]
-    tables = [by_step(arms, judged), summary(judged)]
+    tables = [by_step(arms, judged), summary(judged)] if judged else []
     print(*map(text_table, tables), "\n".join(lines), sep="\n\n")
     listed = "\n".join(f"- {line}" for line in lines)
     (results / "verdict.md").write_text("\n\n".join([*map(markdown_table, tables), listed]) + "\n")
-    converge_plot.draw(arms, judged, results / "verdict.png")
+    if judged:
+        converge_plot.draw(arms, judged, results / "verdict.png")
     return passed
 
 

@@ -282,6 +282,12 @@ def test_without_checkpoints_every_arm_starts_anew(root, run):
         (["--", "--validation.freq", "0"], "100 steps are no multiple of validation.freq = 0"),
         (["--", "--validation.freq", "-20"], "100 steps are no multiple of validation.freq = -20"),
         (["--out", "configs/m.toml"], "--out"),
+        (["--", "--checkpoint.no_enable"], "use --no-checkpoints"),
+        (
+            ["--", "--job.custom_config_module", "titan_fp8.plugin"]
+            + ["--model.converters", "quantize.linear.titanfp8"],
+            "there is no 'quantize.linear.titanfp8'",
+        ),
         (["--arms", "bf16,bf16_rounding"], "bf16_rounding needs training.dtype = 'bfloat16'"),
         (
             ["--arms", "bf16,bf16_resumed", "--", "--checkpoint.interval", "60"],

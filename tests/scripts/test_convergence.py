@@ -1,5 +1,6 @@
 """The verdict on a convergence experiment, from curves whose gaps and trends are known."""
 
+import json
 import shutil
 
 import converge_verdict
@@ -283,7 +284,7 @@ def test_training_losses_that_end_early_fail(results, judge, name):
     losses = {step: 5 - step / 1000 for step in EVALUATIONS[:4]}
     dump(results, name, losses)
     status, text = judge()
-    fault = "its training losses end at step 400, those of another arm at 1200"
+    fault = "its training losses end at step 400, of 1200 steps"
     assert status == 1 and f"FAIL  {name}: " in text and fault in text
 
 
@@ -328,6 +329,54 @@ def test_text_that_was_read_twice_is_reported(results, judge):
     write_arm(results, "blockwise")
     (results / "blockwise/train.log").write_text("Dataset c4_test is being re-looped\n")
     assert "blockwise read some text more than once" in judge()[1]
+
+
+@pytest.mark.parametrize("whole", ["blockwise", "bf16_ulp", "blockwise_resumed"])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_arms_that_end_early_leave_a_plot(results, judge, monkeypatch, whole, count):
+    """At step 100 in warm-up, or after it; the others are shown."""
+    monkeypatch.undo()
+    for name in ("bf16_order", "blockwise", "rowwise", "control"):
+        write_arm(results, name, steps=EVALUATIONS[:count])
+    write_arm(results, whole)
+    if whole == "blockwise_resumed":
+        write_arm(results, "blockwise")
+        (results / "blockwise_resumed/killed").touch()
+    status, text = judge()
+    assert status == 1 and f"ok    {whole}: " in text
+    assert (results / "verdict.png").exists()
+
+
+@pytest.mark.parametrize("name", ["bf16", "blockwise"])
+def test_a_reference_with_nan_is_named(results, judge, name):
+    write_arm(results, "blockwise")
+    write_arm(results, "control", 2.0)
+    write_arm(results, "blockwise_resumed")
+    (results / "blockwise_resumed/killed").touch()
+    write_arm(results, name, [0.0] * 11 + [NAN])
+    status, text = judge()
+    reason = f"not judged: {name}: held-out loss is nan at step 1200"
+    judged_by_it = ["blockwise", "control"] if name == "bf16" else ["blockwise_resumed"]
+    assert status == 1 and all(f"FAIL  {arm}: {reason}" in text for arm in judged_by_it)
+
+
+def test_only_broken_arms_are_named(results, judge):
+    write_arm(results, "bf16_ulp", steps=EVALUATIONS[:8])
+    status, text = judge()
+    assert status == 1 and "FAIL  bf16_ulp: no evaluation at step 900, of 1200 steps" in text
+    (results / "rowwise").mkdir()
+    write_arm(results, "bf16_ulp")
+    status, text = judge()
+    assert status == 1 and "FAIL  rowwise: no evaluation" in text
+
+
+def test_an_unconverted_arm_is_found_without_the_first_evaluation(results, judge):
+    shutil.copytree(results / "bf16", results / "rowwise")
+    file = results / "bf16/held_out.jsonl"
+    first = json.dumps({"step": 1, "loss": 9.0, "accuracy": 0.0, "experts": [[1] * 4] * 2})
+    file.write_text(first + "\n" + file.read_text())
+    status, text = judge()
+    assert status == 1 and "FAIL  rowwise: not judged: equal to bf16 at every step" in text
 
 
 def test_the_plots_are_drawn(results, monkeypatch):
