@@ -20,7 +20,8 @@ class ColumnsBuffer:
     backward, and may keep it if a unit has several modules and only some of them run. It also keeps
     a weight that is prefetched once more after the unit's forward, as torchtitan's multi-token
     prediction does, if no other forward of the unit follows. So in training, the gathers after a
-    unit's first forward move both layouts until a backward.
+    unit's first forward, which may be one of an evaluation, move both layouts until the end of a
+    backward of the model.
     """
 
     def __init__(self, unit: FSDPParamGroup, param: FSDPParam):

@@ -52,8 +52,11 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
 
     Not supported: `fully_shard` with an integer `reshard_after_forward`, with `ignored_params` of a
     compiled layer, or not called at all before a layer is compiled; and compiled autograd.
-    torchtitan does none of these, except that its SimpleFSDP and AutoParallel never call
-    `fully_shard`. The adapter for 0.2 leaves their models alone.
+    torchtitan does none of these, except that its SimpleFSDP, AutoParallel and graph_trainer never
+    call `fully_shard`. The adapters leave their models alone.
+
+    Rowwise weights are not gathered for backward, which is an error there, if a unit is prefetched
+    after its forward in eval mode, or while a second forward of the model waits for its backward.
 
     Args:
         model: before FSDP2, tensor or expert parallelism is applied, on any device.

@@ -1,4 +1,4 @@
-"""Models that the converters refuse, or convert in part only."""
+"""Models that the converters refuse, or whose weights are not gathered in FP8."""
 
 import pytest
 from torchtitan.components.lora import LoRAConverter

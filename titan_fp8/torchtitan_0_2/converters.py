@@ -110,9 +110,12 @@ class _Converter(QuantizationConverter):
 
     def check_health(self) -> None:
         """ValueError for health of a model whose weights are gathered whenever they are read."""
+        dims = self.parallel_dims
+        if not (self.without_fsdp2 and (dims.fsdp_enabled or dims.dp_replicate_enabled)):
+            return
         quantize = self.job_config.quantize
         for name, section in ((LINEAR, quantize.linear), (GROUPED_MM, quantize.grouped_mm)):
-            if self.without_fsdp2 and (freq := section.titan_fp8.health_freq):
+            if freq := section.titan_fp8.health_freq:
                 raise ValueError(
                     f"[{name}] health_freq = {freq}: with model.name = "
                     f"{self.job_config.model.name!r} it must be 0, because the model does not use "

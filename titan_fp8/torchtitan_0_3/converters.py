@@ -191,7 +191,7 @@ def check_model(
     model: Module.Config,
     settings: FP8LinearConverter.Config | FP8GroupedExpertsConverter.Config,
 ) -> None:
-    """Checks that this model can be converted as `settings` say.
+    """Checks that this model can be converted as `settings` say; warns of what changes nothing.
 
     Raises:
         ValueError: it has been converted by LoRA, whose frozen parameters a conversion would train;
@@ -221,7 +221,8 @@ def check_model(
 
 def uses_fsdp2(model: Module.Config) -> bool:
     """Whether torchtitan shards this model by FSDP2, if the plan shards it."""
-    return not type(model).__module__.startswith("torchtitan.experiments.graph_trainer")
+    modules = [each.__module__ for each in type(model).__mro__]
+    return not any(each.startswith("torchtitan.experiments.graph_trainer") for each in modules)
 
 
 def _seeing_fp8(has_quantization: Callable[..., bool]) -> Callable[..., bool]:
