@@ -165,14 +165,16 @@ def kill_if_due(experiment: Experiment, job: Job) -> None:
         job.kill()
 
 
-def run(experiment: Experiment, names: list[str], deadline: float) -> list[str]:
-    """Runs arms until all are finished; returns those that failed.
+def run(
+    experiment: Experiment, names: list[str], groups: list[tuple[str, ...]], deadline: float
+) -> list[str]:
+    """Runs arms, each on a group of GPUs, until all are finished; returns those that failed.
 
     Raises:
         Failure: the deadline came first.
     """
     queue = [name for name in names if not experiment.is_done(name)]
-    free, jobs, failed = slots(experiment.ranks), [], []
+    free, jobs, failed = list(groups), [], []
     places, reported = len(free), 0.0
     try:
         while queue or jobs:
@@ -258,14 +260,14 @@ def main(argv: list[str] | None = None) -> int:
     deadline = time.monotonic() + 60 * args.minutes
     try:
         experiment = read_experiment(args)
-        slots(experiment.ranks)
+        groups = slots(experiment.ranks)
         with opened(experiment):
             for name in missing_references(experiment, args.arms):
                 print(f"== the verdict also needs the arm {name}", flush=True)
             if experiment.checkpoints:
                 for perturbed in sorted({ARMS[name].perturbed for name in args.arms}):
                     make_seed(experiment, devices(), perturbed)
-            if failed := run(experiment, args.arms, deadline):
+            if failed := run(experiment, args.arms, groups, deadline):
                 raise Failure(f"failed: {', '.join(failed)}")
     except (BadArguments, InputError) as error:
         print(f"converge: error: {error}", file=sys.stderr)

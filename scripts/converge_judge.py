@@ -88,6 +88,12 @@ class ArmRun:
         if self.arm.role == "resumed" and not self.killed:
             yield "was never killed, so nothing was resumed"
 
+    def faults(self, settings: Settings) -> Iterator[str]:
+        """What keeps other arms from being judged by this one."""
+        yield from self.unusable(settings)
+        if fault := self.non_finite():
+            yield fault
+
 
 def is_same(ours: dict[int, float], theirs: dict[int, float]) -> bool:
     common = [step for step in ours.keys() & theirs.keys() if step > 1]
@@ -195,9 +201,7 @@ def judge(run: ArmRun, reference: ArmRun, bf16: list[ArmRun], settings: Settings
     steps = np.array(sorted(step for step in common if step > settings.warmup), dtype=int)
     result = Judgment(run, reference, steps, arms_for_noise(bf16, steps))
     result.unjudged += run.unusable(settings)
-    result.unjudged += [f"{reference.name}: {why}" for why in reference.incomplete(settings)]
-    if fault := reference.non_finite():
-        result.unjudged.append(f"{reference.name}: {fault}")
+    result.unjudged += [f"{reference.name}: {fault}" for fault in reference.faults(settings)]
     if not steps.size:
         result.unjudged.append(f"no evaluation after warm-up in common with {reference.name}")
         return result

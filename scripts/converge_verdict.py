@@ -81,7 +81,7 @@ def read_arms(results: Path, settings: Settings) -> dict[str, ArmRun]:
         )
         for name, held_out in found.items()
     }
-    whole = [each for each in arms.values() if not list(each.incomplete(settings))]
+    whole = [each for each in arms.values() if not any(each.incomplete(settings))]
     for first, second in combinations(whole, 2):
         # Arms that ended early say too little: at the first steps arms may be equal.
         if second.arm.role != "resumed" and any(second.has_losses_of(first)):
@@ -93,17 +93,12 @@ def bf16_arms(arms: dict[str, ArmRun]) -> list[ArmRun]:
     return [each for each in arms.values() if each.arm.role in ("baseline", "bf16")]
 
 
-def faults_of_bf16(run: ArmRun, settings: Settings) -> list[str]:
-    """What keeps a bf16 arm from showing how far apart equally good runs are."""
-    return [*run.unusable(settings), *filter(None, [run.non_finite()])]
-
-
 def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]:
     bf16 = bf16_arms(arms)
     for name, each in arms.items():
         if each.arm.role in ("fp8", "errors", "control"):
             yield judge(each, arms[BASELINE], bf16, settings)
-        elif (each.arm.perturbed or each.arm.rounding) and not faults_of_bf16(each, settings):
+        elif (each.arm.perturbed or each.arm.rounding) and not any(each.faults(settings)):
             others = [other for other in bf16 if other is not each]
             yield judge(each, arms[BASELINE], others, settings)
         elif each.arm.twin in arms:
@@ -118,7 +113,7 @@ def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
     They judge FP8 arms and those with random errors. There are none with fewer than FEWEST_ARMS
     such bf16 arms, or if every bf16 arm has this order.
     """
-    bf16 = [each for each in bf16_arms(arms) if not faults_of_bf16(each, settings)]
+    bf16 = [each for each in bf16_arms(arms) if not any(each.faults(settings))]
     same = [each for each in bf16 if not each.arm.reordered]
     if FEWEST_ARMS <= len(same) < len(bf16):
         for name, each in arms.items():
@@ -210,7 +205,7 @@ def report(results: Path) -> bool:
     lines += [f"FAIL  {name}: no evaluation" for name in missing]
     passed = not missing
     for each in bf16_arms(arms):
-        faults = faults_of_bf16(each, settings)
+        faults = list(each.faults(settings))
         lines += [f"FAIL  {each.name}: {fault}" for fault in faults]
         passed = passed and not faults
     if not judged and passed:

@@ -24,8 +24,8 @@ def test_a_resumed_arm_repeats_evaluations(results):
         '{"step": 1, "loss": 2}',
         "[]",
         '{"step": 1, "loss": 2, "accuracy": 0, "experts": 5}',
-    ]
-    + ['{"step": 1, "loss": null, "accuracy": 0, "experts": []}'],
+        '{"step": 1, "loss": null, "accuracy": 0, "experts": []}',
+    ],
 )
 def test_a_broken_line_is_an_error(results, judge, line):
     write_arm(results, "blockwise")

@@ -85,8 +85,7 @@ class FP8LinearConverter(QuantizationConverter):
                 emulate=config.emulate,
             )
         log_conversion("linears", config.recipe, report)
-        if config.fsdp_all_gather and config.recipe != BF16 and uses_fsdp2(model_config):
-            log_gathers(LINEAR, fsdp.gather_in_fp8(model_config, report))
+        gather_in_fp8(LINEAR, config, model_config, report)
         if config.health_freq and report.converted:
             health.observe(model_config, report, config.health_freq)
         share_attention_inputs(model_config)
@@ -151,8 +150,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                 model_config, recipe=config.recipe, fqns=config.fqns, emulate=config.emulate
             )
         log_conversion("grouped experts", config.recipe, report)
-        if config.fsdp_all_gather and config.recipe != BF16 and uses_fsdp2(model_config):
-            log_gathers(EXPERTS, fsdp.gather_in_fp8(model_config, report))
+        gather_in_fp8(EXPERTS, config, model_config, report)
         if config.health_freq and report.converted:
             health.observe(model_config, report, config.health_freq)
         return model_config
@@ -168,6 +166,9 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                 f'titan_fp8: {EXPERTS}: permutation = "gather" changes nothing: no MoE layer of '
                 "this model uses torchtitan's AllToAllTokenDispatcher"
             )
+
+
+Settings = FP8LinearConverter.Config | FP8GroupedExpertsConverter.Config
 
 
 def prepare(recipe: str, emulate: bool) -> None:
@@ -187,11 +188,8 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
-def check_model(
-    model: Module.Config,
-    settings: FP8LinearConverter.Config | FP8GroupedExpertsConverter.Config,
-) -> None:
-    """Checks that this model can be converted as `settings` say; warns of what changes nothing.
+def check_model(model: Module.Config, settings: Settings) -> None:
+    """Checks that this model can be converted as `settings` say.
 
     Raises:
         ValueError: it has been converted by LoRA, whose frozen parameters a conversion would train;
@@ -211,11 +209,6 @@ def check_model(
         raise ValueError(
             f"health_freq = {settings.health_freq}: it must be 0 for models of "
             "torchtitan.experiments.graph_trainer, which do not use FSDP2"
-        )
-    if settings.fsdp_all_gather and not uses_fsdp2(model):
-        logger.warning(
-            "titan_fp8: fsdp_all_gather = True changes nothing: models of "
-            "torchtitan.experiments.graph_trainer do not use FSDP2"
         )
 
 
@@ -237,7 +230,19 @@ def _seeing_fp8(has_quantization: Callable[..., bool]) -> Callable[..., bool]:
     return has_quantization_or_fp8
 
 
-def log_gathers(converter: str, report: ConversionReport) -> None:
+def gather_in_fp8(
+    converter: str, settings: Settings, model: Module.Config, converted: ConversionReport
+) -> None:
+    """Makes FSDP2 gather the converted weights in FP8, if `settings` say so, and logs a report."""
+    if not settings.fsdp_all_gather or settings.recipe == BF16:
+        return
+    if not uses_fsdp2(model):
+        logger.warning(
+            "titan_fp8: fsdp_all_gather = True changes nothing: models of "
+            "torchtitan.experiments.graph_trainer do not use FSDP2"
+        )
+        return
+    report = fsdp.gather_in_fp8(model, converted)
     left = f", in high precision:\n{ConversionReport(left=report.left)}" if report.left else ""
     logger.info(
         f"titan_fp8: {converter}: FSDP2 gathers the weights of {len(report.converted)} modules in "
