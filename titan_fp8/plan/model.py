@@ -32,7 +32,7 @@ from titan_fp8.plan.batches import Batches, check_divisible, read_batches
 from titan_fp8.plan.checkpointing import block_of, repeated_shares, with_repeats
 from titan_fp8.plan.run import Layer, Run, sharing_inputs
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
@@ -214,8 +214,8 @@ def _layer(
 def _permutation(config: Any) -> str:
     if GROUPED_MM not in config.model.converters:
         return "host"
-    linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
-    return permutation_of(grouped.permutation, grouped.recipe or linear.recipe)
+    permutation = config.quantize.grouped_mm.titan_fp8.permutation
+    return permutation_of(permutation, experts_recipe(config.quantize))
 
 
 def _shapes(model: nn.Module, dim: int) -> Iterator[tuple[str, torch.Size, int]]:
@@ -259,7 +259,7 @@ def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
         report.left += done.left
         fuse_feed_forwards(model)
     if GROUPED_MM in config.model.converters:
-        recipe = grouped.recipe or linear.recipe
+        recipe = experts_recipe(config.quantize)
         done = convert_experts(model, recipe=recipe, fqns=grouped.fqns)
         report.converted += done.converted
         report.left += done.left

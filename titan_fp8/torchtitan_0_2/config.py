@@ -157,6 +157,11 @@ class Quantize:
     grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
 
 
+def experts_recipe(quantize: Any) -> str:
+    """The recipe of experts; by default that of linears. `quantize` is that of the JobConfig."""
+    return quantize.grouped_mm.titan_fp8.recipe or quantize.linear.titan_fp8.recipe
+
+
 @dataclass
 class JobConfig:
     """What torchtitan merges into its own JobConfig."""

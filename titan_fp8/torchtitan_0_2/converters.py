@@ -33,7 +33,7 @@ from titan_fp8.torchtitan_0_2 import (
     token_exchange,
 )
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.moe import route_by_gathers
@@ -182,7 +182,7 @@ class GroupedMMConverter(_Converter):
 
     def convert(self, model: nn.Module) -> None:
         section = self.job_config.quantize.grouped_mm.titan_fp8
-        recipe = section.recipe or self.job_config.quantize.linear.titan_fp8.recipe
+        recipe = experts_recipe(self.job_config.quantize)
         self.prepare(recipe, section.emulate)
         with errors_prefixed(f"[{GROUPED_MM}]"):
             report = convert_experts(
