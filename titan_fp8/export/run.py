@@ -14,6 +14,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import RECIPES
+from titan_fp8.torchtitan_0_2.config import experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
@@ -42,7 +43,8 @@ class Run:
         flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
-        quantized: those that are exported in FP8, as a run with this config would convert them.
+        quantized: those that are exported in FP8, as a run with this config would convert them if
+            both recipes were FP8.
         buffers: names of tensors that are no parameters and keep their dtype.
         dtype: in which the run computes, and of exported tensors that are not quantized.
         scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
@@ -74,8 +76,8 @@ class Run:
         assert isinstance(model, nn.Module)
         self.state: dict[str, Tensor] = model.state_dict()
         self.buffers = {name for name, _ in model.named_buffers()}
-        self.scale_fmt = self._read_recipe(config)
         self._read_modules(config, model)
+        self.scale_fmt = self._read_recipes(config)
         self._read_tokenizer(Path(config.model.hf_assets_path))
 
     @property
@@ -92,18 +94,6 @@ class Run:
                 "so the model cannot be exported"
             ) from None
 
-    def _read_recipe(self, config: Any) -> str:
-        linear = _section(config, "linear")
-        name = linear.recipe if linear is not None else "blockwise"
-        recipe = RECIPES.get(name)  # None is "bf16"
-        if recipe is not None and recipe.has_weight_blocks:
-            return recipe.scale_fmt
-        self.warnings.append(
-            f'the run has recipe "{name}", whose GEMMs did not read weights quantized in 128x128 '
-            "blocks: compare the exported model's loss with the run's"
-        )
-        return "fp32"
-
     def _read_modules(self, config: Any, model: nn.Module) -> None:
         """Converts the model, to see which modules are converted."""
         linears = [name for name, m in model.named_modules() if type(m) is nn.Linear]
@@ -118,6 +108,37 @@ class Run:
         names = {name for name, module in model.named_modules() if isinstance(module, converted)}
         self.linears = self._weights({*linears, *experts})
         self.quantized = self._weights(names)
+
+    def _read_recipes(self, config: Any) -> str:
+        """The format of the scales. Warns of recipes whose GEMMs read other weights.
+
+        Only recipes of weights in `quantized` count, and of converters that the run has.
+        """
+        kinds = {"experts" if self.state[name].dim() == 3 else "linears" for name in self.quantized}
+        users: dict[str, list[str]] = {}
+        if "linears" in kinds and (section := _section(config, "linear")) is not None:
+            users[section.recipe] = ["linears"]
+        if "experts" in kinds and _section(config, "grouped_mm") is not None:
+            users.setdefault(experts_recipe(config.quantize), []).append("experts")
+
+        uses, formats = [], set()
+        compare = "compare the exported model's loss with the run's"
+        for name, modules in users.items():
+            uses.append(f'"{name}" for {" and ".join(modules)}')
+            recipe = RECIPES.get(name)  # None is "bf16"
+            if recipe is not None and recipe.has_weight_blocks:
+                formats.add(recipe.scale_fmt)
+            else:
+                self.warnings.append(
+                    f"the run has recipe {uses[-1]}, whose GEMMs did not read weights quantized in "
+                    f"128x128 blocks: {compare}"
+                )
+        if len(formats) > 1:
+            self.warnings.append(
+                f"the run has recipes {' and '.join(uses)}, whose scales have different formats, "
+                f"and an export has one: all its scales are FP32; {compare}"
+            )
+        return formats.pop() if len(formats) == 1 else "fp32"
 
     def _weights(self, modules: set[str]) -> set[str]:
         return {

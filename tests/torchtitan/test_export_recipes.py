@@ -1,0 +1,81 @@
+"""The export reads the recipes of linears and of experts, and warns of what it does not keep."""
+
+from pathlib import Path
+
+import pytest
+import titan
+from exports import MODELS, fp8_weights
+
+from titan_fp8.export.run import Run
+
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+COMPARE = "compare the exported model's loss with the run's"
+NO_BLOCKS = (
+    'the run has recipe "{}" for {}, whose GEMMs did not read weights quantized in 128x128 blocks: '
+    + COMPARE
+)
+FORMATS = (
+    'the run has recipes "{}" for linears and "{}" for experts, whose scales have different '
+    "formats, and an export has one: all its scales are FP32; " + COMPARE
+)
+
+
+def run_of(
+    folder: Path, text: Path, model: str, linear: str, experts: str | None, *flags: object
+) -> Run:
+    """A run with both converters; `linear` and `experts` are their recipes."""
+    name, flavor = MODELS[model]
+    flags = ("--quantize.linear.titan_fp8.recipe", linear, *flags)
+    if experts is not None:
+        flags += ("--quantize.grouped_mm.titan_fp8.recipe", experts)
+    job = titan.toml(name, titan.BOTH, flavor)
+    return Run(titan.parse(folder, job, *titan.training(text, folder), *flags))
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "linear, experts, scale_fmt, warnings",
+    [
+        ("blockwise", None, "fp32", []),
+        ("blockwise_pow2", None, "ue8m0", []),
+        ("rowwise", None, "fp32", [NO_BLOCKS.format("rowwise", "linears and experts")]),
+        ("bf16", None, "fp32", [NO_BLOCKS.format("bf16", "linears and experts")]),
+        ("blockwise", "rowwise", "fp32", [NO_BLOCKS.format("rowwise", "experts")]),
+        ("blockwise", "bf16", "fp32", [NO_BLOCKS.format("bf16", "experts")]),
+        ("blockwise_pow2", "bf16", "ue8m0", [NO_BLOCKS.format("bf16", "experts")]),
+        ("rowwise", "blockwise", "fp32", [NO_BLOCKS.format("rowwise", "linears")]),
+        ("bf16", "blockwise_pow2", "ue8m0", [NO_BLOCKS.format("bf16", "linears")]),
+        (
+            *("rowwise", "bf16", "fp32"),
+            [NO_BLOCKS.format("rowwise", "linears"), NO_BLOCKS.format("bf16", "experts")],
+        ),
+        (
+            *("blockwise", "blockwise_pow2", "fp32"),
+            [FORMATS.format("blockwise", "blockwise_pow2")],
+        ),
+        (
+            *("blockwise_pow2", "blockwise", "fp32"),
+            [FORMATS.format("blockwise_pow2", "blockwise")],
+        ),
+    ],
+)
+def test_recipes_of_linears_and_experts(
+    tmp_path, text, model, linear, experts, scale_fmt, warnings
+):
+    run = run_of(tmp_path, text, model, linear, experts)
+    assert run.scale_fmt == scale_fmt and run.warnings == warnings
+    assert run.quantized == fp8_weights(run)
+
+
+@pytest.mark.parametrize("experts", [None, "rowwise", "blockwise_pow2"])
+def test_the_recipe_of_experts_is_ignored_without_experts(tmp_path, text, experts):
+    run = run_of(tmp_path, text, "qwen3", "blockwise", experts)
+    assert run.scale_fmt == "fp32" and not run.warnings
+
+
+def test_the_recipe_of_linears_is_ignored_if_none_is_quantized(tmp_path, text):
+    left = ("--quantize.linear.titan_fp8.filter_fqns", "attention,gate,output")
+    run = run_of(tmp_path, text, "qwen3_moe", "rowwise", "blockwise_pow2", *left)
+    assert {run.state[name].dim() for name in run.quantized} == {3}
+    assert run.scale_fmt == "ue8m0" and not run.warnings
