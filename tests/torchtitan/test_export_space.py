@@ -1,12 +1,17 @@
-"""The export when the disk is too small."""
+"""The export when the disk is too small, and other failures that leave an incomplete folder."""
 
 import errno
+import os
+import re
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from exports import config_of, write_checkpoint
 
 from titan_fp8.export import exporter
 from titan_fp8.export.exporter import export
+from titan_fp8.export.run import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -32,4 +37,28 @@ def test_a_disk_that_fills_up_leaves_a_folder_that_the_error_names(monkeypatch, 
     monkeypatch.setattr(exporter.files, "write_safetensors", write)
     with pytest.raises(OSError, match=f"OUT = {out} is incomplete, delete it: .*No space left"):
         export(checkpoint, out, config)
+    assert out.exists() and not (out / "config.json").exists()
+
+
+def test_a_nan_leaves_a_folder_that_the_error_names(tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    state = {name: torch.ones(meta.shape) for name, meta in Run(config).state.items()}
+    state["norm.weight"][7] = torch.nan
+    dcp.save(state, checkpoint_id=tmp_path / "step-1")
+    out = tmp_path / "out"
+    message = f"OUT = {out} is incomplete, delete it: norm.weight has NaN or infinite elements"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        export(tmp_path / "step-1", out, config)
+    assert out.exists() and not (out / "config.json").exists()
+
+
+def test_a_damaged_checkpoint_leaves_a_folder_that_the_error_names(tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    os.truncate(checkpoint / "__0_0.distcp", 100)
+    out = tmp_path / "out"
+    message = f"OUT = {out} is incomplete, delete it: CHECKPOINT = {checkpoint}: "
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        export(checkpoint, out, config)
+    assert str(error.value).endswith("a file is missing or damaged; export another step")
     assert out.exists() and not (out / "config.json").exists()

@@ -64,7 +64,7 @@ class Checkpoint:
             summary = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(
                 f"CHECKPOINT = {self.folder}: {what} cannot be read ({summary}): a file is missing "
-                "or damaged; export another step, and to a new folder"
+                "or damaged; export another step"
             ) from error
 
 

@@ -38,6 +38,7 @@ def export(
     Raises:
         ValueError: the model, the checkpoint or a value in `config` cannot be exported.
         OSError: `out` exists or has too little space, or a file cannot be read or written.
+            The messages of both say so if an incomplete `out` is left, as after a NaN was found.
     """
     out = Path(out)
     _check_can_be_created(out)
@@ -58,8 +59,9 @@ def export(
     out.mkdir()
     try:
         _write(out, run, saved, tensors, model_config, shard_bytes, log)
-    except OSError as error:
-        raise OSError(f"OUT = {out} is incomplete, delete it: {error}") from error
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"OUT = {out} is incomplete, delete it: {error}") from error
 
 
 def _write(
