@@ -47,7 +47,7 @@ def warnings_of(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
             "Load the export with software that reads scoring_func, as vLLM does"
         )
     ragged = [
-        t.name for t in tensors if t.quantized and any(n % BLOCK > 0 < n // BLOCK for n in t.shape)
+        t.name for t in tensors if t.quantized and any(n > BLOCK and n % BLOCK for n in t.shape)
     ]
     if ragged:
         found.append(
