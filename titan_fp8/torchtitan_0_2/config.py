@@ -231,7 +231,8 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
             raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
         # A flag that repeats a default leaves no other trace.
         has_flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in args)
-        is_set = section.origin is Origin.FILE or has_flag or section != default
+        # A section of the file differs from the default at least in its origin.
+        is_set = has_flag or section != default
         if is_set and name not in converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {converters} does not list "
