@@ -79,3 +79,15 @@ def test_the_recipe_of_linears_is_ignored_if_none_is_quantized(tmp_path, text):
     run = run_of(tmp_path, text, "qwen3_moe", "rowwise", "blockwise_pow2", *left)
     assert {run.state[name].dim() for name in run.quantized} == {3}
     assert run.scale_fmt == "ue8m0" and not run.warnings
+
+
+@pytest.mark.parametrize(
+    "converters, bf16",
+    [((titan.LINEAR,), "experts"), ((titan.GROUPED_MM,), "linears"), ((), "linears and experts")],
+)
+def test_modules_without_a_converter_ran_in_bf16(tmp_path, text, converters, bf16):
+    name, flavor = MODELS["deepseek_v3"]
+    job = titan.toml(name, converters, flavor)
+    run = Run(titan.parse(tmp_path, job, *titan.training(text, tmp_path)))
+    assert run.warnings == [NO_BLOCKS.format("bf16", bf16)]
+    assert run.quantized == fp8_weights(run)

@@ -14,8 +14,9 @@ gets what `transformers` loads:
 The FP8 weights are those that the GEMMs of a blockwise run read, unless tensor parallelism cuts the
 blocks: they are rounded to the run's `training.mixed_precision_param`, as FSDP2 and autocast do,
 and then quantized by `titan_fp8.reference.quantize_128x128`. The same modules as in training stay
-in high precision. Weights that training did not quantize in such blocks because of a `recipe`,
-rowwise or bf16, of linears or of experts, are quantized all the same, with a warning.
+in high precision because of `filter_fqns` or `fqns`. Weights that training did not quantize in such
+blocks because of a `recipe`, rowwise or bf16, or without a converter, are quantized all the same,
+with a warning.
 
 `exporter.py` runs the export. `run.py` finds out which model the run has, and `tensors.py` which
 tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files.py` writes, and

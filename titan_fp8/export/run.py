@@ -13,7 +13,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
-from titan_fp8.recipe import RECIPES
+from titan_fp8.recipe import BF16, RECIPES
 from titan_fp8.torchtitan_0_2.config import experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
@@ -112,14 +112,17 @@ class Run:
     def _read_recipes(self, config: Any) -> str:
         """The format of the scales. Warns of recipes whose GEMMs read other weights.
 
-        Only recipes of weights in `quantized` count, and of converters that the run has.
+        Only recipes of weights in `quantized` count. Modules without a converter ran in bf16.
         """
         kinds = {"experts" if self.state[name].dim() == 3 else "linears" for name in self.quantized}
+        linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
+        recipes = {
+            "linears": BF16 if linear is None else linear.recipe,
+            "experts": BF16 if grouped is None else experts_recipe(config.quantize),
+        }
         users: dict[str, list[str]] = {}
-        if "linears" in kinds and (section := _section(config, "linear")) is not None:
-            users[section.recipe] = ["linears"]
-        if "experts" in kinds and _section(config, "grouped_mm") is not None:
-            users.setdefault(experts_recipe(config.quantize), []).append("experts")
+        for kind in sorted(kinds, reverse=True):
+            users.setdefault(recipes[kind], []).append(kind)
 
         uses, formats = [], set()
         compare = "compare the exported model's loss with the run's"
