@@ -96,15 +96,16 @@ def bf16_arms(arms: dict[str, ArmRun]) -> list[ArmRun]:
 def judgments(arms: dict[str, ArmRun], settings: Settings) -> Iterator[Judgment]:
     bf16 = bf16_arms(arms)
     for name, each in arms.items():
-        if each.arm.role in ("fp8", "errors", "control"):
+        role, twin = each.arm.role, each.arm.twin
+        if role in ("fp8", "errors", "control"):
             yield judge(each, arms[BASELINE], bf16, settings)
-        elif (each.arm.perturbed or each.arm.rounding) and not any(each.faults(settings)):
+        elif role == "bf16" and not each.arm.reordered and not any(each.faults(settings)):
             others = [other for other in bf16 if other is not each]
             yield judge(each, arms[BASELINE], others, settings)
-        elif each.arm.twin in arms:
-            yield judge(each, arms[each.arm.twin], bf16, settings)
-        elif each.arm.twin:
-            raise InputError(f"{name} has no twin: the arm {each.arm.twin!r} has no evaluation")
+        elif role == "resumed":
+            if twin not in arms:
+                raise InputError(f"{name} has no twin: the arm {twin!r} has no evaluation")
+            yield judge(each, arms[twin], bf16, settings)
 
 
 def same_order(arms: dict[str, ArmRun], settings: Settings) -> Iterator[str]:
