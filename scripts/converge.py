@@ -10,7 +10,8 @@ one after the other, with FP8 emulated. FLAGs are passed to torchtitan, in every
 Results are in outputs/converge/MODEL or DIR: a folder for each arm with its log, TensorBoard events
 and held_out.jsonl, and the verdict of converge_verdict.py. The same command continues where it was
 stopped: finished arms are not run again, and others resume from their last checkpoint.
---minutes stops it after that time. The checkpoints of a finished arm are deleted.
+--minutes stops it after that time, and no arm starts later; seed checkpoints, from which arms
+start, are not limited. The checkpoints of a finished arm are deleted.
 
 With --no-checkpoints every arm initializes its weights from the TOML's seed and cannot be resumed:
 for models whose checkpoints take longer than the run.
@@ -171,13 +172,15 @@ def run(
     """Runs arms, each on a group of GPUs, until all are finished; returns those that failed.
 
     Raises:
-        Failure: the deadline came first.
+        Failure: the deadline came first; no arm is started after it.
     """
     queue = [name for name in names if not experiment.is_done(name)]
     free, jobs, failed = list(groups), [], []
     places, reported = len(free), 0.0
     try:
         while queue or jobs:
+            if time.monotonic() > deadline:
+                raise Failure("the time is up: the same command goes on")
             while queue and free:
                 jobs.append(start(experiment, queue.pop(0), free.pop(0)))
                 print(f"== {jobs[-1].name}", *jobs[-1].gpus, flush=True)
@@ -194,8 +197,6 @@ def run(
                 reported = time.monotonic()
                 left = remaining(jobs, len(queue), places, experiment.settings.steps)
                 print(*progress(jobs, experiment.settings.steps), left, flush=True)
-            if time.monotonic() > deadline and jobs:
-                raise Failure("the time is up: the same command goes on")
     finally:
         stop_all(jobs)
     return failed

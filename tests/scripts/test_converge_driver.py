@@ -162,12 +162,20 @@ def test_the_time_limit_stops_all_processes_and_the_next_call_goes_on(root, run,
     monkeypatch.setenv("PAUSE", "60")
     jobs = []
     monkeypatch.setattr(converge, "launch", lambda *args: jobs.append(launch(*args)) or jobs[-1])
-    status, text = run("--arms", "bf16", "--minutes", "0.01")
+    status, text = run("--arms", "bf16", "--minutes", "0.1")
     assert status == 3 and "the time is up" in text and len(jobs) == 2
     assert all(job.process.poll() is not None for job in jobs)
     monkeypatch.setenv("PAUSE", "0")
     assert run("--arms", "bf16")[0] == 0
     assert (results(root) / "bf16/train.log").read_text().count("step: 100 ") == 1
+
+
+def test_no_arm_starts_after_the_time_limit(root, run):
+    status, text = run("--arms", "bf16", "--minutes", "0")
+    assert status == 3 and "the time is up" in text
+    assert calls(root) == ["seed"] and not (results(root) / "bf16").exists()
+    assert run("--arms", "bf16")[0] == 0
+    assert run("--arms", "bf16", "--minutes", "0")[0] == 0  # it is finished
 
 
 def test_unusable_checkpoints_are_dropped(root, run):
