@@ -5,15 +5,13 @@ A shell script takes the place of train.sh: it logs steps and evaluations as a j
 
 import json
 import re
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import converge
 import converge_experiment
 import converge_jobs
 import pytest
-from converge_arms import ARMS, Arm, read_settings
+from converge_arms import read_settings
 
 TOML = """
 [model]
@@ -360,33 +358,3 @@ def test_bad_arguments_are_refused(root, capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         converge.main(arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_remaining_time():
-    jobs = []
-    for step, seconds in ((50, 100.0), (25, 100.0)):
-        job = converge_jobs.Job("a", (), None, Path(), 0, step=step)
-        job.first = (time.monotonic() - seconds, 0)
-        jobs.append(job)
-    # 2 and 4 seconds a step: 300 s until the slower one ends, then one round of 100 steps at 3 s
-    assert converge.remaining(jobs, 2, 2, 100) == "0:10:00 left"
-
-
-def test_an_arm_without_a_logged_step_is_starting():
-    starting = converge_jobs.Job("a", (), None, Path(), 0)
-    assert converge.remaining([starting], 0, 1, 100) == ""
-    _, *arms = converge.progress([starting, replace(starting, name="b", step=7, loss=2.5)], 100)
-    assert arms == [" a starting ", " b 7/100 loss 2.5000 "]
-
-
-def test_every_arm_is_one_change():
-    """From other weights, it is one change of the bf16 arm from these, and repeats another arm."""
-    for name, arm in ARMS.items():
-        assert arm.twin is None or ARMS[arm.twin].recipe == arm.recipe
-        repeated = arm.recipe != "bf16" or arm.converter
-        if repeated and arm.perturbed:
-            assert Arm("bf16", perturbed=arm.perturbed) in ARMS.values()
-            assert replace(arm, perturbed=0) in ARMS.values()
-        others = arm.reordered, arm.rounding
-        assert sum(map(bool, (repeated or arm.perturbed, *others))) <= 1, name
-        assert arm.recipe == "bf16" or not arm.converter, name

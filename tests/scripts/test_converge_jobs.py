@@ -1,13 +1,16 @@
-"""The processes of a convergence experiment."""
+"""The arms and the processes of a convergence experiment."""
 
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import converge
 import converge_jobs
 import pytest
+from converge_arms import ARMS, Arm
 
 
 @pytest.mark.parametrize("flags", [["--debug.deterministic"], ["--debug.seed", "1"]])
@@ -35,3 +38,33 @@ def test_kill_ends_ranks_in_process_groups_of_their_own(tmp_path):
     while any(is_alive(pid) for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_remaining_time():
+    jobs = []
+    for step, seconds in ((50, 100.0), (25, 100.0)):
+        job = converge_jobs.Job("a", (), None, Path(), 0, step=step)
+        job.first = (time.monotonic() - seconds, 0)
+        jobs.append(job)
+    # 2 and 4 seconds a step: 300 s until the slower one ends, then one round of 100 steps at 3 s
+    assert converge.remaining(jobs, 2, 2, 100) == "0:10:00 left"
+
+
+def test_an_arm_without_a_logged_step_is_starting():
+    starting = converge_jobs.Job("a", (), None, Path(), 0)
+    assert converge.remaining([starting], 0, 1, 100) == ""
+    _, *arms = converge.progress([starting, replace(starting, name="b", step=7, loss=2.5)], 100)
+    assert arms == [" a starting ", " b 7/100 loss 2.5000 "]
+
+
+def test_every_arm_is_one_change():
+    """From other weights, it is one change of the bf16 arm from these, and repeats another arm."""
+    for name, arm in ARMS.items():
+        assert arm.twin is None or ARMS[arm.twin].recipe == arm.recipe
+        repeated = arm.recipe != "bf16" or arm.converter
+        if repeated and arm.perturbed:
+            assert Arm("bf16", perturbed=arm.perturbed) in ARMS.values()
+            assert replace(arm, perturbed=0) in ARMS.values()
+        others = arm.reordered, arm.rounding
+        assert sum(map(bool, (repeated or arm.perturbed, *others))) <= 1, name
+        assert arm.recipe == "bf16" or not arm.converter, name
