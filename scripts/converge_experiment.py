@@ -21,7 +21,6 @@ try:
 except ImportError:
     import tomli as tomllib
 
-NO_CHECKPOINTS = {"--checkpoint.no_enable", "--checkpoint.no-enable"}
 CONFIGS = ROOT / "configs/convergence"
 DATA_DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 DEGREES = (*DATA_DEGREES, "tensor_parallel_degree", "pipeline_parallel_degree")
@@ -105,8 +104,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         raise BadArguments(f"{steps} steps are no multiple of validation.freq = {every}")
     if min(config["parallelism"][degree] for degree in DEGREES) < 1:
         raise BadArguments(f"{toml.name} must say every degree of parallelism, not -1")
-    if not args.no_checkpoints and NO_CHECKPOINTS & set(args.flags):
-        raise BadArguments("--checkpoint.no_enable: use --no-checkpoints, before --")
+    if not (args.no_checkpoints or config["checkpoint"]["enable"]):
+        raise BadArguments("checkpoint.enable = false: use --no-checkpoints, before --")
     if config["debug"]["seed"] is None:
         raise BadArguments(
             f"{toml.name} must set debug.seed, or arms would start from other weights"

@@ -24,6 +24,7 @@ steps = 100
 [parallelism]
 data_parallel_shard_degree = 1
 [checkpoint]
+enable = true
 interval = 20
 [validation]
 dataset_path = "text"
@@ -325,6 +326,17 @@ def test_a_reference_that_does_not_run_is_named(root, run):
     assert "the verdict also needs" not in text  # both have run
     text = run("--arms", "bf16,blockwise_resumed", "--out", str(root / "other"))[1]
     assert note.format("blockwise") in text and note.format("bf16") not in text
+
+
+def test_a_toml_without_checkpoints_is_refused(root, run):
+    toml = root / "configs/m.toml"
+    toml.write_text(toml.read_text().replace("enable = true", ""))
+    status, text = run("--arms", "bf16")
+    assert status == 2
+    assert "checkpoint.enable = false: use --no-checkpoints, before --" in text
+    assert run("--arms", "bf16", "--no-checkpoints")[0] == 0
+    flags = ("--out", str(root / "with"), "--", "--checkpoint.enable")
+    assert run("--arms", "bf16", *flags)[0] == 0
 
 
 def test_arms_need_a_seed(root, run):
