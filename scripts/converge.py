@@ -65,7 +65,8 @@ def make_seed(experiment: Experiment, gpus: tuple[str, ...], perturbed: int) -> 
     flags += ["--validation.no_enable"]
     flags += ["--parallelism.expert_parallel_degree", "1", *arm_flags(arm, experiment)]
     flags += [word for degree in DEGREES for word in (f"--parallelism.{degree}", "1")]
-    job = launch(experiment.toml, seed.parents[1], gpus[:1], 1, flags)
+    deterministic = experiment.deterministic
+    job = launch(experiment.toml, seed.parents[1], gpus[:1], 1, flags, deterministic)
     try:
         if job.process.wait():
             raise Failure(f"{tail(job.log)}the seed checkpoint failed: {job.log}")
@@ -111,7 +112,8 @@ def start(experiment: Experiment, name: str, gpus: tuple[str, ...]) -> Job:
         drop_unusable_checkpoints(experiment, name)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-    return launch(experiment.toml, folder, gpus, experiment.ranks, flags)
+    ranks, deterministic = experiment.ranks, experiment.deterministic
+    return launch(experiment.toml, folder, gpus, ranks, flags, deterministic)
 
 
 def drop_unusable_checkpoints(experiment: Experiment, name: str) -> None:

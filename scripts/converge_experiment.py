@@ -51,6 +51,10 @@ class Experiment:
         return ranks_of(self.config)
 
     @property
+    def deterministic(self) -> bool:
+        return self.config["debug"]["deterministic"]
+
+    @property
     def corpus(self) -> Path:
         return Path(self.config["training"]["dataset_path"])
 

@@ -78,18 +78,29 @@ def devices() -> tuple[str, ...]:
     return tuple(visible.split(",")[:count] if visible else map(str, range(count)))
 
 
-def environment(gpus: tuple[str, ...], ranks: int, flags: list[str]) -> dict[str, str]:
+def environment(gpus: tuple[str, ...], ranks: int, deterministic: bool) -> dict[str, str]:
     path = f"{ROOT / 'scripts'}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}"
     env = os.environ | {"PYTHONPATH": path, "TITAN_FP8_PYTHON": sys.executable, "LOG_RANK": "0"}
     env |= {"NGPU": str(ranks), "HF_HUB_OFFLINE": "1"}
-    if "--debug.deterministic" in flags:
+    if deterministic:
         # Or Inductor times variants of a kernel, and a resumed job may choose another one.
         env["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     return env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
 
 
-def launch(toml: Path, folder: Path, gpus: tuple[str, ...], ranks: int, flags: list[str]) -> Job:
-    """Starts a job in a process group of its own; its log is appended to that of the folder."""
+def launch(
+    toml: Path,
+    folder: Path,
+    gpus: tuple[str, ...],
+    ranks: int,
+    flags: list[str],
+    deterministic: bool,
+) -> Job:
+    """Starts a job in a process group of its own; its log is appended to that of the folder.
+
+    Args:
+        deterministic: makes the compiler deterministic, too; `debug.deterministic` of the job.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = [str(ROOT / "scripts/train.sh"), str(toml), "--job.dump_folder"]
     command += [str(folder), *flags]
@@ -101,7 +112,7 @@ def launch(toml: Path, folder: Path, gpus: tuple[str, ...], ranks: int, flags: l
             command,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment(gpus, ranks, flags),
+            env=environment(gpus, ranks, deterministic),
             start_new_session=True,
         )
     return Job(folder.name, gpus, process, folder / LOG, log_start)

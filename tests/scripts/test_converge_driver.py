@@ -45,6 +45,7 @@ while [[ $# -gt 0 ]]; do
     shift
 done
 echo "$(basename "$folder") $CUDA_VISIBLE_DEVICES" >>"$(dirname "$folder")/calls"
+echo "deterministic: $TORCHINDUCTOR_DETERMINISTIC"
 if [[ -n "$seed" ]]; then
     mkdir -p "$folder/checkpoint/step-0"
     touch "$folder/checkpoint/step-0/.metadata"
@@ -337,6 +338,27 @@ def test_a_toml_without_checkpoints_is_refused(root, run):
     assert run("--arms", "bf16", "--no-checkpoints")[0] == 0
     flags = ("--out", str(root / "with"), "--", "--checkpoint.enable")
     assert run("--arms", "bf16", *flags)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "expected"),
+    [
+        ("", [], ""),
+        ("deterministic = true\n", [], "1"),
+        ("", ["--", "--debug.deterministic"], "1"),
+        ("deterministic = true\n", ["--", "--debug.no_deterministic"], ""),
+    ],
+)
+def test_the_toml_and_the_flags_make_the_compiler_deterministic(
+    root, run, monkeypatch, line, flags, expected
+):
+    monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC", raising=False)
+    with (root / "configs/m.toml").open("a") as toml:
+        toml.write(line)
+    assert run("--arms", "bf16", *flags)[0] == 0
+    for job in ("seed", "bf16"):
+        log = (results(root) / job / "train.log").read_text()
+        assert f"deterministic: {expected}\n" in log
 
 
 def test_arms_need_a_seed(root, run):
