@@ -19,6 +19,7 @@ and, for a MoE, the tokens that each expert of each layer got.
 The folder of this file must be on PYTHONPATH; converge.py sets it.
 """
 
+import copy
 import dataclasses
 import json
 import zlib
@@ -39,13 +40,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
 from titan_fp8 import plugin
-from titan_fp8.linear import DEFAULT_FILTER_FQNS
+from titan_fp8.linear import FP8Linear, convert_linears
+from titan_fp8.recipe import BF16
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 HELD_OUT = "held_out.jsonl"
 VOCABULARY = 32768
@@ -247,20 +251,33 @@ class _RandomErrors(torch.autograd.Function):
         return (g + PRODUCT_ERROR * g * torch.randn_like(g, dtype=torch.float32)).to(g.dtype)
 
 
+def fp8_layers(job_config: TorchtitanConfig, model: nn.Module) -> list[str]:
+    """The layers that the job's converters convert to FP8, or would if its recipe were not bf16."""
+    converters = job_config.model.converters
+    linear = job_config.quantize.linear.titan_fp8
+    grouped_mm = job_config.quantize.grouped_mm.titan_fp8
+    converted = copy.deepcopy(model)  # on the meta device, so this takes no memory
+    if linear.recipe == BF16 and LINEAR in converters:
+        convert_linears(converted, filter_fqns=linear.filter_fqns)
+    if linear.recipe == BF16 and GROUPED_MM in converters and grouped_mm.recipe is None:
+        convert_experts(converted, fqns=grouped_mm.fqns)
+    layers = FP8Linear | FP8GroupedExperts
+    return [name for name, module in converted.named_modules() if isinstance(module, layers)]
+
+
 class _OutputConverter:
     """A model converter that applies `change` to the outputs of the layers that FP8 converts."""
 
     def __init__(self, job_config: TorchtitanConfig, parallel_dims: ParallelDims):
-        pass
+        self.job_config = job_config
 
     def change(self, y: Tensor) -> Tensor:
         raise NotImplementedError
 
     def convert(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            kept = any(pattern in name for pattern in DEFAULT_FILTER_FQNS)
-            if isinstance(module, nn.Linear | GroupedExperts) and not kept:
-                module.register_forward_hook(lambda module, args, y: self.change(y))
+        for name in fp8_layers(self.job_config, model):
+            layer = model.get_submodule(name)
+            layer.register_forward_hook(lambda module, args, y: self.change(y))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         pass

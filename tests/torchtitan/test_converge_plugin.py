@@ -1,5 +1,6 @@
 """converge_plugin.py: the configs of the convergence experiment, its evaluation and its control."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -13,7 +14,7 @@ from converge_arms import ARMS
 from converge_experiment import DEGREES, ranks_of
 from parsing import parse_args
 from stochastic_adamw import StochasticAdamW
-from titan import build, convert, one_process, trainer, training
+from titan import GROUPED_MM, LINEAR, build, convert, of_type, one_process, trainer, training
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
@@ -200,6 +201,37 @@ def test_the_control_changes_gradients_and_nothing_else(text, tmp_path):
         return (gradients[key] - expected[key]).norm().item()
 
     assert all(0 < error(milder, key) < error(found, key) for key in linears)
+
+
+PATTERNS = (f"--{LINEAR}.filter_fqns", "wq,layers.1,output")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "left"),
+    [
+        *((path.stem, (), "output") for path in CONFIGS),
+        ("llama3_tiny", PATTERNS, "layers.0.attention.wq"),
+        ("deepseek_v3_tiny", PATTERNS, "layers.1.moe.shared_experts.w1"),
+        ("deepseek_v3_tiny", (f"--{GROUPED_MM}.fqns", "layers.2"), "layers.1.moe.experts"),
+        ("deepseek_v3_tiny", (f"--{GROUPED_MM}.recipe", "bf16"), "layers.1.moe.experts"),
+        ("deepseek_v3_tiny", ("--model.converters", LINEAR), "layers.1.moe.experts"),
+        ("deepseek_v3_tiny", ("--model.flavor", "ragged"), "layers.0.attention.wkv_b"),
+    ],
+)
+def test_the_controls_change_the_layers_that_fp8_converts(monkeypatch, name, flags, left):
+    flavors = train_spec.get_train_spec("deepseek_v3").model_args
+    # 16 does not divide the rows of wkv_a and the columns of wkv_b.
+    monkeypatch.setitem(flavors, "ragged", dataclasses.replace(flavors["tiny"], kv_lora_rank=136))
+    config = parse(name, *flags)
+    fp8 = convert(config, build(config))
+    converted = {*of_type(fp8, FP8Linear), *of_type(fp8, FP8GroupedExperts)}
+    assert converted and left not in converted and left in dict(fp8.named_modules())
+    for arm in ("control", "bf16_errors"):
+        converters = ",".join([*config.model.converters, ARMS[arm].converter])
+        bf16 = parse(name, *flags, *BF16, "--model.converters", converters)
+        model = convert(bf16, build(bf16))
+        assert {key for key, module in model.named_modules() if module._forward_hooks} == converted
+        assert not of_type(model, FP8Linear) and not of_type(model, FP8GroupedExperts)
 
 
 def test_bf16_parameters_are_rounded_stochastically(text, tmp_path):
