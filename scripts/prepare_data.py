@@ -21,9 +21,10 @@ batch mixes text from many files, and all data-parallel ranks, each of which rea
 the corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens
 each token occurs more often, and more is learned in a hundred steps.
 
-The result depends only on the text, the options, the Python version and this file, not on where
-the folders are. OUT/stamp records all of these and is written last. If it matches and no file is
-missing, nothing is done.
+The result depends only on the text, the suffixes of its files, the names of the folders, the
+options, the versions of Python and tokenizers, and this file, not on where the folders are. The
+report also depends on how many files were left out. OUT/stamp records all of these, but not how
+many files were in OUT, and is written last. If it matches and no file is missing, nothing is done.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
@@ -49,6 +51,7 @@ VALIDATION_EVERY = 20
 PIECE = 400  # characters
 LARGEST_FILE = 256 * 1024  # bytes
 TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenizer nothing new
+IN_OUT = "in OUT"
 OUTPUTS = ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "tokenizer/tokenizer.json")
 OUTPUTS += ("tokenizer/tokenizer_config.json", "report.txt")
 # Folders that are not part of the standard library or not installed everywhere.
@@ -100,7 +103,7 @@ def split(files: list[File]) -> tuple[Part, Part]:
 
 def why_left_out(path: Path, out: Path) -> str | None:
     if out in path.resolve().parents:
-        return "in OUT"
+        return IN_OUT
     if path.is_symlink() or not path.is_file():
         return "links and special files"
     size = path.stat().st_size
@@ -164,16 +167,23 @@ def shuffled_pieces(texts: Iterable[str], size: int = PIECE) -> list[str]:
     return sorted(pieces, key=digest)
 
 
+def folder_names(folders: list[Path]) -> str:
+    return " ".join(folder.resolve().name for folder in folders)
+
+
 def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
-    """What determines the result: Python's version, this file, the options and the text."""
+    """What determines the result, but for the files in OUT, of which this call writes some."""
     text = hashlib.sha256()
     for part in parts:
         for file in part.files:
-            text.update(digest(file.text))
-        text.update(b"/")
+            text.update(digest(file.suffix) + digest(file.text))
+        counts = sorted(each for each in part.left_out.items() if each[0] != IN_OUT)
+        text.update(b"/" + digest(repr(counts)))
     this = digest(Path(__file__).read_text()).hex()
+    versions = f"Python {sys.version.split()[0]}, tokenizers {tokenizers.__version__}"
     options = f"{args.vocab_size} tokens, pieces of {args.piece}"
-    return f"Python {sys.version.split()[0]}, {this}, {options}, {text.hexdigest()}\n"
+    folders = f"from {folder_names(args.folders)!r}, held out {folder_names(args.held_out)!r}"
+    return f"{versions}, {this}, {options}, {folders}, {text.hexdigest()}\n"
 
 
 def write_corpus(texts: list[str], folder: Path) -> None:
@@ -258,11 +268,10 @@ def prepare(args: argparse.Namespace) -> None:
     write_corpus(train, out / "corpus" / "train")
     write_corpus(validation, out / "corpus" / "validation")
     tokenizer = write_tokenizer(train, args.vocab_size, out / "tokenizer")
-    named = " ".join(folder.resolve().name for folder in args.folders)
-    apart = " ".join(folder.resolve().name for folder in args.held_out)
-    report = f"Training: {named or 'files of the standard library'}\n"
+    report = f"Training: {folder_names(args.folders) or 'files of the standard library'}\n"
     report += describe(parts[0], train, tokenizer)
-    report += f"Held out: {apart or f'every {VALIDATION_EVERY}th of its files'}\n"
+    apart = folder_names(args.held_out) or f"every {VALIDATION_EVERY}th of its files"
+    report += f"Held out: {apart}\n"
     report += describe(parts[1], validation, tokenizer)
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
     (out / "report.txt").write_text(report)

@@ -95,16 +95,45 @@ def test_no_file_is_in_both_parts(package, tmp_path, prepare):
     assert train | validation == {f"function_{i}_" for i in range(30)}
 
 
-def test_the_result_depends_on_the_text_alone(package, tmp_path, prepare):
+def test_the_result_does_not_depend_on_where_the_text_is(package, tmp_path, prepare):
     first, second = tmp_path / "first", tmp_path / "second"
     arguments = ("--vocab-size", VOCABULARY, "--piece", 500)
     prepare(first, "--from", package, *arguments)
     assert "is prepared" in prepare(first, "--from", package, *arguments)
-    moved = package.rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    moved = package.rename(tmp_path / "elsewhere/package")
     prepare(second, "--from", moved, *arguments)
-    for name in ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "stamp"):
+    for name in ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "stamp", "report.txt"):
         assert (first / name).read_bytes() == (second / name).read_bytes()
+    assert "is prepared" in prepare(first, "--from", moved, *arguments)
     assert 500 < max(map(len, pieces(first, "train"))) < 550
+
+
+@pytest.mark.parametrize("change", ["folder", "held-out folder", "suffix", "left out"])
+def test_names_change_the_report_alone(package, other, tmp_path, prepare, change):
+    out, arguments = tmp_path / "out", ("--vocab-size", VOCABULARY)
+    prepare(out, "--from", package, "--held-out", other, *arguments)
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    if change == "folder":
+        package = package.rename(tmp_path / "renamed")
+    elif change == "held-out folder":
+        other = other.rename(tmp_path / "renamed")
+    elif change == "suffix":
+        (package / "module_0.py").rename(package / "module_0.renamed")
+    else:
+        (package / "renamed.py").write_text("")
+    assert "is new" in prepare(out, "--from", package, "--held-out", other, *arguments)
+    report = (out / "report.txt").read_text()
+    assert ("2 empty" if change == "left out" else "renamed") in report
+    changed = {file.name for file, content in before.items() if file.read_bytes() != content}
+    assert changed == {"report.txt", "stamp"}
+
+
+def test_another_version_of_tokenizers_makes_it_anew(package, tmp_path, prepare, monkeypatch):
+    call = tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY
+    prepare(*call)
+    monkeypatch.setattr("tokenizers.__version__", "0.1")
+    assert "is new" in prepare(*call)
 
 
 @pytest.mark.parametrize("change", ["text", "--vocab-size", "--piece"])
