@@ -9,11 +9,12 @@
     OUT/tokenizer/tokenizer_config.json
     OUT/report.txt                     what the text is; it is printed, too
 
-The text is Python's standard library or, with --from, the text files below the named folders. A
-file is text if it is UTF-8 without zero bytes; empty files, files over 256 KiB, which are mostly
-generated tables, copies of other files and files below OUT are left out. The held-out part is a
-twentieth of the files or, with --held-out, the files below those folders, except those that are
-also in train.
+The text is Python's standard library: all its .py files, also empty ones and copies, except those
+in the folders LEFT_OUT, such as site-packages, test and encodings. With --from it is the text files
+below the named folders. There a file is text if it is UTF-8 without zero bytes; empty files, files
+over 256 KiB, which are mostly generated tables, copies of other files, links and files below OUT
+are left out. The held-out part is a twentieth of the files or, with --held-out, the files below
+those folders, except those that are also in train.
 
 Source files are cut into pieces of about 400 characters, or as --piece says, which are sorted by
 their hash. For training this order is as good as random, but it is the same on every machine. So a
