@@ -3,11 +3,13 @@
     python scripts/compare_loss.py BASELINE RUN [RUN ...] [--noise RUN] [--out loss.png]
 
 A RUN is a dump folder, an event file or a log of torchtitan (see titan_logs.py). A run passes if
-its mean loss over the last N common steps differs from the baseline's by at most the allowed gap,
-relative to the baseline. That is the tolerance or, if it is larger, the gap of --noise: a second
-baseline run, with another seed or in another precision. The smoothed gap at a step is the same
-quantity over the N steps up to it. A run that equals the baseline at every step fails as well:
-nothing was converted.
+its mean loss over the last N training steps (--last) differs from the baseline's by at most the
+allowed gap, relative to the baseline. The N steps end with the last one that both runs logged, and
+the mean is over those of them that both logged: two losses if N = 20 and every tenth step was
+logged. The allowed gap is the tolerance or, if it is larger, the gap of --noise: a second baseline
+run, with another seed or in another precision. The smoothed gap at a step is the same quantity over
+the N steps up to it. A run that equals the baseline at every step fails as well: nothing was
+converted.
 
 The table also shows the ratio of tokens/s, each the median from step 6 on, and that of peak memory.
 It shows no speed if one of the two runs emulated FP8 or had no accelerator.

@@ -3,9 +3,9 @@
     python scripts/tabulate_runs.py BASELINE RUN [RUN ...] --json FILE --title ... --about ...
 
 A RUN is a dump folder of torchtitan (see titan_logs.py). Speed is the median of tokens/s per GPU
-from step 6 on. The loss is the mean over the last N steps that the run shares with the baseline,
-and the gap is relative to the baseline. compare_loss.py judges the same numbers; this script only
-writes them down.
+from step 6 on. The loss is the mean over those of the last N training steps that the run and the
+baseline logged, and the gap is relative to the baseline. compare_loss.py judges the same numbers;
+this script only writes them down.
 """
 
 import argparse
