@@ -16,6 +16,8 @@ from converge_jobs import ROOT
 from converge_stats import read_held_out
 from torchtitan.config import ConfigManager
 
+from titan_fp8.recipe import BF16
+
 try:
     import tomllib
 except ImportError:
@@ -136,6 +138,12 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
 def check_arm(name: str, config: dict[str, Any], steps: int) -> None:
     """Raises BadArguments for an arm that this configuration cannot run."""
     arm, interval, dtype = ARMS[name], config["checkpoint"]["interval"], config["training"]["dtype"]
+    experts = config["quantize"]["grouped_mm"].get("titan_fp8", {}).get("recipe")
+    if experts not in (None, BF16):
+        raise BadArguments(
+            f"quantize.grouped_mm.titan_fp8.recipe = {experts!r} would be the recipe of experts in "
+            f"every arm, bf16 ones too: leave it out, or say {BF16!r}"
+        )
     if arm.rounding and dtype != "bfloat16":
         raise BadArguments(f"{name} needs training.dtype = 'bfloat16', not {dtype!r}")
     if arm.role == "resumed" and interval > steps // 2:

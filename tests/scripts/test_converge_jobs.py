@@ -11,6 +11,7 @@ import converge
 import converge_jobs
 import pytest
 from converge_arms import ARMS, Arm
+from converge_experiment import BadArguments, check_arm
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -68,3 +69,15 @@ def test_every_arm_is_one_change():
         others = arm.reordered, arm.rounding
         assert sum(map(bool, (repeated or arm.perturbed, *others))) <= 1, name
         assert arm.recipe == "bf16" or not arm.converter, name
+
+
+@pytest.mark.parametrize("experts", ["blockwise", "rowwise"])
+def test_a_recipe_of_experts_would_hold_for_bf16_arms_too(experts):
+    section = {"recipe": experts}
+    config = {"checkpoint": {"interval": 1}, "training": {"dtype": "float32"}}
+    config |= {"quantize": {"grouped_mm": {"titan_fp8": section}}}
+    with pytest.raises(BadArguments, match=f"recipe = '{experts}' would be the recipe of experts"):
+        check_arm("bf16", config, 100)
+    for allowed in (None, "bf16"):
+        section["recipe"] = allowed
+        check_arm("bf16", config, 100)
