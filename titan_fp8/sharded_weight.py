@@ -3,9 +3,13 @@
 A ShardedWeight is an ordinary tensor that remembers how it is to be quantized. Its
 `__torch_dispatch__` computes every op as on a plain tensor. The result keeps the class after the
 ops by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes are recorded, because
-version counters do not count those that DTensor makes. A shard is quantized at the first gather
-after a write, so once a step, also with several micro-batches. Its FP8 copy then stays in memory:
-one byte per element of the shard, two with a rowwise recipe.
+version counters do not count those that DTensor makes. The schema of an op says which arguments it
+writes to. Those of c10d do not say, so a collective counts as a write to all of its tensors.
+
+A shard is quantized at the first gather after a write, so once a step, also with several
+micro-batches. Quantizing is a collective, so every rank must write, or none. A rank may read alone:
+it may copy its shard, for example. The FP8 copy stays in memory: one byte per element of the shard,
+two with a rowwise recipe.
 """
 
 import contextlib
@@ -103,11 +107,12 @@ class ShardedWeight(Tensor):
             return func.decompose(*args, **(kwargs or {}))
         with no_dispatch():
             out = func(*args, **(kwargs or {}))
-        # Ops of c10d write, too, but their schemas do not say so.
-        if func._schema.is_mutable or func.namespace == "c10d":
-            for tensor in pytree.tree_leaves((args, kwargs)):
-                if isinstance(tensor, ShardedWeight):
-                    tensor.memory.stale = True
+        if written := _written_arguments(func):
+            for i, name in written:
+                value = args[i] if i < len(args) else (kwargs or {}).get(name)
+                for tensor in pytree.tree_leaves(value):
+                    if isinstance(tensor, ShardedWeight):
+                        tensor.memory.stale = True
         elif func in _VIEWS or func in _COPIES:
             source = args[0]
             memory = source.memory if func in _VIEWS else None
@@ -184,6 +189,17 @@ class ShardedWeight(Tensor):
         )
         q_columns = columns[0] if columns else None
         return GatheredWeight(q, shard.s, q_columns, shard.s_t, param_dtype), ()
+
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Position and name of each argument that an op may write to."""
+    says_nothing = func.namespace == "c10d"
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if says_nothing or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
 
 
 # FSDP2 asks for the signature at each gather of each weight. Python would derive it each time,

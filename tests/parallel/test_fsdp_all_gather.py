@@ -152,7 +152,7 @@ def test_a_weight_that_others_read_is_left():
     assert model["b"].weight is model["a"].weight
 
 
-# Writes, after each of which the shard has to be quantized again.
+# After each write the shard has to be quantized again, after a read it has not.
 
 
 def write_by_optimizer(model: nn.Module, w: Tensor, **options: bool) -> None:
@@ -161,15 +161,38 @@ def write_by_optimizer(model: nn.Module, w: Tensor, **options: bool) -> None:
     w.grad = None
 
 
+def local(w: Tensor) -> Tensor:
+    return w.detach().to_local()
+
+
+def twos(w: Tensor) -> Tensor:
+    return torch.full(local(w).shape, 2.0)
+
+
 WRITES = {
+    "fused": lambda model, w: write_by_optimizer(model, w, fused=True),
     "foreach": lambda model, w: write_by_optimizer(model, w, foreach=True),
     "for loop": lambda model, w: write_by_optimizer(model, w, foreach=False),
     "no_grad": lambda model, w: w.detach().mul_(2),
     "data": lambda model, w: w.data.add_(1),
-    "local": lambda model, w: w.detach().to_local()[1:].zero_(),
+    "view": lambda model, w: local(w)[1:].zero_(),
+    "add_": lambda model, w: local(w).add_(twos(w)),
+    "foreach_add_": lambda model, w: torch._foreach_add_([twos(w), local(w)], 2 * [twos(w)]),
+    "addcdiv_": lambda model, w: torch._foreach_addcdiv_([local(w)], [twos(w)], [twos(w)]),
+    "out": lambda model, w: torch.add(twos(w), twos(w), out=local(w)),
+    "own shard": lambda model, w: local(w).copy_(local(w) * 3),
     "state dict": lambda model, w: model.state_dict()["weight"].copy_(w.detach() * 3),
     "load": lambda model, w: model.load_state_dict({"weight": -w.detach()}),
-    "broadcast": lambda model, w: dist.broadcast(w.detach().to_local(), 0),
+    "broadcast": lambda model, w: dist.broadcast(local(w), 0),
+    "gather": lambda model, w: dist.all_gather([local(w)], twos(w)),
+}
+READS = {
+    "copy_": lambda w: twos(w).copy_(local(w)),
+    "foreach_copy_": lambda w: torch._foreach_copy_([twos(w)], [local(w)]),
+    "lerp_": lambda w: twos(w).lerp_(local(w), 0.1),
+    "foreach_lerp_": lambda w: torch._foreach_lerp_([twos(w)], [local(w)], 0.1),
+    "add_": lambda w: twos(w).add_(local(w)),
+    "out": lambda w: torch.add(local(w), local(w), out=twos(w)),
 }
 
 
@@ -186,6 +209,21 @@ def test_every_write_is_noticed(write):
                     assert_gathered(layer, whole, "written")
                     assert len(calls) == count
                 write(layer, layer.weight)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_no_read_is_a_write(read):
+    """A rank that reads its shard alone would otherwise wait for the others to quantize theirs."""
+    with one_process():
+        layer = Layer((144, 48), "blockwise")
+        fsdp.gather_in_fp8(layer, Layer)
+        shard(layer, 1)
+        with counting() as calls:
+            for _ in range(2):
+                layer.unshard()
+                layer.reshard()
+                read(layer.weight)
+        assert len(calls) == 1
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def test_inference_mode():
     gloo.spawn(compare, 3, *uses)
 
 
-# deepcopy
+# Copies
 
 
 def copy_state_dict(recipe: str, fp8: bool) -> list[Tensor]:
@@ -181,8 +181,21 @@ def copy_model(recipe: str, fp8: bool) -> list[Tensor]:
     return train(model) + train(other)
 
 
-def test_deepcopy():
-    gloo.spawn(compare, 2, copy_state_dict, copy_model)
+def average_on_one_rank(recipe: str, fp8: bool) -> list[Tensor]:
+    """Rank 0 alone reads its shards, as for an exponential moving average or a log."""
+    model = shard(build(recipe, fp8))
+    found = train(model)
+    if dist.get_rank() == 0:
+        shards = [p.detach().to_local() for p in model.parameters()]
+        for each in shards:
+            torch.empty(each.shape).copy_(each)
+        # Stale shards of one rank would make the next forward wait for ever.
+        assert not any(each.memory.stale for each in shards if isinstance(each, ShardedWeight))
+    return found + train(model)
+
+
+def test_copies():
+    gloo.spawn(compare, 2, copy_state_dict, copy_model, average_on_one_rank)
 
 
 # replicate
