@@ -9,9 +9,13 @@ instead of x. If several products read one input, it is quantized once: torch.co
 equal calls, and eager code passes a `SharedInput`.
 
 A weight in high precision is quantized by the op that multiplies by it: in forward, and again in
-backward, from the parameter as it is then. No FP8 copy of a weight outlives its GEMM, so nothing
-stale is read after FSDP2 has freed and gathered the parameter again, and torch.compile has no copy
-to keep. A weight that is in FP8 already comes as a `QuantizedWeight`.
+backward, from the parameter as it is then. No FP8 copy of it outlives its GEMM, so nothing stale is
+read after FSDP2 has freed and gathered the parameter again, and torch.compile has no copy to keep.
+
+A weight may also be in FP8 already. With `fsdp_all_gather` FSDP2 makes it a `GatheredWeight`
+(`gathered_weight.py`), which is a parameter like any other and gets its gradient. FSDP2 gathers its
+FP8 values for forward and again for backward. A `QuantizedWeight` stays as it is and gets no
+gradient.
 """
 
 import functools

@@ -6,7 +6,8 @@
 
 Here and below, the "rows" of a matrix are the matrix quantized along its rows, and its "columns"
 are its transpose, quantized along the columns of the original (`layouts.py`). A weight in high
-precision is quantized by the op that multiplies by it.
+precision is quantized by the op that multiplies by it. Given a GatheredWeight, which is in FP8
+already, the op calls its counterpart for FP8 weights (`gathered_weight.py`).
 """
 
 from typing import NamedTuple
@@ -46,7 +47,8 @@ def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec)
 
     Args:
         x_rows: the rows of x (M, K).
-        w: (N, K) or (E, N, K) in high precision, or the rows of a quantized weight.
+        w: (N, K) or (E, N, K), in high precision or a GatheredWeight; or the rows of a
+            QuantizedWeight.
     """
     layout = offs, spec.aligned, spec.dtype
     if isinstance(w, Tensor):
@@ -65,7 +67,8 @@ def dgrad(
 
     Args:
         g_rows: the rows of g (M, N).
-        w: (N, K) or (E, N, K) in high precision, or the columns of a quantized weight.
+        w: (N, K) or (E, N, K), in high precision or a GatheredWeight; or the columns of a
+            QuantizedWeight.
     """
     layout = offs, spec.aligned, out_dtype
     if isinstance(w, Tensor):

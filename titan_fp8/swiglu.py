@@ -6,8 +6,9 @@ directly, so h, da and db never exist in high precision. Forward saves a, b and 
 x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
-round twice: h, da, db, and dx, whose two products are one GEMM. Recipes without these ops, and
-weights that are quantized already, run as three separate products.
+round twice: h, da, db, and dx, whose two products are one GEMM. Weights that FSDP2 has gathered in
+FP8 (`gathered_weight.py`) run fused, too. Recipes without these ops, and feed-forwards that have a
+`QuantizedWeight`, run as three separate products.
 """
 
 from typing import Any
