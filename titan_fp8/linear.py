@@ -1,9 +1,13 @@
 """FP8Linear, an nn.Linear whose three GEMMs run in FP8, and the conversion of a model's linears.
 
 Conversion changes a module's class in place. Its parameters stay the high-precision tensors that
-they were, under their own names, so initialization, FSDP2, the optimizer and checkpoints see no
-difference. FSDP2 gathers the high-precision weight and frees it as for any nn.Linear; each forward
-and each backward quantizes the weight that it finds.
+they were, under their own names, so initialization, the optimizer and checkpoints see no
+difference. What FSDP2 gathers depends on the setting `fsdp_all_gather` (`fsdp.py`):
+
+- false: the weight in high precision, as of any nn.Linear. Each forward and each backward quantizes
+  the weight that it finds.
+- true: the weight in FP8. Each rank quantizes its shard once a step. Forward and backward find a
+  `GatheredWeight` and quantize no weight.
 
 Under tensor parallelism the weight is a DTensor. Each rank multiplies its local shards and
 quantizes them locally. The placements follow from the weight's, as PyTorch's parallel styles expect
