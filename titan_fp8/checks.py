@@ -99,10 +99,15 @@ def check_devices(x: Tensor, **others: Any) -> None:
             raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
 
 
+def fits_fp8(size: int) -> bool:
+    """Whether FP8 GEMMs take a dimension of this size: a positive multiple of 16."""
+    return size > 0 and size % 16 == 0
+
+
 def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
     """N and K of a weight (..., N, K) must be positive multiples of 16."""
     n, k = shape[-2:]
-    if n % 16 or k % 16 or not n or not k:
+    if not (fits_fp8(n) and fits_fp8(k)):
         raise ValueError(
             f"{name} has shape {tuple(shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
             "positive multiples of 16"
@@ -152,8 +157,16 @@ def check_fqns(fqns: Sequence[str], convertible: set[str], report: "ConversionRe
 def why_no_fp8_gemm(n: int, k: int) -> str | None:
     """Why FP8 GEMMs cannot compute a linear with a weight (n, k); None if they can."""
     for dim, size in (("N", n), ("K", k)):
-        if size % 16 or not size:
-            return f"{dim} = {size} is not a multiple of 16"
+        if not fits_fp8(size):
+            return f"{dim} = {size} is not a {'' if size else 'positive '}multiple of 16"
+    return None
+
+
+def why_no_fp8_grouped_mm(name: str, shape: Sequence[int]) -> str | None:
+    """Why FP8 GEMMs cannot multiply by experts' weights (E, N, K) `name`; None if they can."""
+    ragged = [size for size in shape[1:] if not fits_fp8(size)]
+    if ragged:
+        return f"{name}: {ragged} are not {'' if all(ragged) else 'positive '}multiples of 16"
     return None
 
 
@@ -185,7 +198,7 @@ def check_shard_sizes(
         for ranks, placement in zip(mesh_shape, placements, strict=True):
             if placement.is_shard(dim):
                 sizes = {part for size in sizes for part in _shard_sizes(size, ranks)}
-        ragged = sorted(size for size in sizes if size % 16 or not size)
+        ragged = sorted(size for size in sizes if not fits_fp8(size))
         if ragged:
             raise ValueError(
                 f"{name}: dimension {dim} of {tuple(shape)}, sharded as "

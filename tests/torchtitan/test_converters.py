@@ -162,6 +162,17 @@ def test_biased_experts_are_refused_with_the_reason(tmp_path):
     assert "bias" in message
 
 
+def test_the_table_says_which_sizes_keep_experts_in_bf16(tmp_path, caplog):
+    config = job(tmp_path, "deepseek_v3")
+    model = build(config)
+    for layer, width in (("1", 40), ("2", 0)):
+        model.layers[layer].moe.experts = GroupedExperts(256, width, 8, use_grouped_mm=True)
+    convert(config, model)
+    table = report(caplog.text)
+    assert table["layers.1.moe.experts"][1] == "- w1: [40] are not multiples of 16"
+    assert table["layers.2.moe.experts"][1] == "- w1: [0] are not positive multiples of 16"
+
+
 def test_fqns_choose_among_the_experts(tmp_path, caplog):
     flags = (f"--{GROUPED_MM}.fqns", "layers.1.moe,layers.3.moe")
     model = converted(job(tmp_path, "deepseek_v3", *flags))

@@ -104,6 +104,15 @@ def test_the_report_is_a_table():
     ]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_the_report_says_which_dimension_is_empty():
+    report = convert_linears(nn.ModuleDict({"n": nn.Linear(48, 0), "k": nn.Linear(0, 24)}))
+    assert [reason for *_, reason in report.left] == [
+        "N = 0 is not a positive multiple of 16",
+        "N = 24 is not a multiple of 16",
+    ]
+
+
 def test_parameters_hooks_and_modes_stay():
     model = Model()
     model.layers["1"].eval()

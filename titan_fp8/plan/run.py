@@ -27,7 +27,7 @@ class Layer:
         n, k: output and input features of the rank's shard; of experts, hidden and model dimension.
         recipe: "bf16" if it is not converted.
         reason: why it is not converted, or "".
-        fits: whether FP8 GEMMs can run it: n and k are multiples of 16.
+        fits: whether FP8 GEMMs can run it: n and k are positive multiples of 16.
         share: its share, in proportion to n, of quantizing an input that other layers of its recipe
             read, too.
         fused: a feed-forward, or a part of one, whose SwiGLU and quantizers are one kernel.

@@ -25,6 +25,7 @@ from titan_fp8.checks import (
     check_patterns,
     check_recipe,
     check_shards,
+    why_no_fp8_grouped_mm,
 )
 from titan_fp8.layouts import BLOCK
 from titan_fp8.ops import DTYPES
@@ -168,9 +169,8 @@ def _why_left(experts: nn.Module) -> str | None:
     if type(experts) is not GroupedExperts:
         return f"{type(experts).__name__} differs from GroupedExperts (in biases, for example)"
     for name, param in experts.named_parameters():
-        ragged = [size for size in param.shape[1:] if size % 16 or not size]
-        if ragged:
-            return f"{name}: {ragged} are not multiples of 16"
+        if reason := why_no_fp8_grouped_mm(name, param.shape):
+            return reason
         if param.dtype not in DTYPES:
             return f"{param.dtype} parameters"
     return None

@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import ConversionReport, check_fqns
+from titan_fp8.checks import ConversionReport, check_fqns, why_no_fp8_grouped_mm
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.layouts import BLOCK
@@ -188,7 +188,6 @@ def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:
     if type(experts)._grouped_mm is not GroupedExperts._grouped_mm:
         return shape, f"{type(experts).__name__} has grouped products of its own"
     for name, param in parameters.items():
-        ragged = [size for size in param.shape[1:] if size % 16 or not size]
-        if ragged and param.dim() == 3:
-            return shape, f"{name}: {ragged} are not multiples of 16"
+        if param.dim() == 3 and (reason := why_no_fp8_grouped_mm(name, param.shape)):
+            return shape, reason
     return shape, None
