@@ -46,13 +46,14 @@ MAXIMA = slice(Stat.LOG2_MAX, Stat.LOG2_MIN + 1)
 
 
 def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
-    """The statistics NONZERO to SQUARES of several operands of one shape.
+    """The statistics NONZERO to SQUARES of n operands of one shape.
 
     Args:
         x: (n, R, C), what was quantized, bfloat16 or float32.
         q: (n, R, C), float8_e4m3fn.
-        s: (n, R or 1, 1, C or ⌈C/128⌉), float32: one scale for a row, for each element or for each
-            128 of a row. Elements whose scale is not finite count nowhere.
+        s: the scales of q, float32. The shape says what each is for: (n, R, 1) for a row,
+            (n, R, ⌈C/128⌉) for each 128 elements of a row, (n, 1, C) for a column, (n, R, C) for
+            one element. Elements whose scale is not finite count nowhere.
 
     Returns:
         (n, 6) float32: the five, and the unit u of each operand, its largest sampled scale. ERROR
@@ -87,11 +88,11 @@ def _count(where: Tensor) -> Tensor:
 
 
 def scale_statistics(scales: Sequence[Tensor]) -> Tensor:
-    """The statistics BLOCKS to LOG2_MIN of the scales of several operands.
+    """The statistics BLOCKS to LOG2_MIN of the scales of n operands.
 
     Args:
-        scales: for each operand its scales (n,), float32. A zero is no scale: it marks a block that
-            belongs to no token.
+        scales: n vectors of any length, float32, each with all scales of an operand. A zero is no
+            scale: it marks a block that belongs to no token.
 
     Returns:
         (n, 4) float32.
