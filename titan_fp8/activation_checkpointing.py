@@ -48,7 +48,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from titan_fp8.ops.registry import mode_ignores_ops
 from titan_fp8.recipe import RECIPES, op_of
 
-_DENSE_GEMMS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
+_FPROPS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
 
 
 def with_fp8_policy(checkpoint_wrapper: Callable) -> Callable:
@@ -90,7 +90,7 @@ def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
     """torchtitan's `policy`, asked about `aten.mm` in place of a dense FP8 GEMM."""
 
     def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func in _DENSE_GEMMS and not (compiled_in_parts and _is_running(args)):
+        if func in _FPROPS and not (compiled_in_parts and _is_running(args)):
             # Dispatch drops trailing arguments that equal their defaults.
             x, _, w, *rest = args
             offs = rest[0] if rest else None
