@@ -47,7 +47,7 @@ def check_freq(key: str, value: object) -> None:
         raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
 
 
-def check_switches(prefix: str, settings: Any) -> None:
+def check_common_settings(prefix: str, settings: Any) -> None:
     """Checks what the settings of linears and of experts have in common besides the recipe."""
     check_bool(f"{prefix} emulate", settings.emulate)
     check_bool(f"{prefix} fsdp_all_gather", settings.fsdp_all_gather)

@@ -23,10 +23,10 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8.checks import (
     PERMUTATIONS,
+    check_common_settings,
     check_patterns,
     check_permutation,
     check_recipe,
-    check_switches,
 )
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
 from titan_fp8.recipe import RECIPE_NAMES
@@ -78,7 +78,7 @@ class TitanFP8Linear:
     def __post_init__(self) -> None:
         check_recipe(f"[{LINEAR}] recipe", self.recipe)
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
-        check_switches(f"[{LINEAR}]", self)
+        check_common_settings(f"[{LINEAR}]", self)
         _check_origin(LINEAR, self.origin)
 
 
@@ -121,7 +121,7 @@ class TitanFP8GroupedMM:
                 f"[{GROUPED_MM}] fqns = []: it would convert nothing; name the experts to convert "
                 f'or drop "{GROUPED_MM}" from model.converters'
             )
-        check_switches(f"[{GROUPED_MM}]", self)
+        check_common_settings(f"[{GROUPED_MM}]", self)
         _check_origin(GROUPED_MM, self.origin)
         check_permutation(f"[{GROUPED_MM}] permutation", self.permutation)
 

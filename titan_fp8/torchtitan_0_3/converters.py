@@ -22,10 +22,10 @@ from titan_fp8 import (
 )
 from titan_fp8.checks import (
     ConversionReport,
+    check_common_settings,
     check_patterns,
     check_permutation,
     check_recipe,
-    check_switches,
     permutation_of,
 )
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
@@ -67,7 +67,7 @@ class FP8LinearConverter(QuantizationConverter):
         def __post_init__(self) -> None:
             check_recipe(f"{LINEAR}: recipe", self.recipe)
             check_patterns(f"{LINEAR}: filter_fqns", self.filter_fqns)
-            check_switches(f"{LINEAR}:", self)
+            check_common_settings(f"{LINEAR}:", self)
 
     def __init__(self, config: Config):
         self.config = config
@@ -130,7 +130,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                     f"{EXPERTS}: fqns = []: it would convert nothing; name the experts to convert "
                     "or leave the converter out"
                 )
-            check_switches(f"{EXPERTS}:", self)
+            check_common_settings(f"{EXPERTS}:", self)
             check_permutation(f"{EXPERTS}: permutation", self.permutation)
 
     def __init__(self, config: Config):
