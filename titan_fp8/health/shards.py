@@ -4,7 +4,7 @@ Their GEMMs read what the shards were quantized to after the last step of the op
 has the gathered weight in high precision.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,21 +29,18 @@ def samples_of_shard(sampler: Sampler, weight: Any) -> Iterator[tuple[tuple[str,
     expert, row = sampler.sampled_rows_of_experts(dims[0], dims[1], w.device)
     whole_row = row + spec.first_row
 
-    def take(q: Tensor, s: Tensor, blockwise: bool, by_row: bool) -> Sample:
-        """s (..., rows or blocks of rows, blocks), (..., rows) or, if not by_row, (..., K)."""
+    def take(q: Tensor, s: Tensor, of_samples: Callable[[Tensor], Tensor]) -> Sample:
+        """Samples q. `of_samples` takes the scales of the sampled rows from s (experts, ...)."""
         s = spec.part(s, len(w)) if w.dim() == 3 else s[None]
-        if blockwise:
-            sampled = s[expert, whole_row // BLOCK]
-        else:
-            sampled = s[expert, whole_row][:, None] if by_row else s[expert]
         # FSDP2 pads q behind the last row.
         x, bytes_of_q = (t if t.dim() == 3 else t[None] for t in (w, q.view(torch.uint8)))
         x = x[expert, row].to(spec.dtype)
-        return sampler.add(q, x, bytes_of_q[expert, row], sampled, s)
+        return sampler.add(q, x, bytes_of_q[expert, row], of_samples(s), s)
 
-    if shard.blockwise:
-        yield ("fprop", "dgrad"), take(shard.q, shard.s, True, True)
-    else:
+    if shard.blockwise:  # A scale for each 128x128 block.
+        sample = take(shard.q, shard.s, lambda s: s[expert, whole_row // BLOCK])
+        yield ("fprop", "dgrad"), sample
+    else:  # One for each row in fprop, and for each column in dgrad.
         assert shard.q_columns is not None
-        yield ("fprop",), take(shard.q, shard.s, False, True)
-        yield ("dgrad",), take(shard.q_columns, shard.s_t, False, False)
+        yield ("fprop",), take(shard.q, shard.s, lambda s: s[expert, whole_row][:, None])
+        yield ("dgrad",), take(shard.q_columns, shard.s_t, lambda s: s[expert])
