@@ -8,7 +8,7 @@ FSDP2 what it need not gather:
 """
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,16 +81,15 @@ def _plan_gathers(model: nn.Module) -> None:
     if model in _planned:
         return
     _planned.add(model)
-    states = {
-        module: module._get_fsdp_state()
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    }
-    modules = Counter(map(id, states.values()))  # The modules of a unit have one state.
-    for module, state in states.items():
+    # The modules of a unit have one state.
+    modules_of: defaultdict[FSDPState, list[FSDPModule]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            modules_of[module._get_fsdp_state()].append(module)
+    for state, modules in modules_of.items():
         # An embedding that is tied to the output layer shares its unit, which backward needs.
-        if isinstance(module, nn.Embedding) and modules[id(state)] == 1:
-            module.set_unshard_in_backward(False)
+        if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
+            modules[0].set_unshard_in_backward(False)
         for unit in _units(state):
             _hide_columns(unit)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from unittest import mock
 
 import gloo
 import pytest
@@ -13,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 from torch.utils.checkpoint import checkpoint
 
-from titan_fp8 import convert_linears, fsdp
+from titan_fp8 import convert_linears, fsdp, requantize
+from titan_fp8.columns_buffer import ColumnsBuffer
 from titan_fp8.linear import FP8Linear
-from titan_fp8.requantize import requantize
 
 DIM, STEPS = 64, 4
 
@@ -169,7 +170,7 @@ def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], 
     model, found, calls = sharded(fp8), [], []
     columns_gathered(model, calls)
     if early:
-        requantize([model])
+        requantize.requantize([model])
     for step in range(STEPS):
         loss = way(model, step).float().square().mean()
         loss.backward()
@@ -180,7 +181,7 @@ def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], 
                     p -= 0.1 * p.grad
         found.append(loss.detach())
         model.zero_grad()
-        requantize([model])
+        requantize.requantize([model])
     return found, calls
 
 
@@ -198,8 +199,10 @@ def test_gradients_are_those_of_gathers_in_high_precision():
 
 
 def plan_early(rank: int) -> None:
-    _, calls = train(plainly, fp8=True, early=True)
+    with mock.patch.object(requantize, "ColumnsBuffer", wraps=ColumnsBuffer) as made:
+        _, calls = train(plainly, fp8=True, early=True)
     assert calls == [DIM * DIM, *(STEPS - 1) * [0]]
+    assert made.call_count == 4  # One for each weight, also for that of a unit of two modules.
 
 
 def test_a_model_may_be_planned_before_it_has_run():
@@ -214,7 +217,7 @@ def read_columns_that_were_not_gathered(rank: int) -> None:
         out.float().sum().backward(retain_graph=True)
 
     model(batch(0)).float().sum().backward()
-    requantize([model])
+    requantize.requantize([model])
     model.blocks[0][1].register_forward_hook(differentiate)
     with pytest.raises(RuntimeError, match="FSDP2 has gathered only the rows"):
         model(batch(1))
