@@ -7,8 +7,8 @@ x. Backward computes the columns of h from a and b, which the gradient of SwiGLU
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
 round twice: h, da, db, and dx, whose two products are one GEMM. Weights that FSDP2 has gathered in
-FP8 (`gathered_weight.py`) run fused, too. Recipes without these ops, and feed-forwards that have a
-`QuantizedWeight`, run as three separate products.
+FP8 (`gathered_weight.py`) run fused, too. Recipes without these ops, and feed-forwards with a
+`QuantizedWeight` or with only some weights gathered in FP8, run as three separate products.
 """
 
 from typing import Any
@@ -30,6 +30,7 @@ from titan_fp8.functional import (
     no_double_backward,
     products,
 )
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
 from titan_fp8.ops import replayable
 from titan_fp8.recipe import FeedForwardOps, get_recipe
@@ -155,6 +156,7 @@ def fp8_swiglu(
     check_devices(x, **weights, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
+    can_fuse &= len({isinstance(w, GatheredWeight) for w in weights.values()}) == 1
     if any(isinstance(w, QuantizedWeight) for w in weights.values()) or not can_fuse:
         a_MH, b_MH = products(x_MK, (w1, w3), None, offs, spec)
         (y_MN,) = products(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)

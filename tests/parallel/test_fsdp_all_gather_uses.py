@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.experiments.simple_fsdp import simple_fsdp
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
 from titan_fp8.requantize import requantize
 from titan_fp8.sharded_weight import ShardedWeight
+from titan_fp8.swiglu import fp8_swiglu
 
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 
@@ -30,6 +31,10 @@ DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 def build(recipe: str, fp8: bool) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(3)))
+    return convert_and_gather(model, fp8, recipe)
+
+
+def convert_and_gather(model: nn.Module, fp8: bool, recipe: str = "blockwise") -> nn.Module:
     convert_linears(model, recipe=recipe, filter_fqns=[])
     if fp8:
         fsdp.gather_in_fp8(model, FP8Linear)
@@ -124,6 +129,42 @@ def load_under_simple_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
 def test_simple_fsdp():
     """Its weights are properties, which return what it has gathered."""
     gloo.spawn(compare, 2, load_under_simple_fsdp)
+
+
+# Feed-forwards with some weights gathered in FP8
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.w1, self.w3 = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, 2 * DIM, bias=False)
+        self.w2 = nn.Linear(2 * DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.w1.weight, self.w2.weight, self.w3.weight
+        return fp8_swiglu(self.norm(x), *weights, emulate=True)
+
+
+def shard_the_larger_dimension(fp8: bool) -> list[Tensor]:
+    """W2 is sharded along its last dimension, so FSDP2 gathers it in high precision."""
+    torch.manual_seed(0)
+    model = convert_and_gather(FeedForward(), fp8)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    placement = lambda p: Shard(p.shape.index(max(p.shape)))  # noqa: E731
+    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    return train(model)
+
+
+def compare_roughly(rank: int) -> None:
+    for want, got in zip(*map(shard_the_larger_dimension, (False, True)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_a_feed_forward_with_some_weights_in_fp8():
+    """It runs unfused, so a few values are rounded once more."""
+    gloo.spawn(compare_roughly, 2)
 
 
 # inference_mode
