@@ -9,8 +9,8 @@ each, and on CPUs without bf16 kernels multiplies bf16 matrices in FP32 (cpu_bf1
 runs `torchtitan.train`. Importing this module changes nothing.
 
 `main` also adds the flags that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the command
-line sets them. Context parallelism does not run on the CPU: PyTorch's attention op for the CPU has
-no sharding strategy.
+line sets them. Two things do not run on the CPU: context parallelism, because PyTorch's attention
+op for the CPU has no sharding strategy, and torchtitan's profiling, which fails without a GPU.
 """
 
 import functools
