@@ -1,11 +1,10 @@
 """A weight, or FSDP2's shard of it, that is gathered in FP8; `fsdp.py` says how it is used.
 
 A ShardedWeight is an ordinary tensor that remembers how it is to be quantized. Its
-`__torch_dispatch__` computes every op as on a plain tensor. Views keep the class, and so do the
-copies by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes are recorded,
-because version counters do not count those that DTensor makes. The schema of an op says which
-arguments it writes to. Those of c10d do not say, so a collective counts as a write to all of its
-tensors.
+`__torch_dispatch__` computes every op as on a plain tensor. The result keeps the class after the
+ops by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes are recorded, because
+version counters do not count those that DTensor makes. The schema of an op says which arguments it
+writes to. Those of c10d do not say, so a collective counts as a write to all of its tensors.
 
 A shard is quantized at the first gather after a write, so once a step, also with several
 micro-batches. Quantizing is a collective, so every rank must write, or none. A rank may read alone:
@@ -37,6 +36,14 @@ from titan_fp8.shards import QuantizedShard, ShardSpec, quantize_shards
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
+_VIEWS = {
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.detach.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+}
 _COPIES = {
     _aten._pin_memory.default,
     _aten._to_copy.default,
@@ -106,9 +113,9 @@ class ShardedWeight(Tensor):
                 for tensor in pytree.tree_leaves(value):
                     if isinstance(tensor, ShardedWeight):
                         tensor.memory.stale = True
-        elif func.is_view or func in _COPIES:
+        elif func in _VIEWS or func in _COPIES:
             source = args[0]
-            memory = source.memory if func.is_view else None
+            memory = source.memory if func in _VIEWS else None
             return pytree.tree_map_only(
                 Tensor, lambda t: ShardedWeight(t, source.recipe, source.emulate, memory), out
             )
