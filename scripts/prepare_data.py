@@ -23,9 +23,9 @@ the corpus, see the same kind of text. The debug models have a vocabulary of 204
 each token occurs more often, and more is learned in a hundred steps.
 
 The result depends only on the text, the suffixes of its files, the names of the folders, the
-options, the versions of Python and tokenizers, and this file, not on where the folders are. The
-report also depends on how many files were left out. OUT/stamp records all of these, but not how
-many files were in OUT, and is written last. If it matches and no file is missing, nothing is done.
+options, the versions of Python and tokenizers, and this file, not on where the folders are.
+OUT/stamp records all of these and is written last. If it matches and no file is missing, nothing is
+done, even if other files were left out than the report says.
 """
 
 import argparse
@@ -52,7 +52,6 @@ VALIDATION_EVERY = 20
 PIECE = 400  # characters
 LARGEST_FILE = 256 * 1024  # bytes
 TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenizer nothing new
-IN_OUT = "in OUT"
 OUTPUTS = ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "tokenizer/tokenizer.json")
 OUTPUTS += ("tokenizer/tokenizer_config.json", "report.txt")
 # Folders that are not part of the standard library or not installed everywhere.
@@ -104,13 +103,18 @@ def split(files: list[File]) -> tuple[Part, Part]:
 
 def why_left_out(path: Path, out: Path) -> str | None:
     if out in path.resolve().parents:
-        return IN_OUT
+        return "in OUT"
     if path.is_symlink() or not path.is_file():
         return "links and special files"
     size = path.stat().st_size
     if size > LARGEST_FILE:
         return f"over {LARGEST_FILE // 1024} KiB"
     return None if size else "empty"
+
+
+def in_order(folder: Path) -> list[Path]:
+    """What is below a folder, in the order of the names in it: the first of two copies is kept."""
+    return sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix())
 
 
 def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
@@ -122,7 +126,7 @@ def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
     """
     found: dict[bytes, File] = {}
     left_out: Counter[str] = Counter()
-    for path in sorted(path for folder in folders for path in folder.rglob("*")):
+    for path in (path for folder in folders for path in in_order(folder)):
         if path.is_dir():
             continue
         if reason := why_left_out(path, out):
@@ -173,13 +177,12 @@ def folder_names(folders: list[Path]) -> str:
 
 
 def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
-    """What determines the result, but for the files in OUT, of which this call writes some."""
+    """What determines the result, except for how many files were left out."""
     text = hashlib.sha256()
     for part in parts:
         for file in part.files:
             text.update(digest(file.suffix) + digest(file.text))
-        counts = sorted(each for each in part.left_out.items() if each[0] != IN_OUT)
-        text.update(b"/" + digest(repr(counts)))
+        text.update(b"/")
     this = digest(Path(__file__).read_text()).hex()
     versions = f"Python {sys.version.split()[0]}, tokenizers {tokenizers.__version__}"
     options = f"{args.vocab_size} tokens, pieces of {args.piece}"
