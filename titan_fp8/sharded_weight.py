@@ -4,12 +4,16 @@ A ShardedWeight is an ordinary tensor that remembers how it is to be quantized. 
 `__torch_dispatch__` computes every op as on a plain tensor. The result keeps the class after the
 ops by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes are recorded, because
 version counters do not count those that DTensor makes. The schema of an op says which arguments it
-writes to. Those of c10d do not say, so a collective counts as a write to all of its tensors.
+writes to. Those of collectives do not say, so whatever is not named as an input counts as written.
+
+Other views, such as `w[0]` or `w.t()`, are plain tensors, which PyTorch can print and convert to
+NumPy. A write through one of them goes unnoticed until the next write to the shard, which is that
+of the optimizer. Change weights between two steps by ops on the shard itself or on slices of it.
 
 A shard is quantized at the first gather after a write, so once a step, also with several
 micro-batches. Quantizing is a collective, so every rank must write, or none. A rank may read alone:
-it may copy its shard, for example. The FP8 copy stays in memory: one byte per element of the shard,
-two with a rowwise recipe.
+it may copy or send its shard, for example. The FP8 copy stays in memory: one byte per element of
+the shard, two with a rowwise recipe.
 """
 
 import contextlib
@@ -52,6 +56,8 @@ _COPIES = {
     _aten.new_empty.default,
     _aten.new_zeros.default,
 }
+_READS = {_aten.record_stream.default, torch.ops.c10d.send.default}
+"""Ops that only read, although their schemas say that they write, or do not say."""
 
 
 class _Memory:
@@ -194,12 +200,12 @@ class ShardedWeight(Tensor):
 @functools.cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Position and name of each argument that an op may write to."""
-    says_nothing = func.namespace == "c10d"
-    return [
-        (i, argument.name)
-        for i, argument in enumerate(func._schema.arguments)
-        if says_nothing or (argument.alias_info is not None and argument.alias_info.is_write)
-    ]
+    if func in _READS:
+        return []
+    arguments = [(i, argument.name, argument) for i, argument in enumerate(func._schema.arguments)]
+    if func.namespace == "c10d":
+        return [(i, name) for i, name, _ in arguments if not name.startswith("input")]
+    return [(i, n) for i, n, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 # FSDP2 asks for the signature at each gather of each weight. Python would derive it each time,

@@ -185,6 +185,8 @@ WRITES = {
     "load": lambda model, w: model.load_state_dict({"weight": -w.detach()}),
     "broadcast": lambda model, w: dist.broadcast(local(w), 0),
     "gather": lambda model, w: dist.all_gather([local(w)], twos(w)),
+    "reduce": lambda model, w: dist.all_reduce(local(w)),
+    "scatter": lambda model, w: dist.scatter(local(w), [twos(w)]),
 }
 READS = {
     "copy_": lambda w: twos(w).copy_(local(w)),
@@ -193,6 +195,10 @@ READS = {
     "foreach_lerp_": lambda w: torch._foreach_lerp_([twos(w)], [local(w)], 0.1),
     "add_": lambda w: twos(w).add_(local(w)),
     "out": lambda w: torch.add(local(w), local(w), out=twos(w)),
+    "gather": lambda w: dist.gather(local(w), [twos(w)]),
+    "all_gather": lambda w: dist.all_gather([twos(w)], local(w)),
+    "all_gather_into_tensor": lambda w: dist.all_gather_into_tensor(twos(w), local(w)),
+    "print": lambda w: print(w, local(w), local(w)[0].tolist(), local(w)[0].numpy()),
 }
 
 
