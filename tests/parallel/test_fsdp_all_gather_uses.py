@@ -7,10 +7,12 @@ scales; `test_fsdp_all_gather_plans.py` trains with the others.
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import gloo
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from plans import RECIPES
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -31,10 +33,10 @@ DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 def build(recipe: str, fp8: bool) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(3)))
-    return convert_and_gather(model, fp8, recipe)
+    return convert_and_gather(model, recipe, fp8)
 
 
-def convert_and_gather(model: nn.Module, fp8: bool, recipe: str = "blockwise") -> nn.Module:
+def convert_and_gather(model: nn.Module, recipe: str, fp8: bool) -> nn.Module:
     convert_linears(model, recipe=recipe, filter_fqns=[])
     if fp8:
         fsdp.gather_in_fp8(model, FP8Linear)
@@ -135,36 +137,41 @@ def test_simple_fsdp():
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, fused: bool):
         super().__init__()
-        self.norm = nn.RMSNorm(DIM)
+        self.norm, self.fused = nn.RMSNorm(DIM), fused
         self.w1, self.w3 = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, 2 * DIM, bias=False)
         self.w2 = nn.Linear(2 * DIM, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.w1.weight, self.w2.weight, self.w3.weight
-        return fp8_swiglu(self.norm(x), *weights, emulate=True)
+        x = self.norm(x)
+        if self.fused:
+            weights = self.w1.weight, self.w2.weight, self.w3.weight
+            return fp8_swiglu(x, *weights, recipe=self.w1.recipe)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-def shard_the_larger_dimension(fp8: bool) -> list[Tensor]:
-    """W2 is sharded along its last dimension, so FSDP2 gathers it in high precision."""
-    torch.manual_seed(0)
-    model = convert_and_gather(FeedForward(), fp8)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    placement = lambda p: Shard(p.shape.index(max(p.shape)))  # noqa: E731
-    fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
-    return train(model)
+def gather_some_in_fp8(recipe: str, fp8: bool) -> list[Tensor]:
+    """FSDP2 gathers a weight in high precision if it shards its last dimension."""
+    found = []
+    for others in (["w2"], ["w3"], ["w1", "w2"]):
+        torch.manual_seed(0)
+        model = convert_and_gather(FeedForward(fused=fp8), recipe, fp8)
+        in_high_precision = [model.get_submodule(name).weight for name in others]
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        placement = partial(choose, in_high_precision)
+        fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+        found += train(model)
+    return found
 
 
-def compare_roughly(rank: int) -> None:
-    for want, got in zip(*map(shard_the_larger_dimension, (False, True)), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+def choose(last_dimension: list[nn.Parameter], param: nn.Parameter) -> Shard:
+    return Shard(1 if any(param is each for each in last_dimension) else 0)
 
 
-def test_a_feed_forward_with_some_weights_in_fp8():
-    """It runs unfused, so a few values are rounded once more."""
-    gloo.spawn(compare_roughly, 2)
+def test_feed_forwards_with_some_weights_gathered_in_fp8_are_three_products():
+    gloo.spawn(compare, 2, gather_some_in_fp8)
 
 
 # inference_mode
