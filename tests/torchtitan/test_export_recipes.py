@@ -82,12 +82,13 @@ def test_the_recipe_of_linears_is_ignored_if_none_is_quantized(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    "converters, bf16",
+    "converters, others",
     [((titan.LINEAR,), "experts"), ((titan.GROUPED_MM,), "linears"), ((), "linears and experts")],
 )
-def test_modules_without_a_converter_ran_in_bf16(tmp_path, text, converters, bf16):
+def test_modules_without_a_converter(tmp_path, text, converters, others):
     name, flavor = MODELS["deepseek_v3"]
     job = titan.toml(name, converters, flavor)
     run = Run(titan.parse(tmp_path, job, *titan.training(text, tmp_path)))
-    assert run.warnings == [NO_BLOCKS.format("bf16", bf16)]
+    what = 'recipe "bf16" for linears', f"no converter of titan_fp8 for {others}"
+    assert run.warnings == [NO_BLOCKS.format("bf16", "linears").replace(*what)]
     assert run.quantized == fp8_weights(run)

@@ -112,30 +112,31 @@ class Run:
     def _read_recipes(self, config: Any) -> str:
         """The format of the scales. Warns of recipes whose GEMMs read other weights.
 
-        Only recipes of weights in `quantized` count. Modules without a converter ran in bf16.
+        Only recipes of weights in `quantized` count.
         """
         kinds = {"experts" if self.state[name].dim() == 3 else "linears" for name in self.quantized}
         linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
         recipes = {
-            "linears": BF16 if linear is None else linear.recipe,
-            "experts": BF16 if grouped is None else experts_recipe(config.quantize),
+            "linears": None if linear is None else linear.recipe,
+            "experts": None if grouped is None else experts_recipe(config.quantize),
         }
-        users: dict[str, list[str]] = {}
+        users: dict[str | None, list[str]] = {}
         for kind in sorted(kinds, reverse=True):
             users.setdefault(recipes[kind], []).append(kind)
 
         uses, formats = [], set()
         compare = "compare the exported model's loss with the run's"
         for name, modules in users.items():
-            uses.append(f'"{name}" for {" and ".join(modules)}')
-            recipe = RECIPES.get(name)  # None is "bf16"
+            recipe = None if name in (None, BF16) else RECIPES[name]
             if recipe is not None and recipe.has_weight_blocks:
+                uses.append(f'"{name}" for {" and ".join(modules)}')
                 formats.add(recipe.scale_fmt)
-            else:
-                self.warnings.append(
-                    f"the run has recipe {uses[-1]}, whose GEMMs did not read weights quantized in "
-                    f"128x128 blocks: {compare}"
-                )
+                continue
+            what = "no converter of titan_fp8" if name is None else f'recipe "{name}"'
+            self.warnings.append(
+                f"the run has {what} for {' and '.join(modules)}, whose GEMMs did not read weights "
+                f"quantized in 128x128 blocks: {compare}"
+            )
         if len(formats) > 1:
             self.warnings.append(
                 f"the run has recipes {' and '.join(uses)}, whose scales have different formats, "
