@@ -252,7 +252,10 @@ class _RandomErrors(torch.autograd.Function):
 
 
 def fp8_layers(job_config: TorchtitanConfig, model: nn.Module) -> list[str]:
-    """The layers that the job's converters convert to FP8, or would if its recipe were not bf16."""
+    """The layers that the job's converters convert to FP8, or would with an FP8 recipe of linears.
+
+    Experts whose own recipe is bf16 are none of them.
+    """
     converters = job_config.model.converters
     linear = job_config.quantize.linear.titan_fp8
     grouped_mm = job_config.quantize.grouped_mm.titan_fp8
