@@ -64,8 +64,8 @@ else
     fi
 fi
 
-# The debug configs use the offline corpus and its tokenizer.
-if grep -q '"\./data/corpus' "$config"; then
+# The debug configs use the text in data: the offline corpus, unless other text is there.
+if grep -q '"\./data/corpus' "$config" && [[ ! -f data/stamp ]]; then
     "$python" scripts/prepare_data.py data
 fi
 

@@ -133,6 +133,25 @@ def test_scripts_name_an_unusable_python() -> None:
     assert "TITAN_FP8_PYTHON=/bin/false" in result.stderr
 
 
+@pytest.mark.parametrize("text", [None, "of the user"])
+def test_train_prepares_data_only_if_there_is_none(tmp_path: Path, text: str | None) -> None:
+    for name in ("train.sh", "env.sh"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    (tmp_path / "m.toml").write_text('dataset_path = "./data/corpus/train"')
+    if text:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data/stamp").write_text(text)
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" != -c ] && echo "$@" || echo 0\n')
+    python.chmod(0o755)
+    config = str(tmp_path / "m.toml")
+    result = run(str(tmp_path / "scripts/train.sh"), config, TITAN_FP8_PYTHON=str(python))
+    calls = result.stdout.splitlines()
+    assert ("scripts/prepare_data.py data" in calls) == (text is None)
+    assert calls[-1].startswith("-m torch.distributed.run")
+
+
 def test_a_finished_corpus_is_kept(data: Path) -> None:
     assert "is prepared" in prepare_data(data)
 
