@@ -155,7 +155,13 @@ class HeldOutEvaluation(Validator):
             raise ValueError("held-out evaluation runs under FSDP, HSDP and expert parallelism")
         if wanted < 1:
             raise ValueError(f"validation.steps = {wanted}: held-out evaluation needs 1 or more")
+        self.validation_dataloader.dataset.infinite = False
         self.batches = [batch for batch, _ in zip(self.validation_dataloader, range(wanted))]
+        if len(self.batches) < wanted:
+            raise ValueError(
+                f"validation.steps = {wanted}: the held-out text has only {len(self.batches)} "
+                "batches for each rank"
+            )
         self.file = Path(job_config.job.dump_folder) / HELD_OUT
 
     @torch.no_grad()

@@ -114,9 +114,12 @@ def test_every_evaluation_reads_the_same_tokens(text, tmp_path, name):
     assert [sum(counts) for counts in first["experts"]] == [2 * labels.numel()] * len(layers)
 
 
-def test_evaluation_refuses_what_it_cannot_do(text, tmp_path):
-    config = parse("llama3_tiny", *small(text, tmp_path), "--validation.steps", -1)
-    with one_process(), pytest.raises(ValueError, match="validation.steps = -1"):
+@pytest.mark.parametrize(
+    "steps, message", [(-1, "validation.steps = -1"), (10_000, "the held-out text has only [1-9]")]
+)
+def test_evaluation_refuses_what_it_cannot_do(text, tmp_path, steps, message):
+    config = parse("llama3_tiny", *small(text, tmp_path), "--validation.steps", steps)
+    with one_process(), pytest.raises(ValueError, match=message):
         trainer(config).__enter__()
 
 
