@@ -21,6 +21,7 @@ Exit status: that of the verdict; 2 for bad arguments; 3 if it was stopped, or a
 
 import argparse
 import math
+import os
 import random
 import shutil
 import signal
@@ -42,7 +43,7 @@ from converge_experiment import (
     texts,
 )
 from converge_jobs import Job, devices, launch, stop_all, tail
-from converge_stats import read_held_out
+from converge_stats import HELD_OUT, read_held_out
 from titan_logs import InputError
 
 POLL = 2.0  # seconds
@@ -109,11 +110,19 @@ def start(experiment: Experiment, name: str, gpus: tuple[str, ...]) -> Job:
         flags += ["--training.dataset_path", str(reorder(experiment, arm.reordered))]
     if experiment.checkpoints:
         flags += ["--checkpoint.initial_load_path", str(experiment.seed(arm.perturbed))]
+        drop_cut_line(folder)
         drop_unusable_checkpoints(experiment, name)
     else:
         shutil.rmtree(folder, ignore_errors=True)
     ranks, deterministic = experiment.ranks, experiment.deterministic
     return launch(experiment.toml, folder, gpus, ranks, flags, deterministic)
+
+
+def drop_cut_line(folder: Path) -> None:
+    """Drops a last evaluation that was cut short, or the next one would be written behind it."""
+    file = folder / HELD_OUT
+    if file.exists():
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
 
 def drop_unusable_checkpoints(experiment: Experiment, name: str) -> None:
@@ -163,7 +172,8 @@ def kill_if_due(experiment: Experiment, job: Job) -> None:
     mark = experiment.folder(job.name) / "killed"
     interval = experiment.config["checkpoint"]["interval"]
     due = experiment.settings.steps // 2 + interval // 2
-    if ARMS[job.name].role == "resumed" and job.step >= due and not mark.exists():
+    is_due = due <= job.step < experiment.settings.steps and job.process.poll() is None
+    if ARMS[job.name].role == "resumed" and is_due and not mark.exists():
         mark.write_text(f"step {job.step}\n")
         job.kill()
 
@@ -221,6 +231,8 @@ def finish(experiment: Experiment, job: Job, queue: list[str], failed: list[str]
     """What follows the end of a job: nothing, a second launch, or a failure."""
     folder = experiment.folder(job.name)
     if experiment.is_done(job.name):
+        if job.process.returncode == -signal.SIGKILL:  # too late to be resumed
+            (folder / "killed").unlink(missing_ok=True)
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
         print(f"== {job.name} is finished", flush=True)
     elif job.process.returncode == -signal.SIGKILL and (folder / "killed").exists():
@@ -282,5 +294,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(stop) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(stop, signal.default_int_handler)
     sys.exit(main())

@@ -81,6 +81,7 @@ class Settings:
         tokens: in one step, over all ranks.
         config, text: digests of the TOML and of the training and held-out text.
         flags: given to torchtitan besides the TOML, for every arm.
+        tokenizer: digest of the tokenizer; empty in results from before it was recorded.
     """
 
     model: str
@@ -91,6 +92,7 @@ class Settings:
     config: str
     text: str
     flags: list[str]
+    tokenizer: str = ""
 
 
 def read_settings(results: Path) -> Settings | None:

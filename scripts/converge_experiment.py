@@ -7,12 +7,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from converge_arms import ARMS, Settings, read_settings, write_settings
-from converge_jobs import ROOT
+from converge_jobs import ROOT, left_behind
 from converge_stats import read_held_out
 from torchtitan.config import ConfigManager
 
@@ -112,6 +112,10 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         raise BadArguments(f"{toml.name} must say every degree of parallelism, not -1")
     if not (args.no_checkpoints or config["checkpoint"]["enable"]):
         raise BadArguments("checkpoint.enable = false: use --no-checkpoints, before --")
+    if not config["metrics"]["enable_tensorboard"]:
+        raise BadArguments(
+            "metrics.enable_tensorboard = false: the verdict reads TensorBoard files"
+        )
     if config["debug"]["seed"] is None:
         raise BadArguments(
             f"{toml.name} must set debug.seed, or arms would start from other weights"
@@ -119,6 +123,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     for name in args.arms:
         check_arm(name, config, steps)
     read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
+    tokenizer = [Path(config["model"]["hf_assets_path"]) / "tokenizer.json"]
     batch = training["global_batch_size"]
     batch = batch if batch > 0 else training["local_batch_size"] * ranks_of(config, DATA_DEGREES)
     settings = Settings(
@@ -129,6 +134,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         tokens=batch * training["seq_len"],
         config=digest(without_flags),
         text=digest(*(file.read_bytes() for file in read)),
+        tokenizer=digest(*(file.read_bytes() for file in tokenizer if file.is_file())),
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )
     results = (args.out or ROOT / "outputs/converge" / args.model).resolve()
@@ -172,10 +178,18 @@ def opened(experiment: Experiment) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BadArguments(f"another converge.sh is writing to {results}") from None
+        if pids := left_behind(results):
+            raise BadArguments(
+                f"jobs of a converge.sh that was killed are still writing to {results}: try again "
+                f"when they have ended (processes {', '.join(map(str, pids))})"
+            )
         before = read_settings(results)
         if before is None:
-            write_settings(results, settings)
-        elif before != settings:
+            try:
+                write_settings(results, settings)
+            except OSError as error:
+                raise BadArguments(f"--out {results}: {error.strerror}") from None
+        elif before != (settings if before.tokenizer else replace(settings, tokenizer="")):
             raise BadArguments(
                 f"{results} holds an experiment with other settings: name another --out"
             )

@@ -1,6 +1,7 @@
 """The processes of the convergence experiment: starting, reading and stopping a training job."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from titan_logs import read_log
 ROOT = Path(__file__).parents[1]
 LOG = "train.log"
 GRACE = 30.0  # seconds from SIGTERM to SIGKILL
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @dataclass
@@ -72,6 +74,16 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def left_behind(results: Path) -> list[int]:
+    """Processes of jobs that write below a results folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            if os.fsencode(f"--job.dump_folder\0{results}/") in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
 def devices() -> tuple[str, ...]:
     count = torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -86,6 +98,11 @@ def environment(gpus: tuple[str, ...], ranks: int, deterministic: bool) -> dict[
         # Or Inductor times variants of a kernel, and a resumed job may choose another one.
         env["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     return env | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+
+
+def end_with_parent() -> None:
+    """Has this process sent SIGTERM when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def launch(
@@ -114,6 +131,7 @@ def launch(
             stderr=subprocess.STDOUT,
             env=environment(gpus, ranks, deterministic),
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
     return Job(folder.name, gpus, process, folder / LOG, log_start)
 

@@ -32,6 +32,7 @@ class Evaluation:
     load: np.ndarray
 
 
+HELD_OUT = "held_out.jsonl"
 HeldOut = dict[int, Evaluation]
 """The evaluations of an arm by step."""
 
@@ -44,7 +45,7 @@ def read_held_out(folder: Path) -> HeldOut:
     Raises:
         InputError: another line is broken.
     """
-    file = folder / "held_out.jsonl"
+    file = folder / HELD_OUT
     lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
     found: HeldOut = {}
     for number, line in enumerate(lines[:-1], 1):

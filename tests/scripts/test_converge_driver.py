@@ -1,112 +1,16 @@
 """converge.py: its arguments, and how it runs, kills, resumes and refuses arms.
 
-A shell script takes the place of train.sh: it logs steps and evaluations as a job would.
+A shell script takes the place of train.sh (convergence_jobs.py).
 """
 
 import json
 import re
-from pathlib import Path
 
 import converge
-import converge_experiment
 import converge_jobs
 import pytest
 from converge_arms import read_settings
-
-TOML = """
-[model]
-converters = ["quantize.linear.titan_fp8"]
-[training]
-dataset_path = "text"
-local_batch_size = 2
-seq_len = 8
-steps = 100
-[parallelism]
-data_parallel_shard_degree = 1
-[checkpoint]
-enable = true
-interval = 20
-[validation]
-dataset_path = "text"
-freq = 20
-[debug]
-seed = 7
-"""
-# Resumes from its last checkpoint; a checkpoint and an evaluation every 20 steps.
-TRAIN = """#!/usr/bin/env bash
-shift
-while [[ $# -gt 0 ]]; do
-    case $1 in
-        --job.dump_folder) folder=$2 ;;
-        --training.steps) steps=$2 ;;
-        --checkpoint.create_seed_checkpoint) seed=1 ;;
-        --quantize.linear.titan_fp8.recipe) recipe=$2 ;;
-    esac
-    shift
-done
-echo "$(basename "$folder") $CUDA_VISIBLE_DEVICES" >>"$(dirname "$folder")/calls"
-echo "deterministic: $TORCHINDUCTOR_DETERMINISTIC"
-if [[ -n "$seed" ]]; then
-    mkdir -p "$folder/checkpoint/step-0"
-    touch "$folder/checkpoint/step-0/.metadata"
-    exit 0
-fi
-[[ $recipe != rowwise ]] || { echo "out of memory"; exit 1; }
-first=0
-for checkpoint in "$folder"/checkpoint/step-*; do
-    [[ ! -d $checkpoint ]] || first=${checkpoint##*-}
-done
-for ((step = first + 10; step <= steps; step += 10)); do
-    echo "step: $step  loss: 3.00000  grad_norm: 1.0  memory: 1.00GiB(1%)  tps: 10  "
-    if ((step % 20 == 0)); then
-        mkdir -p "$folder/checkpoint/step-$step"
-        touch "$folder/checkpoint/step-$step/.metadata"
-        echo "{\\"step\\": $step, \\"loss\\": 3.0, \\"accuracy\\": 0.5, \\"experts\\": []}" \\
-            >>"$folder/held_out.jsonl"
-    fi
-    sleep "${PAUSE:-0}"
-    [[ $folder != *_resumed || $first != 0 || $step != 70 ]] || sleep 60 # until it is killed
-done
-"""
-
-
-@pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    """A repository with one model, "m", and train.sh as above; no GPU, and no verdict."""
-    for folder in ("scripts", "configs", "text"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "configs/m.toml").write_text(TOML)
-    (tmp_path / "text/text.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(99)))
-    train = tmp_path / "scripts/train.sh"
-    train.write_text(TRAIN)
-    train.chmod(0o755)
-    for module in (converge_experiment, converge_jobs):
-        monkeypatch.setattr(module, "ROOT", tmp_path)
-    for module in (converge, converge_experiment):
-        monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
-    monkeypatch.setattr(converge, "POLL", 0.02)
-    monkeypatch.setattr(converge, "devices", tuple)
-    monkeypatch.setattr(converge.converge_verdict, "main", lambda argv: 0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def run(root, capsys):
-    def call(*args: str) -> tuple[int, str]:
-        status = converge.main(["m", *args])
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
-
-    return call
-
-
-def results(root: Path) -> Path:
-    return root / "outputs/converge/m"
-
-
-def calls(root: Path) -> list[str]:
-    return [line.strip() for line in (results(root) / "calls").read_text().splitlines()]
+from convergence_jobs import calls, results
 
 
 def test_arms_run_from_the_seed_and_are_not_run_again(root, run):
