@@ -32,7 +32,9 @@ import argparse
 import fcntl
 import hashlib
 import json
+import os
 import shutil
+import stat
 import sys
 import sysconfig
 from collections import Counter
@@ -40,7 +42,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -82,6 +84,10 @@ class Part:
         return sum(len(file.text) for file in self.files)
 
 
+def fail(path: Path | str, error: OSError) -> NoReturn:
+    sys.exit(f"prepare_data: {path}: {error.strerror}")
+
+
 def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
@@ -102,19 +108,33 @@ def split(files: list[File]) -> tuple[Part, Part]:
 
 
 def why_left_out(path: Path, out: Path) -> str | None:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return "links and special files"
     if out in path.resolve().parents:
         return "in OUT"
-    if path.is_symlink() or not path.is_file():
-        return "links and special files"
-    size = path.stat().st_size
-    if size > LARGEST_FILE:
+    if status.st_size > LARGEST_FILE:
         return f"over {LARGEST_FILE // 1024} KiB"
-    return None if size else "empty"
+    return None if status.st_size else "empty"
 
 
 def in_order(folder: Path) -> list[Path]:
-    """What is below a folder, in the order of the names in it: the first of two copies is kept."""
-    return sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix())
+    """The files and links below a folder, in the order of the names in it.
+
+    The first of two copies is kept. Links to folders are not followed.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    paths: list[Path] = []
+    for name, folders, files in os.walk(folder, onerror=refuse):
+        links = [link for link in folders if os.path.islink(os.path.join(name, link))]
+        paths += (Path(name, entry) for entry in links + files)
+    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
@@ -127,8 +147,6 @@ def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
     found: dict[bytes, File] = {}
     left_out: Counter[str] = Counter()
     for path in (path for folder in folders for path in in_order(folder)):
-        if path.is_dir():
-            continue
         if reason := why_left_out(path, out):
             left_out[reason] += 1
             continue
@@ -137,7 +155,7 @@ def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
         except UnicodeDecodeError:
             text = "\0"
         except OSError as error:
-            sys.exit(f"prepare_data: {path}: {error.strerror}")
+            fail(path, error)
         key = digest(text)
         if "\0" in text:
             left_out["not UTF-8 text"] += 1
@@ -251,8 +269,12 @@ def describe(part: Part, texts: list[str], tokenizer: Tokenizer) -> str:
     return "".join(f"  {line}\n" for line in lines)
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Fill the folder `out`, unless it is filled and its stamp says that it is up to date."""
+def prepare(args: argparse.Namespace) -> str:
+    """Fill the folder `out`, unless it is filled and its stamp says that it is up to date.
+
+    Returns:
+        What was done, to be printed.
+    """
     out, stamp = args.out, args.out / "stamp"
     parts = below(args.folders, args.held_out, out.resolve()) if args.folders else library()
     for name, part in zip(("training", "held-out"), parts):
@@ -261,8 +283,7 @@ def prepare(args: argparse.Namespace) -> None:
             sys.exit(f"prepare_data: the {name} part has no text (left out: {counts or 'nothing'})")
     filled = all((out / name).is_file() for name in OUTPUTS)
     if filled and stamp.exists() and stamp.read_text() == fingerprint(args, parts):
-        print(f"data: {out} is prepared")
-        return
+        return f"data: {out} is prepared\n"
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
@@ -280,7 +301,7 @@ def prepare(args: argparse.Namespace) -> None:
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
     (out / "report.txt").write_text(report)
     stamp.write_text(fingerprint(args, parts))
-    print(f"data: {out} is new\n{report}", end="")
+    return f"data: {out} is new\n{report}"
 
 
 def parse() -> argparse.Namespace:
@@ -308,11 +329,15 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
-    args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may run at once
-        prepare(args)
+    try:
+        args = parse()
+        args.out.mkdir(parents=True, exist_ok=True)
+        with (args.out / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may run at once
+            message = prepare(args)
+    except OSError as error:
+        fail(error.filename or args.out / "lock", error)  # flock alone does not name its file
+    print(message, end="")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -200,6 +201,33 @@ def test_a_file_that_cannot_be_read_is_refused(package, tmp_path, prepare, monke
     monkeypatch.setattr(Path, "read_bytes", deny)
     with pytest.raises(SystemExit, match="prepare_data: .*package.*: Permission denied"):
         prepare(tmp_path / "out", "--from", package)
+
+
+@pytest.mark.parametrize("call", ["scandir", "stat"])
+def test_a_folder_that_cannot_be_read_is_refused(package, tmp_path, prepare, monkeypatch, call):
+    """scandir fails without read permission, stat of what is in it without search permission."""
+    denied = {"scandir": package / "docs", "stat": package / "docs/manual.rst"}[call]
+    real = getattr(os, call)
+
+    def deny(path: Path | str, *args: object, **kwargs: object) -> object:
+        if str(path) == str(denied):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, deny)
+    with pytest.raises(SystemExit) as stop:
+        prepare(tmp_path / "out", "--from", package)
+    assert stop.value.code == f"prepare_data: {denied}: Permission denied"
+
+
+def test_links_are_left_out_and_not_followed(package, other, tmp_path, prepare):
+    """Also a link to itself, to a folder, and to nothing."""
+    (package / "loop").symlink_to("loop")
+    (package / "docs/other").symlink_to(other)
+    (package / "nothing.py").symlink_to("nowhere")
+    report = prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
+    assert "4 links and special files" in report
+    assert "int apart" not in "".join(pieces(tmp_path / "out", "train"))
 
 
 def test_what_it_wrote_is_not_read_again(package, prepare):
