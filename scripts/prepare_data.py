@@ -88,8 +88,13 @@ def fail(path: Path | str, error: OSError) -> NoReturn:
     sys.exit(f"prepare_data: {path}: {error.strerror}")
 
 
+def printable(name: str) -> str:
+    """A name with a backslash and a code for each byte that is not UTF-8."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+    return hashlib.sha256(text.encode(errors="backslashreplace")).digest()
 
 
 def library() -> tuple[Part, Part]:
@@ -163,7 +168,7 @@ def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
             left_out["copies"] += 1
         else:
             seen.add(key)
-            found[key] = File(path.suffix, text)
+            found[key] = File(printable(path.suffix), text)
     return Part([found[key] for key in sorted(found)], left_out)
 
 
@@ -191,7 +196,7 @@ def shuffled_pieces(texts: Iterable[str], size: int = PIECE) -> list[str]:
 
 
 def folder_names(folders: list[Path]) -> str:
-    return " ".join(folder.resolve().name for folder in folders)
+    return printable(" ".join(folder.resolve().name for folder in folders))
 
 
 def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
@@ -201,7 +206,7 @@ def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
         for file in part.files:
             text.update(digest(file.suffix) + digest(file.text))
         text.update(b"/")
-    this = digest(Path(__file__).read_text()).hex()
+    this = digest(Path(__file__).read_text(encoding="utf-8")).hex()
     versions = f"Python {sys.version.split()[0]}, tokenizers {tokenizers.__version__}"
     options = f"{args.vocab_size} tokens, pieces of {args.piece}"
     folders = f"from {folder_names(args.folders)!r}, held out {folder_names(args.held_out)!r}"
@@ -236,7 +241,7 @@ def write_tokenizer(texts: list[str], vocab_size: int, folder: Path) -> Tokenize
     if tokenizer.get_vocab_size() != vocab_size:
         sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {vocab_size} tokens learned")
     folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return tokenizer
@@ -282,8 +287,8 @@ def prepare(args: argparse.Namespace) -> str:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
             sys.exit(f"prepare_data: the {name} part has no text (left out: {counts or 'nothing'})")
     filled = all((out / name).is_file() for name in OUTPUTS)
-    if filled and stamp.exists() and stamp.read_text() == fingerprint(args, parts):
-        return f"data: {out} is prepared\n"
+    if filled and stamp.exists() and stamp.read_bytes() == fingerprint(args, parts).encode():
+        return f"data: {printable(str(out))} is prepared\n"
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
@@ -299,9 +304,9 @@ def prepare(args: argparse.Namespace) -> str:
     report += f"Held out: {apart}\n"
     report += describe(parts[1], validation, tokenizer)
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
-    (out / "report.txt").write_text(report)
-    stamp.write_text(fingerprint(args, parts))
-    return f"data: {out} is new\n{report}"
+    (out / "report.txt").write_text(report, encoding="utf-8")
+    stamp.write_text(fingerprint(args, parts), encoding="utf-8")
+    return f"data: {printable(str(out))} is new\n{report}"
 
 
 def parse() -> argparse.Namespace:

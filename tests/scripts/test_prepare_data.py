@@ -128,6 +128,22 @@ def test_names_change_the_report_alone(package, other, tmp_path, prepare, change
     assert changed == {"report.txt", "stamp"}
 
 
+def test_names_that_are_not_utf_8_are_reported(package, other, tmp_path, prepare):
+    """With a code for each such byte."""
+    package = package.rename(tmp_path / os.fsdecode(b"d\xe9"))
+    other = other.rename(tmp_path / os.fsdecode(b"\xe9t"))
+    (package / "module_0.py").rename(package / os.fsdecode(b"m.\xe9t\xe9"))
+    out = tmp_path / os.fsdecode(b"\xe9")
+    call = out, "--from", package, "--held-out", other, "--vocab-size", VOCABULARY
+    report = prepare(*call)
+    assert f"data: {tmp_path}/\\udce9 is new\n" in report
+    assert "Training: d\\udce9\n" in report and "Held out: \\udce9t\n" in report
+    assert ".\\udce9t\\udce9 3%" in report
+    assert "is prepared" in prepare(*call)
+    (package / os.fsdecode(b"m.\xe9t\xe9")).rename(package / os.fsdecode(b"m.\xe8t\xe8"))
+    assert "is new" in prepare(*call)
+
+
 def test_a_file_that_is_left_out_leaves_the_data_alone(package, tmp_path, prepare):
     """Such as one that Python caches there, while a job reads the corpus."""
     call = tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY
