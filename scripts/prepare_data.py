@@ -25,7 +25,8 @@ each token occurs more often, and more is learned in a hundred steps.
 The result depends only on the text, the suffixes of its files, the names of the folders, the
 options, the versions of Python and tokenizers, and this file, not on where the folders are.
 OUT/stamp records all of these and is written last. If it matches and no file is missing, nothing is
-done, even if other files were left out than the report says.
+done, even if other files were left out than the report says. Otherwise these files are replaced;
+other files in OUT stay. But torchtitan would read those next to a text.jsonl, so they are refused.
 """
 
 import argparse
@@ -33,7 +34,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import stat
 import sys
 import sysconfig
@@ -213,11 +213,25 @@ def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
     return f"{versions}, {this}, {options}, {folders}, {text.hexdigest()}\n"
 
 
+def write(path: Path, lines: Iterable[str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        fail(error.filename or path, error)  # a full disk does not name the file
+
+
 def write_corpus(texts: list[str], folder: Path) -> None:
     """Write texts as JSON lines, one document per line; the folder is a data set."""
-    folder.mkdir(parents=True)
-    with (folder / "text.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    write(folder / "text.jsonl", (json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def refuse_other_files(folder: Path) -> None:
+    """The data set would have them, too, except for hidden ones."""
+    for path in sorted(folder.iterdir()) if folder.exists() else []:
+        if path.name != "text.jsonl" and not path.name.startswith("."):
+            sys.exit(f"prepare_data: {path} would be read as text: move it, or name another OUT")
 
 
 def some(texts: list[str], characters: int) -> Iterator[str]:
@@ -240,10 +254,9 @@ def write_tokenizer(texts: list[str], vocab_size: int, folder: Path) -> Tokenize
     tokenizer.train_from_iterator(some(texts, TOKENIZER_CHARACTERS), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         sys.exit(f"prepare_data: only {tokenizer.get_vocab_size()} of {vocab_size} tokens learned")
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    write(folder / "tokenizer.json", [tokenizer.to_str(pretty=True)])
     config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write(folder / "tokenizer_config.json", [json.dumps(config, indent=2) + "\n"])
     return tokenizer
 
 
@@ -281,6 +294,8 @@ def prepare(args: argparse.Namespace) -> str:
         What was done, to be printed.
     """
     out, stamp = args.out, args.out / "stamp"
+    for name in ("train", "validation"):
+        refuse_other_files(out / "corpus" / name)
     parts = below(args.folders, args.held_out, out.resolve()) if args.folders else library()
     for name, part in zip(("training", "held-out"), parts):
         if not part.characters():
@@ -292,9 +307,8 @@ def prepare(args: argparse.Namespace) -> str:
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
-    stamp.unlink(missing_ok=True)
-    for name in ("corpus", "tokenizer"):
-        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("stamp", *OUTPUTS):
+        (out / name).unlink(missing_ok=True)
     write_corpus(train, out / "corpus" / "train")
     write_corpus(validation, out / "corpus" / "validation")
     tokenizer = write_tokenizer(train, args.vocab_size, out / "tokenizer")
@@ -304,8 +318,8 @@ def prepare(args: argparse.Namespace) -> str:
     report += f"Held out: {apart}\n"
     report += describe(parts[1], validation, tokenizer)
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
-    (out / "report.txt").write_text(report, encoding="utf-8")
-    stamp.write_text(fingerprint(args, parts), encoding="utf-8")
+    write(out / "report.txt", [report])
+    write(stamp, [fingerprint(args, parts)])
     return f"data: {printable(str(out))} is new\n{report}"
 
 

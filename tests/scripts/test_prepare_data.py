@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -276,3 +277,55 @@ def test_what_a_failed_call_left_behind_is_made_anew(package, tmp_path, prepare)
         prepare(*options, 100_000)
     assert "is new" in prepare(*options, VOCABULARY)
     assert (tmp_path / "out/tokenizer/tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("corpus/train/text.jsonl", 1000), ("tokenizer/tokenizer.json", 3000)]
+)
+def test_a_file_that_cannot_be_written_is_named(package, other, tmp_path, prepare, name, limit):
+    """A limit on the size of files acts like a full disk."""
+    out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    call = out, "--from", other, "--held-out", package / "docs", "--vocab-size", VOCABULARY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as stop:
+            prepare(*call)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert stop.value.code == f"prepare_data: {out / name}: File too large"
+    assert not (out / "stamp").exists()
+    assert "is new" in prepare(*call)
+
+
+def test_an_out_that_cannot_be_filled_is_refused(package, tmp_path, prepare):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="prepare_data: .*/file/out: Not a directory"):
+        prepare(tmp_path / "file/out", "--from", package)
+    (tmp_path / "out/lock").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="prepare_data: .*/out/lock: Is a directory"):
+        prepare(tmp_path / "out", "--from", package)
+
+
+def test_only_its_own_files_are_deleted(package, tmp_path, prepare):
+    call = tmp_path / "out", "--from", package, "--vocab-size"
+    prepare(*call, VOCABULARY)
+    for name in ("notes", "corpus/test.jsonl", "tokenizer/notes", "corpus/train/.hidden"):
+        (tmp_path / "out" / name).write_text("mine")
+    assert "is new" in prepare(*call, VOCABULARY + 1)
+    for name in ("notes", "corpus/test.jsonl", "tokenizer/notes", "corpus/train/.hidden"):
+        assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_a_file_next_to_the_text_is_refused(package, tmp_path, prepare, part):
+    """Before anything is deleted, and also if the data is prepared: it would be read, too."""
+    call = tmp_path / "out", "--from", package, "--vocab-size"
+    prepare(*call, VOCABULARY)
+    mine = tmp_path / "out/corpus" / part / "mine.jsonl"
+    mine.write_text("mine")
+    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    for size in (VOCABULARY, VOCABULARY + 1):
+        with pytest.raises(SystemExit) as stop:
+            prepare(*call, size)
+        assert str(mine) in str(stop.value.code) and "name another OUT" in str(stop.value.code)
+    assert all(file.read_bytes() == content for file, content in before.items())
