@@ -157,10 +157,9 @@ class HeldOutEvaluation(Validator):
             raise ValueError(f"validation.steps = {wanted}: held-out evaluation needs 1 or more")
         self.validation_dataloader.dataset.infinite = False
         self.batches = [batch for batch, _ in zip(self.validation_dataloader, range(wanted))]
-        if len(self.batches) < wanted:
+        if (found := len(self.batches)) < wanted:
             raise ValueError(
-                f"validation.steps = {wanted}: the held-out text has only {len(self.batches)} "
-                "batches for each rank"
+                f"validation.steps = {wanted}: the held-out text has only {found} batches"
             )
         self.file = Path(job_config.job.dump_folder) / HELD_OUT
 
@@ -258,10 +257,7 @@ class _RandomErrors(torch.autograd.Function):
 
 
 def fp8_layers(job_config: TorchtitanConfig, model: nn.Module) -> list[str]:
-    """The layers that the job's converters convert to FP8, or would with an FP8 recipe of linears.
-
-    Experts whose own recipe is bf16 are none of them.
-    """
+    """The layers that are in FP8 if the recipe of linears is; no experts with bf16 of their own."""
     converters = job_config.model.converters
     linear = job_config.quantize.linear.titan_fp8
     grouped_mm = job_config.quantize.grouped_mm.titan_fp8
