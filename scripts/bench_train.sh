@@ -86,7 +86,7 @@ done
 prepare_env
 [[ $(count_gpus) -ge $NGPU ]] || die "$model needs $NGPU GPU(s)"
 
-"$python" scripts/prepare_data.py data
+[[ -f data/stamp ]] || "$python" scripts/prepare_data.py data
 flags+=(--training.steps "$steps" --lr_scheduler.warmup_steps $((steps / 5))
     --parallelism.data_parallel_shard_degree -1 --training.global_batch_size -1
     --training.dataset c4_test --training.dataset_path ./data/corpus/train

@@ -257,7 +257,7 @@ class _RandomErrors(torch.autograd.Function):
 
 
 def fp8_layers(job_config: TorchtitanConfig, model: nn.Module) -> list[str]:
-    """The layers that are in FP8 if the recipe of linears is; no experts with bf16 of their own."""
+    """The layers of a bf16 arm that an FP8 arm of the same config converts."""
     converters = job_config.model.converters
     linear = job_config.quantize.linear.titan_fp8
     grouped_mm = job_config.quantize.grouped_mm.titan_fp8

@@ -25,8 +25,9 @@ each token occurs more often, and more is learned in a hundred steps.
 The result depends only on the text, the suffixes of its files, the names of the folders, the
 options, the versions of Python and tokenizers, and this file, not on where the folders are.
 OUT/stamp records all of these and is written last. If it matches and no file is missing, nothing is
-done, even if other files were left out than the report says. Otherwise these files are replaced;
-other files in OUT stay. But torchtitan would read those next to a text.jsonl, so they are refused.
+done, even if other files were left out than the report says. Otherwise the files above are
+replaced, and no other file in OUT is touched. Another file beside a text.jsonl ends the script
+before it changes anything, because torchtitan would read it as text; hidden files are allowed.
 """
 
 import argparse
@@ -124,9 +125,10 @@ def why_left_out(path: Path, out: Path) -> str | None:
 
 
 def in_order(folder: Path) -> list[Path]:
-    """The files and links below a folder, in the order of the names in it.
+    """The files and links below a folder, in the order of their paths relative to it.
 
-    The first of two copies is kept. Links to folders are not followed.
+    So which of two copies comes first does not depend on where the folder is. Links to folders are
+    not followed.
 
     Raises:
         OSError: a folder cannot be read.
@@ -228,7 +230,7 @@ def write_corpus(texts: list[str], folder: Path) -> None:
 
 
 def refuse_other_files(folder: Path) -> None:
-    """The data set would have them, too, except for hidden ones."""
+    """Ends the script if the folder has other files, which torchtitan would read, too."""
     for path in sorted(folder.iterdir()) if folder.exists() else []:
         if path.name != "text.jsonl" and not path.name.startswith("."):
             sys.exit(f"prepare_data: {path} would be read as text: move it, or name another OUT")

@@ -6,9 +6,10 @@ ops by which FSDP2, DTensor and `Module.to_empty` make shards. In-place writes a
 version counters do not count those that DTensor makes. The schema of an op says which arguments it
 writes to. Those of collectives do not say, so whatever is not named as an input counts as written.
 
-Other views, such as `w[0]` or `w.t()`, are plain tensors, which PyTorch can print and convert to
-NumPy. A write through one of them goes unnoticed until the next write to the shard, which is that
-of the optimizer. Change weights between two steps by ops on the shard itself or on slices of it.
+Views made by other ops, such as `w[0]` or `w.t()`, are plain tensors, which PyTorch can print and
+convert to NumPy. A write through one of them goes unnoticed until the next write to the shard,
+which is that of the optimizer. Change weights between two steps by ops on the shard itself or on
+slices of it.
 
 A shard is quantized at the first gather after a write, so once a step, also with several
 micro-batches. Quantizing is a collective, so every rank must write, or none. A rank may read alone:

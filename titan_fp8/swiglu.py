@@ -7,8 +7,8 @@ x. Backward computes the columns of h from a and b, which the gradient of SwiGLU
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
 round twice: h, da, db, and dx, whose two products are one GEMM. Weights that FSDP2 has gathered in
-FP8 (`gathered_weight.py`) run fused, too. Recipes without these ops, and feed-forwards with a
-`QuantizedWeight` or with only some weights gathered in FP8, run as three separate products.
+FP8 (`gathered_weight.py`) run fused, too. Three separate products run instead if the recipe has no
+SwiGLU ops, if a weight is a `QuantizedWeight`, or if FSDP2 has gathered only some weights in FP8.
 """
 
 from typing import Any

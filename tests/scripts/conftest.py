@@ -36,7 +36,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
     It has no GPU, and no verdict.
     """
-    # tests/conftest.py must prepare torchtitan, which these import, for the CPU before.
+    # These import torchtitan, which tests/conftest.py must first prepare for the CPU.
     import converge
     import converge_experiment
     import converge_jobs

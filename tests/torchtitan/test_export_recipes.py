@@ -12,8 +12,8 @@ pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 COMPARE = "compare the exported model's loss with the run's"
 NO_BLOCKS = (
-    'the run has recipe "{}" for {}, whose GEMMs did not read weights quantized in 128x128 blocks: '
-    + COMPARE
+    'the run has recipe "{}" for {}, whose GEMMs did not read weights quantized in 128x128 blocks, '
+    "as they are exported: " + COMPARE
 )
 FORMATS = (
     'the run has recipes "{}" for linears and "{}" for experts, whose scales have different '

@@ -44,7 +44,7 @@ class Run:
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
         quantized: those that are exported in FP8, as a run with this config would convert them if
-            both recipes were FP8.
+            it had both converters, with FP8 recipes.
         buffers: names of tensors that are no parameters and keep their dtype.
         dtype: in which the run computes, and of exported tensors that are not quantized.
         scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
@@ -135,7 +135,7 @@ class Run:
             what = "no converter of titan_fp8" if name is None else f'recipe "{name}"'
             self.warnings.append(
                 f"the run has {what} for {' and '.join(modules)}, whose GEMMs did not read weights "
-                f"quantized in 128x128 blocks: {compare}"
+                f"quantized in 128x128 blocks, as they are exported: {compare}"
             )
         if len(formats) > 1:
             self.warnings.append(
