@@ -123,7 +123,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     for name in args.arms:
         check_arm(name, config, steps)
     read = [*texts(training["dataset_path"]), *texts(validation["dataset_path"])]
-    tokenizer = [Path(config["model"]["hf_assets_path"]) / "tokenizer.json"]
+    tokenizer = Path(config["model"]["hf_assets_path"]) / "tokenizer.json"
     batch = training["global_batch_size"]
     batch = batch if batch > 0 else training["local_batch_size"] * ranks_of(config, DATA_DEGREES)
     settings = Settings(
@@ -134,7 +134,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         tokens=batch * training["seq_len"],
         config=digest(without_flags),
         text=digest(*(file.read_bytes() for file in read)),
-        tokenizer=digest(*(file.read_bytes() for file in tokenizer if file.is_file())),
+        tokenizer=digest(tokenizer.read_bytes() if tokenizer.is_file() else b""),
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )
     results = (args.out or ROOT / "outputs/converge" / args.model).resolve()

@@ -53,7 +53,7 @@ import numpy as np
 from compare_loss import compare
 from converge_arms import ARMS, BASELINE, Settings, read_settings
 from converge_judge import FEWEST_ARMS, ArmRun, Judgment, judge
-from converge_stats import Differences, read_held_out
+from converge_stats import HELD_OUT, Differences, read_held_out
 from tables import Row, markdown_table, text_table
 from titan_logs import InputError, read_run
 
@@ -65,7 +65,7 @@ def read_arms(results: Path, settings: Settings) -> dict[str, ArmRun]:
         InputError: the baseline has none, an arm has no TensorBoard events or other experts than
             the baseline, or a folder with evaluations has the name of no arm.
     """
-    for file in sorted(results.glob("*/held_out.jsonl")):
+    for file in sorted(results.glob(f"*/{HELD_OUT}")):
         if file.parent.name not in ARMS:
             raise InputError(f"{file.parent} is no arm: allowed are {', '.join(ARMS)}")
     found = {name: held_out for name in ARMS if (held_out := read_held_out(results / name))}

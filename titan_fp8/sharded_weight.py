@@ -203,10 +203,14 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
     """Position and name of each argument that an op may write to."""
     if func in _READS:
         return []
-    arguments = [(i, argument.name, argument) for i, argument in enumerate(func._schema.arguments)]
-    if func.namespace == "c10d":
-        return [(i, name) for i, name, _ in arguments if not name.startswith("input")]
-    return [(i, n) for i, n, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    def may_be_written(argument: Any) -> bool:
+        if func.namespace == "c10d":
+            return not argument.name.startswith("input")
+        return argument.alias_info is not None and argument.alias_info.is_write
+
+    arguments = enumerate(func._schema.arguments)
+    return [(i, argument.name) for i, argument in arguments if may_be_written(argument)]
 
 
 # FSDP2 asks for the signature at each gather of each weight. Python would derive it each time,

@@ -204,32 +204,34 @@ READS = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_every_write_is_noticed(write):
-    with one_process():
-        layer = Layer((144, 48), "blockwise")
-        fsdp.gather_in_fp8(layer, Layer)
-        shard(layer, 1)
-        with counting() as calls:
-            for count in (1, 2):
-                for _ in range(2):
-                    whole = layer.weight.full_tensor().detach().to(BF16)
-                    assert_gathered(layer, whole, "written")
-                    assert len(calls) == count
-                write(layer, layer.weight)
+    with layer_and_calls() as (layer, calls):
+        for count in (1, 2):
+            for _ in range(2):
+                whole = layer.weight.full_tensor().detach().to(BF16)
+                assert_gathered(layer, whole, "written")
+                assert len(calls) == count
+            write(layer, layer.weight)
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_no_read_is_a_write(read):
     """A rank that reads its shard alone would otherwise wait for the others to quantize theirs."""
-    with one_process():
+    with layer_and_calls() as (layer, calls):
+        for _ in range(2):
+            layer.unshard()
+            layer.reshard()
+            read(layer.weight)
+        assert len(calls) == 1
+
+
+@contextlib.contextmanager
+def layer_and_calls() -> Iterator[tuple[Layer, list[int]]]:
+    """A layer that one rank gathers in FP8, and what `counting` gives."""
+    with one_process(), counting() as calls:
         layer = Layer((144, 48), "blockwise")
         fsdp.gather_in_fp8(layer, Layer)
         shard(layer, 1)
-        with counting() as calls:
-            for _ in range(2):
-                layer.unshard()
-                layer.reshard()
-                read(layer.weight)
-        assert len(calls) == 1
+        yield layer, calls
 
 
 @contextlib.contextmanager

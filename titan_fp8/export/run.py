@@ -127,15 +127,16 @@ class Run:
         uses, formats = [], set()
         compare = "compare the exported model's loss with the run's"
         for name, modules in users.items():
+            who = " and ".join(modules)
             recipe = None if name in (None, BF16) else RECIPES[name]
             if recipe is not None and recipe.has_weight_blocks:
-                uses.append(f'"{name}" for {" and ".join(modules)}')
+                uses.append(f'"{name}" for {who}')
                 formats.add(recipe.scale_fmt)
                 continue
             what = "no converter of titan_fp8" if name is None else f'recipe "{name}"'
             self.warnings.append(
-                f"the run has {what} for {' and '.join(modules)}, whose GEMMs did not read weights "
-                f"quantized in 128x128 blocks, as they are exported: {compare}"
+                f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
+                f"128x128 blocks, as they are exported: {compare}"
             )
         if len(formats) > 1:
             self.warnings.append(
