@@ -103,6 +103,10 @@ def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_pa
             with pytest.raises(FileExistsError, match="without config.json: not a complete export"):
                 export(checkpoint, out, config)
     assert check_whole(out) and not list(out.glob(f"*{files.PARTIAL}"))
+    (tmp_path / "file").touch()
+    assert {path.stat().st_mode for path in [tmp_path / "file", *out.iterdir()]} == {
+        (tmp_path / "file").stat().st_mode
+    }
     # Only while the last rename is made to last is an export finished before it ends.
     shards = len(list(out.glob("*.safetensors")))
     assert shards > 2 and len(looks_finished) >= 4 * (shards + 4) and sum(looks_finished) == 1

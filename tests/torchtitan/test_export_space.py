@@ -1,6 +1,5 @@
 """The export when the disk is too small, and other failures that leave an incomplete folder."""
 
-import errno
 import os
 import re
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from exports import config_of, write_checkpoint
+from safetensors import SafetensorError
 
 from titan_fp8.export import exporter
 from titan_fp8.export.exporter import export
@@ -31,10 +31,10 @@ def test_a_disk_that_fills_up_leaves_a_folder_that_the_error_names(monkeypatch, 
     checkpoint = write_checkpoint(tmp_path / "step-1", config)
     out = tmp_path / "out"
 
-    def write(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def save_file(*_, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(exporter.files, "write_safetensors", write)
+    monkeypatch.setattr(exporter.files, "save_file", save_file)
     with pytest.raises(OSError, match=f"OUT = {out} is incomplete, delete it: .*No space left"):
         export(checkpoint, out, config)
     assert out.exists() and not (out / "config.json").exists()

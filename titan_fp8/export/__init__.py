@@ -24,8 +24,8 @@ tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files
 
 This module imports none of them: the command line prepares torchtitan before it is imported.
 
-Memory: the checkpoint is never loaded as a whole. A tensor is read, converted and written before
-the next one is read; stacked weights of experts are read in parts of at most one file's size. DCP
-reads the part of a tensor that one rank saved as a whole, so the peak is twice the largest tensor
-of the checkpoint if a single rank saved it.
+Memory: the checkpoint is never loaded as a whole. The tensors of one file are read and converted one
+by one and written together; stacked weights of experts are read in parts of at most one file's
+size. DCP reads the part of a tensor that one rank saved as a whole, so the peak is one file, and
+twice the largest tensor of the checkpoint if a single rank saved it.
 """

@@ -76,8 +76,8 @@ def _write(
     """Write all files into the folder `out`."""
     total = sum(tensor.nbytes for tensor in tensors)
     for source in run.tokenizer_files:
-        with files.atomic_writer(out / source.name) as file:
-            file.write(source.read_bytes())
+        with files.replacing(out / source.name) as partial:
+            partial.write_bytes(source.read_bytes())
 
     shards = into_shards(tensors, shard_bytes)
     names = [files.shard_name(i, len(shards)) for i in range(len(shards))]

@@ -7,12 +7,12 @@ name is complete, even if the process is killed at any moment.
 import contextlib
 import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_fp8.export.tensors import HFTensor
@@ -21,22 +21,17 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 PARTIAL = ".partial"
 
-_DTYPES = {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-}
-"""safetensors' names."""
-
 
 @contextlib.contextmanager
-def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to, renamed to `path` after the block if that raises nothing."""
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, renamed to `path` after the block if that raises nothing."""
     partial = path.with_name(path.name + PARTIAL)
     with open(partial, "xb") as file:
-        yield file
-        file.flush()
+        mode = os.fstat(file.fileno()).st_mode
+    yield partial
+    with open(partial, "rb") as file:
+        # safetensors writes a file of its own, which nobody but its owner may read.
+        os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
     os.rename(partial, path)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -47,8 +42,8 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    with atomic_writer(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def shard_name(index: int, count: int) -> str:
@@ -58,25 +53,20 @@ def shard_name(index: int, count: int) -> str:
 def write_safetensors(
     path: Path, tensors: Sequence[HFTensor], values: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write a file of `tensors`, whose values come one by one, in the order of their parts."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape in (part for tensor in tensors for part in tensor.parts):
-        start, end = end, end + shape.numel() * dtype.itemsize
-        header[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    expected = iter(part for tensor in tensors for part in tensor.parts)
-    with atomic_writer(path) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for (name, value), part in zip(values, expected, strict=True):
-            assert (name, value.dtype, value.shape) == part
-            file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-            del value  # before the next one is made
+    """Write a file of `tensors`, whose values come in the order of their parts.
+
+    All of them are in memory at once: the library has no way to write one after the other.
+    """
+    parts = [part for tensor in tensors for part in tensor.parts]
+    content = {}
+    for (name, value), part in zip(values, parts, strict=True):
+        assert (name, value.dtype, value.shape) == part
+        content[name] = value
+    with replacing(path) as partial:
+        try:
+            save_file(content, partial, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path.name}: {error}") from error
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[HFTensor]]) -> None:

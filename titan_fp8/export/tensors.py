@@ -150,7 +150,8 @@ def converted_parts(
 
 def _convert(tensor: HFTensor, value: Tensor, scale_fmt: str) -> Iterator[tuple[str, Tensor]]:
     if not tensor.quantized:
-        value = value.to(tensor.dtype)
+        # A copy, so that no view keeps the stacked experts in memory until the file is written.
+        value = value.to(tensor.dtype, copy=True).contiguous()
         _check_finite(tensor, value)
         yield tensor.name, value
         return
