@@ -24,11 +24,11 @@ llama3_args["export_ragged"] = dataclasses.replace(llama3_args["tiny"], dim=320)
 qwen3_args["export"] = dataclasses.replace(qwen3_args["tiny"], head_dim=128)
 qwen3_args["export_moe"] = dataclasses.replace(qwen3_args["tiny_moe"])
 # What DeepSeek-V3 has, and torchtitan's debug model has not: sigmoid scores, groups of experts, a
-# LoRA of the queries. With 96 tokens, YaRN, too.
+# LoRA of the queries, whole blocks. With 96 tokens, YaRN, too.
 deepseekv3_args["export"] = dataclasses.replace(
     deepseekv3_args["tiny"],
-    q_lora_rank=64,
-    original_seq_len=64,
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128},
+    **{"qk_rope_head_dim": 128, "v_head_dim": 128, "original_seq_len": 64},
     moe_args=dataclasses.replace(
         deepseekv3_args["tiny"].moe_args,
         **{"score_func": "sigmoid", "route_norm": True, "route_scale": 2.5},
@@ -89,15 +89,21 @@ def exported(folder: Path, model: str, text: Path, *flags: object) -> tuple[Run,
     return Run(config), checkpoint, folder / "out"
 
 
+def read(checkpoint: Path, run: Run, name: str) -> Tensor:
+    """A tensor of a checkpoint, by DCP's own planner."""
+    state = {name: torch.empty_like(run.state[name], device="cpu")}
+    dcp.load(state, checkpoint_id=checkpoint)
+    return state[name]
+
+
 def expected_tensors(run: Run, checkpoint: Path, quantized: set[str]) -> dict[str, Tensor]:
-    """All tensors that an export must hold, from the checkpoint by DCP's own planner.
+    """All tensors that an export must hold, from the checkpoint.
 
     `quantized` are names of weights in the checkpoint.
     """
-    state = {name: torch.empty_like(meta, device="cpu") for name, meta in run.state.items()}
-    dcp.load(state, checkpoint_id=checkpoint)
     result = {}
-    for source, value in state.items():
+    for source in run.state:
+        value = read(checkpoint, run, source)
         for name, tensor in run.to_hf(source, value).items():
             if source in quantized:
                 q, s = quantize_128x128(tensor.to(run.dtype), scale_fmt=run.scale_fmt)

@@ -12,11 +12,15 @@ gets what `transformers` loads:
     tokenizer.json, ...                 copies from model.hf_assets_path
 
 The FP8 weights are those that the GEMMs of a blockwise run read, unless tensor parallelism cuts the
-blocks: they are rounded to the run's `training.mixed_precision_param`, as FSDP2 and autocast do,
-and then quantized by `titan_fp8.reference.quantize_128x128`. The same modules as in training stay
-in high precision because of `filter_fqns` or `fqns`. Weights that training did not quantize in such
-blocks because of a `recipe`, rowwise or bf16, or without a converter, are quantized all the same,
-with a warning.
+blocks or rows change their order (wq and wk of a llama3 whose head_dim does not divide 128): they
+are brought to Hugging Face's order, rounded to the run's `training.mixed_precision_param`, as FSDP2
+and autocast do, and quantized by `titan_fp8.reference.quantize_128x128`. The same modules as in
+training stay in high precision because of `filter_fqns` or `fqns`. Weights that training did not
+quantize in such blocks because of a `recipe`, rowwise or bf16, or without a converter, are
+quantized all the same, with a warning.
+
+Some loaders refuse or misread such weights; `loaders.py` has their rules. The export warns and says
+which `filter_fqns` avoid that; with `--fuse` it writes these weights in high precision.
 
 `exporter.py` runs the export. `run.py` finds out which model the run has, and `tensors.py` which
 tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files.py` writes, and
@@ -24,8 +28,8 @@ tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files
 
 This module imports none of them: the command line prepares torchtitan before it is imported.
 
-Memory: the checkpoint is never loaded as a whole. The tensors of one file are read and converted one
-by one and written together; stacked weights of experts are read in parts of at most one file's
+Memory: the checkpoint is never loaded as a whole. The tensors of one file are read and converted
+one by one and written together; stacked weights of experts are read in parts of at most one file's
 size. DCP reads the part of a tensor that one rank saved as a whole, so the peak is one file, and
 twice the largest tensor of the checkpoint if a single rank saved it.
 """

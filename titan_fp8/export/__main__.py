@@ -29,6 +29,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shard_gb", type=float, default=5.0, help="largest file in GB (default: %(default)s)"
     )
+    parser.add_argument(
+        "--fuse",
+        action="store_true",
+        help="write weights that vLLM, SGLang or transformers would refuse in high precision",
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="degree of tensor parallelism in vLLM or SGLang (default: %(default)s)",
+    )
     options, flags = parser.parse_known_args(argv)
     # Before torchtitan is imported, since otherwise it assumes that this machine has GPUs.
     if not torch.cuda.is_available():
@@ -39,8 +50,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not 0 < options.shard_gb < math.inf:
             raise ValueError(f"--shard_gb = {options.shard_gb}: allowed are positive numbers")
+        if options.tp < 1:
+            raise ValueError(f"--tp = {options.tp}: allowed are positive integers")
         config = job_config(options.checkpoint, options.config, flags)
-        export(options.checkpoint, options.out, config, shard_bytes=int(options.shard_gb * 1e9))
+        export(
+            options.checkpoint,
+            options.out,
+            config,
+            shard_bytes=int(options.shard_gb * 1e9),
+            fuse=options.fuse,
+            tp=options.tp,
+        )
     except (ValueError, OSError) as error:
         print(f"titan_fp8.export: {error}", file=sys.stderr)
         return 2

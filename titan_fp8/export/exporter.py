@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_fp8.export import files, hf_config
+from titan_fp8.export import files, hf_config, loaders
 from titan_fp8.export.checkpoint import Checkpoint
 from titan_fp8.export.run import Run
 from titan_fp8.export.tensors import HFTensor, converted_parts, into_shards, plan_tensors
@@ -20,6 +20,8 @@ def export(
     config: Any,
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    fuse: bool = False,
+    tp: int = 1,
     log: Callable[[str], None] = print,
 ) -> None:
     """Write the checkpoint of a run to the new folder `out`, in block-FP8.
@@ -33,6 +35,8 @@ def export(
         config: torchtitan's JobConfig of the run, for the model, the modules that are left out, the
             recipe, the sequence length and the tokenizer.
         shard_bytes: the most bytes of tensors in a file, unless one tensor has more.
+        fuse: write what a loader would refuse or misread in high precision (loaders.py).
+        tp: the degree of tensor parallelism with which vLLM or SGLang will load it.
         log: gets a line per file, and warnings.
 
     Raises:
@@ -45,14 +49,19 @@ def export(
     saved = Checkpoint(checkpoint)
     run = Run(config)
     tensors = plan_tensors(run, saved)
+    notes = [f"warning: {warning}" for warning in (*run.warnings, *hf_config.warnings_of(run))]
+    if fuse:
+        tensors, left = loaders.fused(run, tensors, tp)
+        notes += [f"in high precision because of --fuse: {left}"] if left else []
+    notes += [f"warning: {warning}" for warning in loaders.warnings_of(run, tensors, tp)]
     if not any(tensor.quantized for tensor in tensors):
         raise ValueError(
             f"{run.name} {run.flavor} has no weight to export in FP8: the sizes of all are no "
-            "multiples of 16, or the config leaves them out"
+            "multiples of 16 (with --fuse, of 128), or the config leaves them out"
         )
     model_config = hf_config.content(run, tensors)
-    for warning in (*run.warnings, *hf_config.warnings_of(run, tensors)):
-        log(f"warning: {warning}")
+    for note in notes:
+        log(note)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     _check_space(out, sum(tensor.nbytes for tensor in tensors))

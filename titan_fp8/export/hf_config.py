@@ -7,6 +7,7 @@ The fields are those of LlamaConfig, Qwen3Config, Qwen3MoeConfig and DeepseekV3C
 from collections.abc import Sequence
 from typing import Any
 
+from titan_fp8.export.loaders import MERGED, layers_of
 from titan_fp8.export.run import Run
 from titan_fp8.export.tensors import HFTensor
 from titan_fp8.layouts import BLOCK
@@ -37,7 +38,7 @@ def content(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     }
 
 
-def warnings_of(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
+def warnings_of(run: Run) -> list[str]:
     """What other software may not compute as the run did."""
     found = []
     if run.name == "deepseek_v3" and run.args.moe_args.score_func != "sigmoid":
@@ -46,15 +47,14 @@ def warnings_of(run: Run, tensors: Sequence[HFTensor]) -> list[str]:
             " DeepseekV3ForCausalLM of transformers ignores that and computes sigmoid scores. "
             "Load the export with software that reads scoring_func, as vLLM does"
         )
-    ragged = [
-        t.name for t in tensors if t.quantized and any(n > BLOCK and n % BLOCK for n in t.shape)
-    ]
-    if ragged:
-        found.append(
-            f"{len(ragged)} weights have a short last block, {ragged[0]} first. transformers 5 "
-            "cannot dequantize these: it divides a weight into equal blocks. To load the export "
-            "with dequantize=True, leave such modules out by filter_fqns"
-        )
+    if run.name == "llama3" and BLOCK % (head_dim := run.args.dim // run.args.n_heads):
+        moved = sorted(name for name in run.quantized if name.endswith(("wq.weight", "wk.weight")))
+        if moved:
+            found.append(
+                f"{len(moved)} weights, {moved[0]} first, are quantized in other blocks than in "
+                f"training: Hugging Face's model has the rows of each head in another order, and "
+                f"the {head_dim} rows of a head do not divide {BLOCK}"
+            )
     return found
 
 
@@ -73,6 +73,10 @@ def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "modules_to_not_convert": list(dict.fromkeys(left)),
     }
+    # SGLang knows which parts a layer has left out only from here.
+    names = {layer.name.rpartition(".")[2] for layer in layers_of(run, tensors) if layer.is_left}
+    if merged := {name: list(parts) for name, parts in MERGED.items() if name in names}:
+        config["packed_modules_mapping"] = merged
     if run.scale_fmt == "ue8m0":
         config["scale_fmt"] = "ue8m0"
     return config

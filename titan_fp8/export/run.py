@@ -43,6 +43,7 @@ class Run:
         flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
+        filter_fqns: of the config, or the default.
         quantized: those that are exported in FP8, as a run with this config would convert them if
             it had both converters, with FP8 recipes.
         buffers: names of tensors that are no parameters and keep their dtype.
@@ -98,8 +99,8 @@ class Run:
         """Converts the model, to see which modules are converted."""
         linears = [name for name, m in model.named_modules() if type(m) is nn.Linear]
         section = _section(config, "linear")
-        filter_fqns = DEFAULT_FILTER_FQNS if section is None else section.filter_fqns
-        convert_linears(model, filter_fqns=filter_fqns)
+        self.filter_fqns = list(DEFAULT_FILTER_FQNS if section is None else section.filter_fqns)
+        convert_linears(model, filter_fqns=self.filter_fqns)
         experts = {name.rpartition(".")[0] for name, t in self.state.items() if t.dim() == 3}
         if experts:
             section = _section(config, "grouped_mm")
