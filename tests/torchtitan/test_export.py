@@ -7,7 +7,8 @@ dequantization of transformers, and torchtitan, whose next run starts from them.
 import contextlib
 import functools
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import exports
@@ -25,6 +26,8 @@ from titan_fp8.export.run import Run
 from titan_fp8.reference import dequantize_1x128, quantize_1x128
 
 safe_open = pytest.importorskip("safetensors", reason="safetensors is missing").safe_open
+from safetensors.torch import load_file, save_file
+
 transformers = pytest.importorskip("transformers", reason="transformers is missing")
 pytest.importorskip("accelerate", reason="accelerate is missing: transformers reads no FP8")
 from torch.distributed.checkpoint.quantized_hf_storage import (  # imports safetensors
@@ -32,6 +35,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (  # imports safet
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+INDEX, W = "model.safetensors.index.json", "model.layers.0.self_attn.q_proj.weight"
 LOAD_EXPORT = ("--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_in_hf_quantized")
 
 
@@ -206,27 +210,137 @@ FLAG = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
 
 
 @pytest.mark.parametrize(
-    "model, method, flags, message",
+    "model, flags, old, new, message",
     [
-        ("llama3", "fp8", LOAD_EXPORT[:1], FLAG),
-        ("deepseek_v3", "fp8", LOAD_EXPORT[:1], FLAG),
-        ("llama3", None, LOAD_EXPORT, INCOMPLETE),
-        ("deepseek_v3", None, LOAD_EXPORT[:1], INCOMPLETE),
-        ("llama3", "fbgemm_fp8", LOAD_EXPORT, "quant_method = 'fbgemm_fp8' .* only 'fp8' can be"),
-        ("llama3", 'fp8",', LOAD_EXPORT, "config.json: "),
+        ("llama3", LOAD_EXPORT[:1], "", "", FLAG),
+        ("deepseek_v3", LOAD_EXPORT[:1], "", "", FLAG),
+        ("llama3", LOAD_EXPORT, None, None, INCOMPLETE),
+        ("deepseek_v3", LOAD_EXPORT[:1], None, None, INCOMPLETE),
+        ("llama3", LOAD_EXPORT, '"fp8"', '"fbgemm_fp8"', "quant_method = 'fbgemm_fp8' .* only 'fp"),
+        ("llama3", LOAD_EXPORT, '"fp8"', '"fp8",",', "config.json: "),
+        (
+            "llama3",
+            LOAD_EXPORT,
+            "128,",
+            "64,",
+            r"weight_block_size = \[64, 128\] .* only \[128, 128\]",
+        ),
+        ("deepseek_v3", LOAD_EXPORT, '"weight_block_size"', '"w"', "weight_block_size = None"),
+        (
+            *("llama3", LOAD_EXPORT, '"lm_head"', '"model.layers.1.mlp"'),
+            r"1.mlp.down_proj.weight is in FP8, and modules_to_not_conv.* 'model.layers.1.mlp'",
+        ),
     ],
 )
-def test_a_run_does_not_start_without_the_scales(model, method, flags, message, tmp_path, text):
+def test_a_run_does_not_start_without_the_scales(model, flags, old, new, message, tmp_path, text):
     _, _, out = exports.exported(tmp_path, model, text)
     config_file = out / "config.json"
-    if method is None:
+    if old is None:
         config_file.unlink()
     else:
-        config_file.write_text(config_file.read_text().replace('"fp8"', f'"{method}"'))
-    start = ("--checkpoint.initial_load_path", out, *flags)
-    config = config_of(model, tmp_path / "next", text, *start)
-    with one_process(), trainer(config) as t, pytest.raises(ValueError, match=message):
-        t.checkpointer.load()
+        config_file.write_text(config_file.read_text().replace(old, new, 1))
+    check_refused(model, tmp_path, text, flags, message)
+
+
+def check_refused(
+    model: str, folder: Path, text: Path, flags: tuple[str, ...], message: str
+) -> None:
+    """A run does not start from folder / "out": ValueError before anything is loaded."""
+    config = config_of(
+        model, folder / "next", text, "--checkpoint.initial_load_path", folder / "out", *flags
+    )
+    with one_process(), trainer(config) as t:
+        before = {name: dense(p).clone() for name, p in t.model_parts[0].named_parameters()}
+        with pytest.raises(ValueError, match=message):
+            t.checkpointer.load()
+        after = dict(t.model_parts[0].named_parameters())
+        assert all(torch.equal(dense(after[name]), value) for name, value in before.items())
+
+
+SCALE = W + "_scale_inv"
+
+
+def scales(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({SCALE: change(tensors[SCALE]).contiguous()})
+
+
+def per_tensor(tensors: dict[str, Tensor]) -> None:
+    tensors[W + "_scale"] = tensors.pop(SCALE).amax()
+
+
+ALLOWED = r".*allowed is .*q_proj.weight_scale_inv with shape \(2, 2\)"
+POSITIVE = ".* allowed are finite positive"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (per_tensor, f"{W} has {W}_scale:{ALLOWED}"),
+        (lambda tensors: tensors.pop(SCALE), f"{W} has no scales:{ALLOWED}"),
+        (lambda t: t.update({W + "_scale_2": t[SCALE].clone()}), f"has {W}_scale_2:{ALLOWED}"),
+        (scales(Tensor.amax), r"weight_scale_inv has shape \(\) in F32:" + ALLOWED),
+        (scales(lambda s: s.new_ones(256, 1)), r"has shape \(256, 1\) in F32:" + ALLOWED),
+        (scales(lambda s: s.repeat(2, 2)), r"has shape \(4, 4\) in F32:" + ALLOWED),
+        (scales(lambda s: s.to(torch.float8_e8m0fnu)), "in F8_E8M0: allowed is"),
+        (scales(lambda s: s.int()), r"in I32:" + ALLOWED),
+        (scales(lambda s: s.fill_(0)), "4 scales such as 0.0:" + POSITIVE),
+        (scales(lambda s: s.mul_(torch.eye(2) * -2 + 1)), "2 scales such as -.*:" + POSITIVE),
+        (scales(lambda s: s.fill_(torch.nan)), "4 scales such as nan:" + POSITIVE),
+        (lambda t: t.update({W: t[W].float().to(torch.float8_e5m2)}), f"{W} is in F8_E5M2: allow"),
+        (lambda t: t.update({W: t[W].to(torch.bfloat16)}), "the scale of a weight in BF16"),
+        (lambda t: t.update({"x.weight_scale_inv": torch.ones(1, 1)}), "has no x.weight that it"),
+        (lambda t: t.update({"x": t[W].clone()}), "x is in FP8 .* matrices that are called"),
+        (
+            lambda t: t.update({"x.weight": t[W].view(1, 256, 256).clone()}),
+            r"shape \(1, 256, 256\)",
+        ),
+    ],
+)
+def test_a_run_does_not_start_with_other_scales(change, message, tmp_path, text):
+    _, _, out = exports.exported(tmp_path, "llama3", text)
+    index = json.loads((out / INDEX).read_text())
+    file = out / index["weight_map"][W]
+    tensors = load_file(file)
+    scale_file = out / index["weight_map"][SCALE]
+    tensors[SCALE] = load_file(scale_file)[SCALE]
+    assert scale_file == file
+    change(tensors)
+    save_file(tensors, file)
+    where = {n: f for n, f in index["weight_map"].items() if f != file.name}
+    (out / INDEX).write_text(json.dumps({"weight_map": where | dict.fromkeys(tensors, file.name)}))
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"{file}: .*{message}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_half_the_size(dtype, tmp_path, text):
+    """Qwen's checkpoints have them in bf16."""
+    run, checkpoint, out = exports.exported(tmp_path, "llama3", text)
+    expected = expected_tensors(run, checkpoint, fp8_weights(run))
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        half = {n: t.to(dtype) if n.endswith("_scale_inv") else t for n, t in tensors.items()}
+        expected |= {n: t.float() for n, t in half.items() if n.endswith("_scale_inv")}
+        save_file(half, file)
+    start = ("--checkpoint.initial_load_path", out)
+    config = config_of("llama3", tmp_path / "next", text, *start, *LOAD_EXPORT)
+    with one_process(), trainer(config) as t:
+        check_loaded(t, run, dequantized(expected))
+
+
+def test_files_and_the_index_disagree(tmp_path, text):
+    _, _, out = exports.exported(tmp_path, "llama3", text)
+    index = json.loads((out / INDEX).read_text())
+    file = index["weight_map"].pop(SCALE)
+    (out / INDEX).write_text(json.dumps(index))
+    message = f"{out / file}: {SCALE}: {INDEX} has it in no file"
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, message)
+    shutil.copy(out / file, out / "older.safetensors")
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, "is in older.safetensors as well")
+    (out / "older.safetensors").write_bytes(b"x")
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, "older.safetensors: ")
+    (out / "older.safetensors").unlink()
+    (out / INDEX).unlink()
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"has FP8 weights and no {INDEX}")
 
 
 def save_export_and_load(rank: int, folder: Path, text: Path) -> None:
