@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 import tracemalloc
@@ -214,6 +215,18 @@ for _name, _layers in (("short", 1), ("long", 3)):
     llama3_args[_name] = dataclasses.replace(llama3_args["export"], n_layers=_layers)
 
 
+MISTYPED = {
+    '[training]\nmixed_precision_param = "fp8"': "allowed is Literal['bfloat16', 'float32']",
+    "[training]\nseq_len = 2.5": "10.toml: training.seq_len = 2.5: allowed is int",
+    "[training]\nseq_len = true": "training.seq_len = True: allowed is int",
+    '[model]\nflavor = ["8B"]': "model.flavor = ['8B']: allowed is str",
+    "[model]\nconverters = 3": "model.converters = 3: allowed is list[str]",
+    "[experimental]\ncustom_import = 1": "experimental.custom_import = 1: allowed is str",
+    "[quantize]\nlinear = 3": "quantize.linear = 3: allowed is a section, [quantize.linear]",
+}
+"""TOMLs, and what is said of them."""
+
+
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory, text):
     """A folder with the checkpoints of two steps, their TOML, and what may be taken for either."""
@@ -225,6 +238,16 @@ def mistaken(tmp_path_factory, text):
     config = config_of("llama3", folder, text)
     for step in (2, 10):
         write_checkpoint(folder / f"step-{step}", config)
+    (folder / "one/step-7").mkdir(parents=True)
+    (folder / "one/step-7/.metadata").touch()
+    (folder / "latin.toml").write_bytes("# é".encode("latin-1"))
+    for i, content in enumerate(MISTYPED):
+        (folder / f"{i}0.toml").write_text(content)
+    for name in ("{", "{}"):
+        shutil.copytree(text, folder / name)
+        (folder / name / "tokenizer.json").write_text(name)
+    shutil.copytree(text, folder / "config")
+    (folder / "config/tokenizer_config.json").write_text("{")
     return folder
 
 
@@ -236,14 +259,38 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
     "args, message",
     [
         (["none", "out", "--config", "job.toml"], "CHECKPOINT = none is not a folder"),
-        ([".", "out", "--config", "job.toml"], "several steps; name one of step-2, step-10"),
+        ([".", "out", "--config", "job.toml"], "step but has step-2, step-10; name one of them"),
         (["empty", "out", "--config", "job.toml"], "CHECKPOINT = empty has no .metadata; allowed"),
         (["hf", "out", "--config", "job.toml"], "CHECKPOINT = hf has safetensors already"),
+        (["one", "out", "--config", "job.toml"], "CHECKPOINT = one is not the folder of a step bu"),
+        (["step-2", "out", "--config", "latin.toml"], "--config = latin.toml: 'utf-8' codec can't"),
+        (["step-2", "out", "--job.config-file=latin.toml"], "--config = latin.toml: 'utf-8' codec"),
+        *(
+            (["step-2", "out", "--config", f"{i}0.toml"], message)
+            for i, message in enumerate(MISTYPED.values())
+        ),
+        *(([*RUN, "--model.hf_assets_path", n], f"{n}/tokenizer.json: ") for n in ("{", "{}")),
+        ([*RUN, "--model.hf_assets_path", "config"], "config/tokenizer_config.json: Expecting"),
+        (
+            [*RUN, "--experimental.custom_import", "nope"],
+            "experimental.custom_import = 'nope': ModuleNotFoundError",
+        ),
+        *(
+            (
+                [*RUN, "--training.seq_len", n],
+                f"training.seq_len = {n}: allowed are 1 to 2147483647",
+            )
+            for n in ("-1", "0", str(10**19))
+        ),
         (["step-2", "out"], NO_MODEL + "the model by --model.name and --model.flavor"),
         (["step-2", "out", "--config", "none.toml"], "--config = none.toml: no such file"),
         (["step-2", "out", "--config", "bad.toml"], "--config = bad.toml: "),
         (["step-2", "empty", "--config", "job.toml"], "OUT = empty exists, without config.json"),
-        *(([*RUN, "--shard_gb", gb], f"--shard_gb = {gb}: all") for gb in ("0.0", "inf", "nan")),
+        *(
+            ([*RUN, "--shard_gb", gb], f"--shard_gb = {gb}: all")
+            for gb in ("0.0", "inf", "nan", "1e+300")
+        ),
+        ([*RUN, "--tp", "0"], "--tp = 0: allowed are positive integers"),
         (
             ["step-2", "job.toml/out", "--config", "job.toml"],
             "OUT = job.toml/out cannot be created",

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     from titan_fp8.export.exporter import export
 
     try:
-        if not 0 < options.shard_gb < math.inf:
+        if not 0 < options.shard_gb * 1e9 < math.inf:
             raise ValueError(f"--shard_gb = {options.shard_gb}: allowed are positive numbers")
         if options.tp < 1:
             raise ValueError(f"--tp = {options.tp}: allowed are positive integers")

@@ -91,7 +91,8 @@ def _why_not(folder: Path) -> str:
         key=lambda name: int(name.rpartition("-")[2]) if name[5:].isdecimal() else -1,
     )
     if steps:
-        return f"has the checkpoints of several steps; name one of {', '.join(steps)}"
+        which = "it" if len(steps) == 1 else "one of them"
+        return f"is not the folder of a step but has {', '.join(steps)}; name {which}"
     if any(folder.glob("*.safetensors")):
         return (
             "has safetensors already; allowed is a DCP checkpoint, as torchtitan saves by default"

@@ -1,6 +1,9 @@
 """The configuration of the run whose checkpoint is exported: its TOML, or flags, or both."""
 
+import dataclasses
 import sys
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +29,73 @@ def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> Jo
             is not allowed.
     """
     if file is not None:
-        if not Path(file).is_file():
-            raise ValueError(f"--config = {file}: no such file")
         flags = [_CONFIG_FILE, file, *flags]
-    # torchtitan's command line takes --job.config-file for --job.config_file.
-    given = {flag.partition("=")[0].replace("-", "_").replace("__", "--", 1) for flag in flags}
-    if not given & {_CONFIG_FILE, _FLAVOR}:
+    given: dict[str, str] = {}
+    for flag, following in zip(flags, [*flags[1:], ""]):
+        name, is_set, value = flag.partition("=")
+        # torchtitan's command line takes --job.config-file for --job.config_file.
+        given.setdefault(
+            name.replace("-", "_").replace("__", "--", 1), value if is_set else following
+        )
+    if _CONFIG_FILE in given:
+        _check_file(given[_CONFIG_FILE])
+    if not given.keys() & {_CONFIG_FILE, _FLAVOR}:
         raise ValueError(
             "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
             f"the model by --model.name and {_FLAVOR}{_hint(Checkpoint(checkpoint))}"
         )
     try:
         return ConfigManager().parse_args(flags)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError:
+        raise
+    except Exception as error:  # of custom_config_module, too
+        raise ValueError(f"--config = {file}: {error!r}") from error
+
+
+def _check_file(file: str) -> None:
+    """ValueError unless `file` is TOML with values of the types that torchtitan's settings have."""
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"--config = {file}: no such file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        _check_types("", content, JobConfig)
+    except ValueError as error:
         raise ValueError(f"--config = {file}: {error}") from None
-    except (ImportError, KeyError) as error:
-        raise ValueError(f"--config = {file}: {error!r}") from None
+
+
+def _check_types(section: str, content: dict[str, Any], settings: type) -> None:
+    """ValueError if a setting has a value of another type; torchtitan takes any.
+
+    Settings that torchtitan does not know, such as titan_fp8's own, are not checked here.
+    """
+    hints = typing.get_type_hints(settings)
+    for key, value in content.items():
+        hint, name = hints.get(key, Any), f"{section}{key}"
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} = {value!r}: allowed is a section, [{name}]")
+            _check_types(f"{name}.", value, typing.cast(type, hint))
+        elif not _fits(value, hint):
+            allowed = str(hint) if typing.get_args(hint) else hint.__name__
+            allowed = allowed.removeprefix("typing.")
+            raise ValueError(f"{name} = {value!r}: allowed is {allowed}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value of a TOML has the type `hint`, of those that torchtitan's settings have."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return value in args
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(element, args[0]) for element in value)
+    if hint is Any or kind is not None:
+        return True
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _hint(saved: Checkpoint) -> str:

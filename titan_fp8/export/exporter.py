@@ -1,5 +1,6 @@
 """The export itself: checks, the plan of files, then one file after the other."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def _write(
 
 
 def _check_can_be_created(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):
         has_config = (out / files.CONFIG).exists()
         incomplete = "" if has_config else f", without {files.CONFIG}: not a complete export"
         raise FileExistsError(

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+_VOCABULARIES = ("tokenizer.", "vocab")
 
 
 class Run:
@@ -60,8 +62,9 @@ class Run:
 
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
-        if config.experimental.custom_import:  # as torchtitan's trainer does
-            importlib.import_module(config.experimental.custom_import)
+        _import(config.experimental.custom_import)
+        if not 1 <= (length := config.training.seq_len) < 2**31:
+            raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
         self.name, self.flavor = config.model.name, config.model.flavor
         spec = _spec(self.name, self.flavor)
         self.args: Any = copy.deepcopy(spec.model_args[self.flavor])
@@ -158,14 +161,44 @@ class Run:
         self.tokenizer_files = [
             folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()
         ]
-        if any(file.name.startswith(("tokenizer.", "vocab")) for file in self.tokenizer_files):
-            tokenizer = HuggingFaceTokenizer(str(folder))
+        if any(file.name.startswith(_VOCABULARIES) for file in self.tokenizer_files):
+            tokenizer = _tokenizer(folder, self.tokenizer_files)
             self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
         else:
             self.warnings.append(
                 f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
                 "none, and no bos_token_id and eos_token_id in its config.json"
             )
+
+
+def _import(module: str) -> None:
+    """Import `experimental.custom_import`, if any, as torchtitan's trainer does."""
+    try:
+        if module:
+            importlib.import_module(module)
+    except Exception as error:
+        raise ValueError(f"experimental.custom_import = {module!r}: {error!r}") from error
+
+
+def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
+    """torchtitan's tokenizer.
+
+    Raises:
+        ValueError: a file is damaged. The message names it.
+    """
+    for file in files:
+        if file.suffix == ".json":
+            try:
+                json.loads(file.read_bytes())
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from None
+    try:
+        return HuggingFaceTokenizer(str(folder))
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers package raises no other class
+        read = next(file for file in files if file.name.startswith(_VOCABULARIES))
+        raise ValueError(f"{read}: {error}") from error
 
 
 def _spec(name: str, flavor: str) -> TrainSpec:
