@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.qwen3 import qwen3_args
 
+from titan_fp8.export import __main__ as command
 from titan_fp8.export import loaders
 from titan_fp8.export.exporter import export
 from titan_fp8.export.run import Run
@@ -239,6 +240,18 @@ def test_transformers_and_a_short_last_block(tmp_path, text):
     assert not exported(tmp_path / "fused", text, "deepseek_v3", *flavor(model), fuse=True)
     check_engines_accept(tmp_path / "fused/out")
     assert not misread(tmp_path / "fused")
+
+
+def test_the_command_says_what_it_fused(capsys, tmp_path, text):
+    write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
+    paths = [str(tmp_path / name) for name in ("step-1", "out")]
+    flags = ["--config", str(tmp_path / "job.toml"), "--model.hf_assets_path", str(text)]
+    flags += [FILTER, "output,wk,wv", "--fuse", "--tp", "1"]
+    assert command.main([*paths, *flags]) == 0
+    shown = capsys.readouterr().out
+    layers = "model.layers.*.self_attn.qkv_proj (q_proj 256 x 256) in 2 layers"
+    assert f"in high precision because of --fuse: {layers}\n" in shown and "warning" not in shown
+    check_engines_accept(tmp_path / "out")
 
 
 def test_deepseek_v3_16b(tmp_path, text):

@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="folder of one step, as DCP saves it"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="folder of one step, as DCP saves it: a pickle, so only one that you trust",
     )
     parser.add_argument("out", metavar="OUT", help="folder to create")
     parser.add_argument("--config", metavar="CONFIG", help="the TOML of the run")

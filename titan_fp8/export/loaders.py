@@ -215,7 +215,7 @@ def _patterns(
                     hits.setdefault(".".join(parts[i:j]), set())
     for pattern, found in hits.items():
         found.update(name for name in names if pattern in name)
-    hits = {pattern: found for pattern, found in hits.items() if found <= set(allowed)}
+    hits = {p: found for p, found in hits.items() if found <= set(allowed) or p in wanted}
     result, rest = [], set(wanted)
     while rest:
         best = max(hits, key=lambda pattern: (len(hits[pattern] & rest), -len(pattern)))
