@@ -190,15 +190,19 @@ def test_whole_blocks_are_accepted_without_a_warning(tmp_path, text, model):
     check_engines_accept(tmp_path / "out")
 
 
-def test_experts(tmp_path, text):
-    flags = flavor("short_experts")
-    warnings = exported(tmp_path / "as_asked", text, "deepseek_v3", *flags)
+@pytest.mark.parametrize("flags, tp, size", [(flavor("short_experts"), 1, 192), ((), 4, 128)])
+def test_experts(tmp_path, text, flags, tp, size):
+    """A run has no fqns that leave out all experts. With tp = 4 a rank has 32 rows of each."""
+    warning, *_ = exported(tmp_path / "as_asked", text, "deepseek_v3", *flags, tp=tp)
     with pytest.raises(ValueError):
-        check_engines_accept(tmp_path / "as_asked/out")
-    assert "layers.1.mlp.experts (gate_proj 192 x 128, " in warnings[0]
-    assert warnings[0].endswith("Pass --fuse to write them in high precision.")
-    assert not exported(tmp_path / "fused", text, "deepseek_v3", *flags, fuse=True)
-    check_engines_accept(tmp_path / "fused/out")
+        check_engines_accept(tmp_path / "as_asked/out", tp)
+    assert f"layers.1.mlp.experts (gate_proj {size} x 128, " in warning
+    assert warning.endswith("Pass --fuse to write them in high precision.")
+    assert not exported(tmp_path / "fused", text, "deepseek_v3", *flags, tp=tp, fuse=True)
+    check_engines_accept(tmp_path / "fused/out", tp)
+    assert "model.layers.0.self_attn.q_a_proj.weight_scale_inv" in read_headers(
+        tmp_path / "fused/out"
+    )
 
 
 def test_sglang_computes_a_shared_expert_beside_256_as_one_of_them(tmp_path, text):
