@@ -14,7 +14,6 @@ from titan_fp8.kernels.hopper import (
     quantize_blockwise,
     quantize_rowwise,
     quantize_rowwise_columns,
-    quantize_rowwise_one_pass,
     quantize_shard,
 )
 
@@ -22,13 +21,11 @@ MODULES = (
     quantize_blockwise,
     quantize_rowwise,
     quantize_rowwise_columns,
-    quantize_rowwise_one_pass,
     quantize_shard,
 )
 DTYPES = [torch.bfloat16, torch.float32]
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
-SMS = 132
 ROWS = sorted({columns for shape in LINEAR for columns in shape[1:]} | set(LONG_ROWS))
 """Row lengths: the kernels of rows have a layout for each power of two."""
 LONGEST_ROW = 4 * quantize_rowwise_columns.ROW_AMAX_WORDS
@@ -38,19 +35,12 @@ LONGEST_ROW = 4 * quantize_rowwise_columns.ROW_AMAX_WORDS
 @pytest.fixture
 def compiled(monkeypatch):
     """Collects what the ops of a test compile."""
-    monkeypatch.setattr(quantize_rowwise_one_pass, "multiprocessors", lambda device: SMS)
     results = []
     for module in MODULES:
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, Compiler(kernel, results))
     return results
-
-
-def column_launches(tokens: int, groups: str = "dense") -> int:
-    """One kernel without groups, unless there are too many tokens for it; else two."""
-    one_pass = tokens <= SMS * quantize_rowwise_one_pass.TILE_TOKENS
-    return 1 if groups == "dense" and one_pass else 2
 
 
 def assert_unspilled(compiled: list, launches: int) -> None:
@@ -69,12 +59,11 @@ def test_tokens(compiled, shape, groups, dtype):
     hopper.quantize_128x1_t(x, *GROUPS[groups])
     hopper.quantize_1x128_128x1_t(x, *GROUPS[groups])
     hopper.quantize_col_t(x, *GROUPS[groups])
-    columns = column_launches(shape[0], groups)
-    assert_unspilled(compiled, 2 + columns)
+    assert_unspilled(compiled, 4)
     hopper.quantize_row_col_t(x, *GROUPS[groups])
     # Rows too long for the kernel that takes maxima have a kernel of their own.
     long = shape[1] * dtype.itemsize > LONGEST_ROW
-    assert_unspilled(compiled[2 + columns :], 1 + columns if long else 2)
+    assert_unspilled(compiled[4:], 3 if long else 2)
 
 
 @needs_cuobjdump
@@ -86,11 +75,7 @@ def test_weights(compiled, shape, dtype):
     hopper.quantize_128x128(w, torch.bfloat16)
     hopper.quantize_128x128_t(w)
     hopper.quantize_weight_col_t(w)
-    assert_unspilled(compiled, 3 + column_launches(shape[-2]))
-    for kernel in compiled:
-        if kernel.name == "quantize_columns_one_pass_kernel":
-            assert kernel.registers <= quantize_rowwise_one_pass.MAXNREG, str(kernel)
-            assert 5 * (kernel.shared + 1024) <= 228 * 1024, str(kernel)
+    assert_unspilled(compiled, 5)
 
 
 @needs_cuobjdump
@@ -130,12 +115,10 @@ def test_wide_accesses_and_room_for_192_kib_of_tiles(compiled, dtype):
         if kernel.name == "quantize_column_amax_kernel":
             continue
         sass = kernel.sass
-        # A program has half of its tile in registers, and later half of that for a skipped tile.
-        in_registers = kernel.name == "quantize_columns_one_pass_kernel"
-        assert sass.count("LDGSTS.E.BYPASS.128") == loads * (5 if in_registers else 2) / 2
-        assert sass.count("STG.E.128") == columns * (5 if in_registers else 2) / 2, str(kernel)
+        assert sass.count("LDGSTS.E.BYPASS.128") == loads
+        assert sass.count("STG.E.128") == columns, str(kernel)
         if kernel.name == "quantize_128x1_t_kernel":
             assert sass.count("STG.E.64") == rows
         assert "STG.E.U8" not in sass
-        tile = 65536 if dtype == torch.float32 and not in_registers else 32768
+        tile = 65536 if dtype == torch.float32 else 32768
         assert (192 * 1024 // tile) * (kernel.shared + 1024) <= 228 * 1024, str(kernel)

@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from titan_fp8 import functional, gemms
 from titan_fp8.kernels import gradients, hopper, launch, replay
-from titan_fp8.kernels.hopper import gemm_blockwise, quantize_rowwise_one_pass
+from titan_fp8.kernels.hopper import gemm_blockwise
 from titan_fp8.kernels.replay import replayed
 from titan_fp8.ops import gemm, registry, swiglu
 from titan_fp8.ops.sequence import Place, Step, encode, run_steps
@@ -61,8 +61,7 @@ def kernels(cuda, monkeypatch):
     # The CPU has no torch.mm with an out_dtype.
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a @ b).to(out_dtype))
     monkeypatch.setattr(GluonJITFunction, "run", run)
-    for module in (gemm_blockwise, quantize_rowwise_one_pass):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gemm_blockwise, "multiprocessors", lambda device: 132)
     for module in (registry, gemm, swiglu):
         monkeypatch.setattr(module, "implementation", lambda x, emulate: hopper)
 

@@ -183,7 +183,7 @@ def test_ends_that_cannot_be_uneven(groups, m, alignment, problem):
         ("swiglu_backward_kernel", "SwiGLU"),
         ("permute_gather_kernel", "permutation"),
         ("transpose_fp8_kernel", "quantizers"),
-        ("quantize_columns_one_pass_kernel", "quantizers"),
+        ("quantize_column_cast_kernel", "quantizers"),
         ("blockwise_fprop_dgrad_kernel", "FP8 GEMM"),
         ("rowwise_wgrad_kernel", "FP8 GEMM"),
         ("triton_poi_fused_index_put_3", "inductor"),

@@ -1,8 +1,7 @@
 """Rowwise quantizers of columns, written transposed: one scale per column, or per group and column.
 
-A scale covers all tokens of a group, far more than a program can hold. Without groups one kernel
-reads x once and its programs exchange maxima (`quantize_rowwise_one_pass.py`), unless x has too
-many rows for that. Otherwise two kernels read x, one after the other:
+A scale covers all tokens of a group, far more than a program can hold. So two kernels read x, one
+after the other:
 
 1. quantize_column_amax_kernel takes the maxima of some tokens in registers and combines them with
    those of the group by `atomic_max`. If the rows are to be quantized as well, its programs hold
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.hopper.group_ends import group_lanes, locate, tiles_of
@@ -23,29 +23,25 @@ from titan_fp8.kernels.hopper.quantize_cast import (
     FP8_WORDS,
     amax_words,
     as_words,
+    cast_columns,
     cast_rows,
+    channel_bits,
     magnitudes,
     max_magnitudes,
     row_amax,
     scale_of,
 )
 from titan_fp8.kernels.hopper.quantize_rowwise import quantize_row, row_layout
-from titan_fp8.kernels.hopper.quantize_rowwise_one_pass import (
-    cast_part,
-    fits_one_pass,
-    load_amax,
-    publish_amax,
-    quantize_columns_in_one_pass,
-    store_scales,
-)
 from titan_fp8.kernels.hopper.quantize_tile import (
     MAXNREG,
     PART_WORDS,
     TILES,
     load_words,
     start_load,
+    store_columns,
     store_rows,
     tile_layout,
+    transpose,
     wait_for_loads,
 )
 from titan_fp8.kernels.launch import kernel
@@ -60,6 +56,66 @@ ROW_AMAX_TOKENS = 32
 """Tokens per program that takes the maxima of all columns and also quantizes the rows."""
 ROW_AMAX_WORDS = 8192
 """The words of its longest rows: registers hold a row, the next one and the maxima."""
+
+
+@gluon.jit
+def publish_amax(amax, most, word, K, publishes, PACK: gl.constexpr):
+    """If `publishes`, combines `most`, words of maxima from `word` on, into amax (K,).
+
+    The maxima are the bits of magnitudes, so `atomic_max` on integers combines them, with the same
+    result in any order. Before that, neighboring lanes get neighboring channels, so that one
+    transaction serves the eight maxima of a 32-byte sector (eight times as fast).
+    """
+    WORDS: gl.constexpr = most.shape[0]
+    if PACK == 2:
+        most = gl.join(channel_bits(most, 0, PACK), channel_bits(most, 1, PACK))
+        most = gl.reshape(most, [PACK * WORDS])
+    coalesced: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    j = gl.arange(0, PACK * WORDS, coalesced)
+    most = gl.convert_layout(most, coalesced)
+    inside = (j < K - word * PACK) & publishes
+    gl.atomic_max(amax + (word * PACK + j), most, mask=inside, sem="relaxed")
+
+
+@gluon.jit
+def load_amax(amax, word, KW, valid, PACK: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """The maxima of the first and of the last channel of each word, as bits; zeros unless `valid`.
+
+    Read from the L2 cache, because the L1 cache may hold values that other programs have changed.
+    """
+    j = gl.arange(0, TRANSPOSED.shape[0], gl.SliceLayout(1, TRANSPOSED))
+    channel = amax + (word + j) * PACK
+    inside = (j < KW - word) & valid
+    first = gl.load(channel, mask=inside, other=0, cache_modifier=".cg")
+    return first, gl.load(channel + (PACK - 1), mask=inside, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def store_scales(amax, s_t, word, KW, PACK: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Writes the scales of the channels of words, given their maxima from `load_amax`."""
+    j = gl.arange(0, TRANSPOSED.shape[0], gl.SliceLayout(1, TRANSPOSED))
+    for i in gl.static_range(PACK):
+        scale, _ = scale_of(amax[i])
+        gl.store(s_t + ((word + j) * PACK + i), scale, mask=j < KW - word)
+
+
+@gluon.jit
+def cast_part(
+    part, amax, q_t, tokens, column, columns, word, K, MT,
+    PACK: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Casts a part, 128 places by the channels of its words, from `word` on, into q_t (K, MT).
+
+    `amax` is from `load_amax`. Writes the first `columns` columns from `column` on: the first
+    `tokens` tokens, then zeros.
+    """
+    words = transpose(part, TRANSPOSED)
+    t = gl.arange(0, TRANSPOSED.shape[1], gl.SliceLayout(0, TRANSPOSED))
+    mask = gl.where(t < tokens, -1, 0).to(gl.int8)[None, :]
+    for i in gl.static_range(PACK):
+        _, r = scale_of(amax[i])
+        values = cast_columns(words, r[:, None], mask, i, PACK)
+        store_columns(q_t, values, column, columns, word * PACK + i, PACK, K, MT)
 
 
 @kernel(do_not_specialize=["M", "E", "tiles"])
@@ -191,7 +247,7 @@ def _launch_cast(x: Tensor, amax: Tensor, q_t: Tensor, s_t: Tensor, tokens: _Tok
     )  # fmt: skip
 
 
-def _quantize_in_two_passes(
+def _quantize_columns(
     x: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """q (..., K, Mt) and s of the columns of x. `rows`: q and s of its rows, to be written."""
@@ -219,10 +275,7 @@ def quantize_col_t(
 
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zero columns.
     """
-    tokens = _tokens_of(x, offs, aligned)
-    if offs is None and fits_one_pass(tokens.width, x.device):
-        return quantize_columns_in_one_pass(x, tokens.width)
-    return _quantize_in_two_passes(x, tokens)
+    return _quantize_columns(x, _tokens_of(x, offs, aligned))
 
 
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,5 +291,5 @@ def quantize_row_col_t(
         # The first kernel could not hold a whole row.
         return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
     q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
-    q_t, s_t = _quantize_in_two_passes(x, _tokens_of(x, offs, aligned), (q, s))
+    q_t, s_t = _quantize_columns(x, _tokens_of(x, offs, aligned), (q, s))
     return q, s, q_t, s_t
