@@ -67,6 +67,9 @@ class ShardGather:
         self.fresh = False
         self.columns: ColumnsBuffer | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # A copy of the layer is marked, and not sharded by FSDP2.
+
     def size(self) -> torch.Size:
         """The shape of the shard, for which FSDP2 asks."""
         return self.param.sharded_size
