@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_fp8.sharded_weight import ShardedWeight
-
 
 def round_stochastically(x: Tensor, seed: Tensor) -> Tensor:
     """Rounds FP32 to one of the two neighboring bf16 numbers, so that the mean is x.
@@ -79,9 +77,7 @@ class StochasticAdamW(torch.optim.AdamW):
                 if numbers is None:
                     numbers, seed = self._numbers(group, int(state["step"]), _local(p).device)
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                _update(*(_plain(x).view(-1) for x in tensors), numbers, seed + index)
-                if isinstance(local := _local(p), ShardedWeight):
-                    local.memory.stale = True  # Its FP8 copy is of the old weights.
+                _update(*(_local(x).view(-1) for x in tensors), numbers, seed + index)
 
     def _numbers(
         self, group: dict[str, Any], step: int, device: torch.device
@@ -95,11 +91,6 @@ class StochasticAdamW(torch.optim.AdamW):
         # The CPU would wait for a copy from memory that is not pinned.
         host = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda")
         return host.to(device, non_blocking=True), seed
-
-
-def _plain(x: Tensor) -> Tensor:
-    local = _local(x)
-    return local.plain() if isinstance(local, ShardedWeight) else local
 
 
 def _local(x: Tensor) -> Tensor:

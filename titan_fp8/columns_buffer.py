@@ -1,7 +1,5 @@
 """What FSDP2 gathers of a rowwise weight: rows and columns, or in forward the rows alone."""
 
-import weakref
-
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -25,14 +23,12 @@ class ColumnsBuffer:
     """
 
     def __init__(self, unit: FSDPParamGroup, param: FSDPParam):
-        # Weak, to avoid a cycle: FSDP2's objects hold the shard, and its memory holds this object.
-        self._unit, self._param = weakref.ref(unit), weakref.ref(param)
+        self._unit, self._param = unit, param
         self._hidden: list[Tensor] = []
 
     def layouts_to_gather(self, layouts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The layouts to gather now. If columns are left out, hides their buffer."""
-        unit, param = self._unit(), self._param()
-        assert unit is not None and param is not None
+        unit, param = self._unit, self._param
         self.restore()
         # FSDP2 makes the buffers at the first gather, which therefore moves both layouts.
         if len(layouts) != 2 or not param.all_gather_outputs:
@@ -47,7 +43,5 @@ class ColumnsBuffer:
 
     def restore(self) -> None:
         """Shows the buffer to FSDP2 again, after a gather."""
-        param = self._param()
-        if self._hidden and param is not None:
-            param.all_gather_outputs += self._hidden
+        self._param.all_gather_outputs += self._hidden
         self._hidden = []

@@ -10,14 +10,12 @@ To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under 
   default (`gradient_reduction.py`).
 
 With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
-Gradients, and what the optimizer and checkpoints see, do not change. This uses FSDP2's own
-extension: if the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and
-`fsdp_post_all_gather`, FSDP2 gathers what the first returns, and the second makes the unsharded
-parameter from it. `gather_in_fp8` replaces the weights of FP8 layers by `ShardedWeight`s, which
-have both (`sharded_weight.py`):
+Gradients, and what the optimizer and checkpoints see, do not change. `gather_in_fp8` marks the
+weights of FP8 layers, and FSDP2 is shown an extension for them, a `ShardGather`
+(`sharded_weight.py`):
 
-    ShardedWeight      high precision, a shard: what the optimizer, clipping and checkpoints see
-      | fsdp_pre_all_gather: quantizes the shard (`shards.py`), if it has been written to since
+    parameter          high precision, an ordinary DTensor of this rank's shard
+      | fsdp_pre_all_gather: quantizes the shard (`shards.py`), unless its copy can be trusted
       v
     all-gather         one per FSDP2 unit: weights in FP8, other parameters as without titan_fp8
       | fsdp_post_all_gather
@@ -29,26 +27,29 @@ bytes as in bf16, because a forward that is recomputed in backward reads rows. F
 move the rows alone, half of that, if FSDP2 frees the weight after forward and the unit has not run
 since the last backward (`columns_buffer.py`).
 
-The ranks that share a 128x128 block or a column agree on its scale by a collective. At its gather a
-shard that has been written to is quantized with a collective of its own. The adapters avoid that:
-between a step of the optimizer and the next gather they call `requantize.py`, which quantizes all
-shards of a model together, with one collective per process group.
+The ranks that share a 128x128 block or a column agree on its scale by a collective. By itself every
+gather quantizes, with a collective for each weight. The adapters avoid that: after a step of the
+optimizer they call `requantize` (`requantize.py`). Then the next gather quantizes all shards of a
+model together, with one collective per process group, and the others reuse the copies.
 """
 
-import functools
-from typing import Any
-
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_fp8.checks import ConversionReport
-from titan_fp8.patches import SHARD_MEMORY
-from titan_fp8.shard_memory import compare_memory_of
-from titan_fp8.sharded_weight import ShardedWeight
+from titan_fp8.patches import FP8_GATHERS
+from titan_fp8.requantize import requantize
+from titan_fp8.sharded_weight import mark, shown_to_fsdp2, with_new_values
+
+__all__ = ["gather_in_fp8", "requantize"]
 
 
 def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionReport:
     """Makes FSDP2 gather the weights of the model's FP8 layers in FP8, once it is applied.
+
+    Losses and gradients are those of gathers in high precision, whatever writes to the shards, and
+    by whatever means. For that every gather quantizes. In a training loop of your own, win the time
+    back by a call of `titan_fp8.fsdp.requantize([model])` after each step of the optimizer. Shards
+    are then quantized once a step, and must not change between its forwards.
 
     Not supported: `fully_shard` with an integer `reshard_after_forward`, with `ignored_params` of a
     compiled layer, or not called at all before a layer is compiled; and compiled autograd.
@@ -69,7 +70,7 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
     Raises:
         RuntimeError: this version of FSDP2 cannot be patched.
     """
-    SHARD_MEMORY.apply(compare_memory_of(ShardedWeight))
+    FP8_GATHERS.apply(shown_to_fsdp2, with_new_values)
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
@@ -85,29 +86,6 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
             if len(owners[param]) > 1:
                 report.left.append((*row, "another module reads it, too"))
                 continue
-            _wrap(layer, name=name)
-            # Runs before the hook of FSDP2, which keeps the parameter that it finds.
-            layer.register_load_state_dict_post_hook(functools.partial(_wrap, name=name))
+            mark(layer, name)
             report.converted.append((*row, str(layer.recipe)))
     return report
-
-
-def _wrap(layer: nn.Module, *_: Any, name: str) -> None:
-    """Makes a weight of a layer a ShardedWeight, also if load_state_dict has assigned another."""
-    # Not getattr: SimpleFSDP has properties of these names, which gather the parameters.
-    param = layer._parameters[name]
-    assert param is not None
-    local = param._local_tensor if isinstance(param, DTensor) else param
-    if isinstance(local, ShardedWeight):
-        memory = local.memory
-        replaced = memory.values is not None and memory.values() is not local
-        if replaced and memory.shard is not None and not memory.shard.spec.is_even:
-            # FSDP2 moves the shards of some ranks to new memory, so all ranks begin anew.
-            memory.shard = memory.values = memory.columns = None
-            memory.stale = True
-        return
-    weight = ShardedWeight(local.detach(), str(layer.recipe), bool(layer.emulate))
-    if isinstance(param, DTensor):
-        param._local_tensor = weight
-    else:
-        setattr(layer, name, nn.Parameter(weight, requires_grad=param.requires_grad))

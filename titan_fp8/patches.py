@@ -164,6 +164,7 @@ def _log_once(level: int, message: str) -> None:
 
 
 TORCH = "torch 2.11 and 2.13"
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 
 SAC_POLICY = Patch(
     name="selective checkpointing policy",
@@ -292,22 +293,20 @@ PROFILER_RANGES = Patch(
     until="record_function costs nothing while no profiler runs.",
 )
 
-SHARD_MEMORY = Patch(
-    name="shard memory",
+FP8_GATHERS = Patch(
+    name="FP8 gathers",
     targets=(
-        Target(
-            "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param",
-            ("self",),
-        ),
+        Target(f"{_FSDP_PARAM}._sharded_local_tensor"),
+        Target(f"{_FSDP_PARAM}.reset_sharded_param", ("self",)),
     ),
-    why="Before the first forward and after load_state_dict, FSDP2 moves a shard that is smaller "
-    "than others to new, padded memory, unless it is in such memory already. It cannot tell of a "
-    "subclass of Tensor (shard_memory.py).",
-    without="If ranks have shards of different sizes, checkpoints would have initial weights with "
-    "fsdp_all_gather. Set fsdp_all_gather = false.",
+    relies_on=(Target(f"{_FSDP_PARAM}._init_extensions", ("self",)),),
+    why="FSDP2 looks for its extension on the local tensor of a parameter. That would have to be a "
+    "subclass of Tensor, which is no ordinary tensor to users, or a tensor with attributes, which "
+    "copies and checkpoints would take along (sharded_weight.py).",
+    without="FSDP2 cannot gather weights in FP8. Set fsdp_all_gather = false.",
     versions=TORCH,
-    gain="Checkpoints are right, and training goes on after load_state_dict.",
-    until="FSDP2 compares the memory of subclasses, too.",
+    gain="Weights are gathered in FP8, and shards are ordinary tensors.",
+    until="FSDP2 takes extensions that are not part of a tensor.",
     required=True,
 )
 

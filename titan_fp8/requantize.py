@@ -1,7 +1,7 @@
-"""What happens to FP8 shards between a step of the optimizer and the next forward.
+"""Tells FSDP2's gathers in FP8 (`fsdp.py`) that the optimizer has made a step.
 
-All FP8 shards of a model (`fsdp.py`) are quantized together. The first call for a model also tells
-FSDP2 what it need not gather:
+All shards of a model are then quantized together, at the next gather. The first call for a model
+also tells FSDP2 what it need not gather:
 
 - Embeddings in backward. Their gradient depends on the tokens alone.
 - The columns of rowwise weights in forward, if the weight is freed after forward.
@@ -10,67 +10,45 @@ FSDP2 what it need not gather:
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
 
 from titan_fp8.columns_buffer import ColumnsBuffer
 from titan_fp8.recipe import get_recipe
-from titan_fp8.sharded_weight import ShardedWeight, quantize_weights
+from titan_fp8.sharded_weight import ShardGather, gathers_of, quantize
 
 
 def requantize(models: Iterable[nn.Module]) -> None:
-    """Quantizes all shards of the models that have been written to since they were quantized.
+    """Has the shards of each model quantized once, together, until the next call.
 
-    Call it on every rank between a step of the optimizer and the next forward. It runs one
-    collective per process group that shares weights. Without this call, each gather runs one for
-    its own weight, and FSDP2 also gathers embeddings in backward and columns in forward.
-    """
-    models = list(models)
-    for model in models:
-        _plan_gathers(model)
-    requantize_stale(models)
+    Call it on every rank after each step of the optimizer, once you have begun to. It only takes
+    notes: the next gather in training mode quantizes, with one collective per process group that
+    shares weights. Until the next call, gathers in training mode reuse the result. So after that
+    first gather weights must not change, except by `load_state_dict` or `Module._apply` on every
+    rank. In eval and inference mode they may, because there each gather quantizes.
 
-
-def requantize_stale(models: Iterable[nn.Module]) -> None:
-    """Quantizes shards like `requantize`, and leaves FSDP2's gathers as they are."""
-    weights = []
-    for param in (param for model in models for param in model.parameters()):
-        local = param._local_tensor if isinstance(param, DTensor) else param
-        if not isinstance(local, ShardedWeight) or local.memory.values is None:
-            continue
-        values = local.memory.values()
-        if local.memory.stale and values is not None:
-            weights.append(values)
-    if weights:
-        quantize_weights(weights)
-
-
-def requantize_in_forward(models: Iterable[nn.Module]) -> None:
-    """Like `requantize`, at the beginning of each model's next forward.
-
-    torchtitan's trainer counts the tokens of a batch over all ranks and blocks on the count. A
-    process group runs its collectives in order, so right after the optimizer those of `requantize`
-    would delay the count until the optimizer has ended (`torchtitan_0_2/input_stream.py`).
-
-    Not for pipeline schedules of several stages per rank, which gather before forward.
+    Without these calls every gather quantizes, with a collective of its own, and FSDP2 also gathers
+    embeddings in backward and columns in forward.
     """
     for model in models:
         _plan_gathers(model)
-        _quantize_in_next_forward(model)
+        together = _gathers_in(model)
+        for gather in together:
+            gather.together, gather.fresh = together, False
 
 
-def _quantize_in_next_forward(model: nn.Module) -> None:
-    def once(model: nn.Module, _: Any) -> None:
-        handle.remove()
-        requantize_stale([model])
+def quantize_now(models: Iterable[nn.Module]) -> None:
+    """Quantizes what the next gather in training mode would quantize; for all ranks to call."""
+    due = [gather for model in models for gather in _gathers_in(model) if gather.is_due]
+    if due:
+        quantize(due)
 
-    # Must run before FSDP2's hook, in which the streams of the gathers wait for this one.
-    handle = model.register_forward_pre_hook(once, prepend=True)
+
+def _gathers_in(model: nn.Module) -> list[ShardGather]:
+    return [gather for module in model.modules() for gather in gathers_of(module).values()]
 
 
 _planned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -102,6 +80,6 @@ def _units(state: FSDPState) -> list[FSDPParamGroup]:
 
 def _hide_columns(unit: FSDPParamGroup) -> None:
     for param in unit.fsdp_params:
-        shard = param._sharded_local_tensor
-        if isinstance(shard, ShardedWeight) and not get_recipe(shard.recipe).has_weight_blocks:
-            shard.memory.columns = ColumnsBuffer(unit, param)
+        gather = param._sharded_local_tensor
+        if isinstance(gather, ShardGather) and not get_recipe(gather.recipe).has_weight_blocks:
+            gather.columns = ColumnsBuffer(unit, param)

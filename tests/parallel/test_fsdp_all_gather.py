@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import gloo
@@ -16,16 +16,14 @@ from op_calls import RECIPES
 from titan import GROUPED_MM, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from torchtitan.distributed import ParallelDims
 
-from titan_fp8 import convert_linears, fsdp, requantize, sharded_weight
+from titan_fp8 import convert_linears, fsdp, sharded_weight
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
 from titan_fp8.ops import direct
 from titan_fp8.recipe import get_recipe
-from titan_fp8.torchtitan_0_2 import converters
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -142,6 +140,18 @@ def test_a_weight_whose_last_dimension_is_sharded_is_gathered_in_high_precision(
     gloo.spawn(shard_the_last_dimension, 2)
 
 
+def test_weights_that_are_offloaded_to_the_cpu_are_gathered_in_high_precision(caplog):
+    sharded_weight._warn.cache_clear()
+    with one_process():
+        layer = Layer((48, 32), "blockwise")
+        whole = layer.weight.detach().clone()
+        fsdp.gather_in_fp8(layer, Layer)
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert_gathered_as_before(layer, whole)
+    assert "in high precision: its shards are on the CPU (training.enable_cpu_off" in caplog.text
+
+
 def test_a_weight_that_others_read_is_left():
     model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
     model["b"].weight = model["a"].weight
@@ -150,88 +160,6 @@ def test_a_weight_that_others_read_is_left():
     assert [row[0] for row in report.converted] == ["c.weight"]
     assert [row[2] for row in report.left] == 2 * ["another module reads it, too"]
     assert model["b"].weight is model["a"].weight
-
-
-# After each write the shard has to be quantized again, after a read it has not.
-
-
-def write_by_optimizer(model: nn.Module, w: Tensor, **options: bool) -> None:
-    w.grad = torch.ones_like(w)
-    torch.optim.AdamW([w], lr=1.0, **options).step()
-    w.grad = None
-
-
-def local(w: Tensor) -> Tensor:
-    return w.detach().to_local()
-
-
-def twos(w: Tensor) -> Tensor:
-    return torch.full(local(w).shape, 2.0)
-
-
-WRITES = {
-    "fused": lambda model, w: write_by_optimizer(model, w, fused=True),
-    "foreach": lambda model, w: write_by_optimizer(model, w, foreach=True),
-    "for loop": lambda model, w: write_by_optimizer(model, w, foreach=False),
-    "no_grad": lambda model, w: w.detach().mul_(2),
-    "data": lambda model, w: w.data.add_(1),
-    "view": lambda model, w: local(w)[1:].zero_(),
-    "add_": lambda model, w: local(w).add_(twos(w)),
-    "foreach_add_": lambda model, w: torch._foreach_add_([twos(w), local(w)], 2 * [twos(w)]),
-    "addcdiv_": lambda model, w: torch._foreach_addcdiv_([local(w)], [twos(w)], [twos(w)]),
-    "out": lambda model, w: torch.add(twos(w), twos(w), out=local(w)),
-    "own shard": lambda model, w: local(w).copy_(local(w) * 3),
-    "state dict": lambda model, w: model.state_dict()["weight"].copy_(w.detach() * 3),
-    "load": lambda model, w: model.load_state_dict({"weight": -w.detach()}),
-    "broadcast": lambda model, w: dist.broadcast(local(w), 0),
-    "gather": lambda model, w: dist.all_gather([local(w)], twos(w)),
-    "reduce": lambda model, w: dist.all_reduce(local(w)),
-    "scatter": lambda model, w: dist.scatter(local(w), [twos(w)]),
-}
-READS = {
-    "copy_": lambda w: twos(w).copy_(local(w)),
-    "foreach_copy_": lambda w: torch._foreach_copy_([twos(w)], [local(w)]),
-    "lerp_": lambda w: twos(w).lerp_(local(w), 0.1),
-    "foreach_lerp_": lambda w: torch._foreach_lerp_([twos(w)], [local(w)], 0.1),
-    "add_": lambda w: twos(w).add_(local(w)),
-    "out": lambda w: torch.add(local(w), local(w), out=twos(w)),
-    "gather": lambda w: dist.gather(local(w), [twos(w)]),
-    "all_gather": lambda w: dist.all_gather([twos(w)], local(w)),
-    "all_gather_into_tensor": lambda w: dist.all_gather_into_tensor(twos(w), local(w)),
-    "print": lambda w: print(w, local(w), local(w)[0].tolist(), local(w)[0].numpy()),
-}
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_write_is_noticed(write):
-    with layer_and_calls() as (layer, calls):
-        for count in (1, 2):
-            for _ in range(2):
-                whole = layer.weight.full_tensor().detach().to(BF16)
-                assert_gathered(layer, whole, "written")
-                assert len(calls) == count
-            write(layer, layer.weight)
-
-
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_no_read_is_a_write(read):
-    """A rank that reads its shard alone would otherwise wait for the others to quantize theirs."""
-    with layer_and_calls() as (layer, calls):
-        for _ in range(2):
-            layer.unshard()
-            layer.reshard()
-            read(layer.weight)
-        assert len(calls) == 1
-
-
-@contextlib.contextmanager
-def layer_and_calls() -> Iterator[tuple[Layer, list[int]]]:
-    """A layer that one rank gathers in FP8, and what `counting` gives."""
-    with one_process(), counting() as calls:
-        layer = Layer((144, 48), "blockwise")
-        fsdp.gather_in_fp8(layer, Layer)
-        shard(layer, 1)
-        yield layer, calls
 
 
 @contextlib.contextmanager
@@ -255,9 +183,7 @@ def counting() -> Iterator[list[int]]:
 STEPS, MICROBATCHES, LAYERS = 3, 2, 3
 
 
-def train(
-    recipe: str, widths: tuple[int, ...], fp8: bool, together: Callable | None = None
-) -> tuple:
+def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = False) -> tuple:
     """Losses, parameters, bytes gathered, and the shards quantized by each call."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n)) for k, n in itertools.pairwise(widths)]
@@ -282,7 +208,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             if together:
-                together([model])
+                fsdp.requantize([model])
     return losses, [p.full_tensor() for p in model.parameters()], counter.bytes_sent, calls
 
 
@@ -300,40 +226,46 @@ def compare_training(rank: int) -> None:
     for recipe, widths in itertools.product(plans.RECIPES, all_widths):
         losses, parameters, sent, calls = train(recipe, widths, fp8=False)
         assert not calls
-        for together in (requantize.requantize, requantize.requantize_in_forward, None):
+        for together in (False, True):
             what = recipe, widths, together
             got = train(recipe, widths, fp8=True, together=together)
             assert torch.stack(got[0]).equal(torch.stack(losses)), what
             assert all(map(torch.equal, got[1], parameters)), what
-            assert_fewer_bytes(recipe, got[2] / sent, planned=together is not None)
-            # Once a step, not once a micro-batch. The first gathers are each on their own.
-            first = LAYERS * [1]
-            after = {requantize.requantize: STEPS, requantize.requantize_in_forward: STEPS - 1}
-            expected = first + after[together] * [LAYERS] if together else STEPS * first
-            assert got[3] == expected, what
+            assert_fewer_bytes(recipe, got[2] / sent, planned=together)
+            # Every gather on its own, of forward and of backward, or once a step.
+            a_step = MICROBATCHES * 2 * LAYERS * [1]
+            assert got[3] == (a_step + (STEPS - 1) * [LAYERS] if together else STEPS * a_step), what
 
 
 def test_training_is_the_same_with_half_the_bytes_and_one_quantization_a_step():
     gloo.spawn(compare_training, 2)
 
 
-@pytest.mark.parametrize("stages, name", [(1, "requantize_in_forward"), (2, "requantize")])
-def test_when_shards_are_quantized(tmp_path, monkeypatch, stages, name):
-    """Pipeline schedules may gather before the forward of a stage begins."""
-    model, calls = nn.Linear(1, 1), []
-    for each in ("requantize", "requantize_in_forward"):
-        monkeypatch.setattr(
-            converters, each, lambda models, each=each: calls.append((each, models))
-        )
-    plan = "--parallelism.data_parallel_shard_degree", 2
-    plan += "--parallelism.pipeline_parallel_degree", stages
-    config = job(tmp_path, "llama3", *plan)
-    dims = ParallelDims(2 // 2, 2, 1, 1, stages, 1, 1, world_size=2 * stages)
-    converter = converters.LinearConverter(config, dims)
-    converter.gathers_in_fp8 = True
-    converter.post_optimizer_hook(model)
-    converter.post_optimizer_hook([model, model])
-    assert calls == [(name, [model]), (name, [model, model])]
+def quantize_when_due(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert_linears(model)
+    fsdp.gather_in_fp8(model, FP8Linear)
+    for module in (*model, model):
+        shard(module, 2)
+
+    def calls(training: bool = True) -> list[int]:
+        model.train(training)
+        with counting() as counted:
+            model(torch.ones(8, 64))
+        return counted
+
+    assert calls() == calls(training=False) == calls() == [1, 1]
+    fsdp.requantize([model])
+    assert (calls(), calls(), calls(training=False), calls(), calls()) == ([2], [], [1, 1], [2], [])
+    model.load_state_dict(model.state_dict())
+    assert (calls(), calls()) == ([2], [])
+    model._apply(lambda t: t * 2)
+    assert (calls(), calls()) == ([2], [])
+
+
+def test_when_shards_are_quantized():
+    """In eval mode at every gather, otherwise once after each call of `requantize`."""
+    gloo.spawn(quantize_when_due, 2)
 
 
 # The key in TOML files
@@ -379,8 +311,9 @@ def test_the_report_says_what_is_gathered(tmp_path, caplog, recipe):
     with caplog.at_level("INFO"):
         alone = convert(config, build(config))
         sharded = convert(config, build(config), ranks=2)
-    kinds = [{type(p.data) for p in model.parameters()} for model in (alone, sharded)]
-    fp8 = recipe != "bf16"
-    assert kinds == [{Tensor}, {Tensor, sharded_weight.ShardedWeight} if fp8 else {Tensor}]
+    marked = [
+        sum(len(sharded_weight.marks(m)) for m in each.modules()) for each in (alone, sharded)
+    ]
     gathered = re.findall(r"FSDP2 gathers (\d+) weights in FP8", caplog.text)
-    assert gathered == (["14", "3"] if fp8 else [])
+    fp8 = recipe != "bf16"
+    assert (marked, gathered) == (([0, 17], ["14", "3"]) if fp8 else ([0, 0], []))

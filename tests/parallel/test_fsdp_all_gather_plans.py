@@ -29,6 +29,7 @@ if torch.cuda.is_available():
 
 import plan_ranks
 
+from titan_fp8 import sharded_weight
 from titan_fp8.gathered_weight import GatheredWeight
 
 
@@ -173,8 +174,14 @@ def compare_ways(rank: int, folder: Path, text: Path, all_ways: dict) -> None:
         job = Job(folder / f"{model}-{rank}", text, model)
         for flags in ways:
             routing = ("--debug.moe_force_load_balance",) if model == "deepseek_v3" else ()
-            before, after = (job.losses(*flags, *routing, on=on) for on in (False, True))
+            before = job.losses(*flags, *routing, on=False)
+            quantize = sharded_weight.quantize_shards
+            with mock.patch.object(sharded_weight, "quantize_shards", wraps=quantize) as calls:
+                after = job.losses(*flags, *routing, on=True)
             assert len(before) == 4 and before == after, (model, flags, before, after)
+            # In the second step all weights together, and none again.
+            *_, before_last, last = (len(call.args[0]) for call in calls.call_args_list)
+            assert before_last == 1 and last > 9, (model, flags)
 
 
 def test_training_is_the_same_in_every_mode(tmp_path, text):

@@ -5,9 +5,11 @@ scales; `test_fsdp_all_gather_plans.py` trains with the others.
 """
 
 import copy
+import ctypes
+import functools
+import io
 import itertools
 from collections.abc import Callable
-from functools import partial
 
 import gloo
 import torch
@@ -24,7 +26,7 @@ from torchtitan.experiments.simple_fsdp import simple_fsdp
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
 from titan_fp8.requantize import requantize
-from titan_fp8.sharded_weight import ShardedWeight
+from titan_fp8.sharded_weight import gathers_of
 from titan_fp8.swiglu import fp8_swiglu
 
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
@@ -71,13 +73,140 @@ def train(model: nn.Sequential) -> list[Tensor]:
 
 
 def gathered_in_fp8(model: nn.Sequential) -> bool:
-    return all(isinstance(block[1].weight._local_tensor, ShardedWeight) for block in model)
+    return all(gathers_of(block[1]) for block in model)
 
 
 def compare(rank: int, *uses: Callable) -> None:
     for use, recipe in itertools.product(uses, RECIPES):
         want, got = (use(recipe, fp8) for fp8 in (False, True))
         assert len(got) == len(want) and all(map(torch.equal, got, want)), (use.__name__, recipe)
+
+
+# Writes that PyTorch notices, and writes that it does not
+
+
+@torch.compile(fullgraph=True, dynamic=True)
+def by_compiled_code(w: Tensor, g: Tensor) -> None:
+    w.sub_(0.1 * g)
+
+
+def by_numpy(w: Tensor, g: Tensor) -> None:
+    w.numpy()[:] -= 0.1 * g.numpy()
+
+
+def by_pointer(w: Tensor, g: Tensor) -> None:
+    new = w - 0.1 * g
+    ctypes.memmove(w.data_ptr(), new.data_ptr(), new.nbytes)
+
+
+def by_views(w: Tensor, g: Tensor) -> None:
+    w[0].mul_(0.5)
+    w.T.sub_(0.1 * g.T)
+
+
+def by_one_rank(w: Tensor, g: Tensor) -> None:
+    if dist.get_rank() == 1:
+        by_numpy(w, g)
+
+
+def by_foreach(model: nn.Sequential) -> None:
+    shards = [p.detach().to_local() for p in model.parameters()]
+    torch._foreach_add_(shards, [p.grad.to_local() for p in model.parameters()], alpha=-0.1)
+
+
+def by_optimizer(model: nn.Sequential) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def by_set_data(model: nn.Sequential) -> None:
+    """FSDP2 goes on with the memory that the shards had."""
+    for p in model.parameters():
+        p._local_tensor.data = p._local_tensor * 2
+
+
+def by_state_dict(model: nn.Sequential) -> None:
+    for value in model.state_dict().values():
+        value.mul_(0.9)
+
+
+def by_load(model: nn.Sequential, assign: bool = False) -> None:
+    state = {name: value * 0.9 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+
+
+def by_assign(model: nn.Sequential) -> None:
+    by_load(model, assign=True)
+
+
+def by_apply(model: nn.Sequential) -> None:
+    model._apply(lambda t: t * 0.9)
+
+
+def by_apply_to_a_layer(model: nn.Sequential) -> None:
+    """FSDP2 is not told, and goes on with the memory that the shard had."""
+    model[1][1]._apply(lambda t: t * 0.9)
+
+
+def in_backward(model: nn.Sequential) -> None:
+    """From the second step on."""
+
+    @torch.no_grad()
+    def step(p: nn.Parameter) -> None:
+        p.sub_(0.1 * p.grad)
+
+    for p in model.parameters():
+        if not p._post_accumulate_grad_hooks:
+            p.register_post_accumulate_grad_hook(step)
+
+
+def to_shards(write: Callable) -> Callable:
+    """Writes to each local shard, given its gradient."""
+
+    @functools.wraps(write)
+    def write_all(model: nn.Sequential) -> None:
+        for p in model.parameters():
+            write(p.detach().to_local(), p.grad.to_local())
+
+    return write_all
+
+
+WRITES = [by_compiled_code, by_numpy, by_pointer, by_views, by_one_rank]
+WRITES = [to_shards(write) for write in WRITES] + [by_foreach, by_optimizer, by_set_data]
+WRITES += [by_state_dict, by_load, by_assign, by_apply, by_apply_to_a_layer, in_backward]
+
+
+def losses(write: Callable, recipe: str, fp8: bool, told: bool = False) -> list[Tensor]:
+    """Those of four steps. In each, other weights are in place for a while, before backward."""
+    model, found = shard(build(recipe, fp8)), []
+    for step in range(4):
+        loss = model(batch(step)).float().square().mean()
+        own = [p.detach().to_local().clone() for p in model.parameters()]
+        with torch.no_grad():
+            torch._foreach_mul_([p.to_local() for p in model.parameters()], 0.5)
+            found.append(model.eval()(batch(step)).float())
+            torch._foreach_copy_([p.to_local() for p in model.parameters()], own)
+        model.train()
+        loss.backward()
+        with torch.no_grad():
+            write(model)
+        model.zero_grad()
+        if told:
+            requantize([model])
+        found.append(loss.detach())
+    return found
+
+
+def compare_writes(rank: int) -> None:
+    for write, recipe in itertools.product(WRITES, RECIPES):
+        want = losses(write, recipe, fp8=False)
+        assert not torch.equal(want[-1], want[1]), write.__name__
+        for told in (False, True):
+            got = losses(write, recipe, fp8=True, told=told)
+            assert all(map(torch.equal, got, want)), (write.__name__, recipe, told, got, want)
+
+
+def test_no_write_is_missed():
+    gloo.spawn(compare_writes, 3)
 
 
 # load_state_dict(assign=True)
@@ -160,7 +289,7 @@ def gather_some_in_fp8(recipe: str, fp8: bool) -> list[Tensor]:
         in_high_precision = [model.get_submodule(name).weight for name in others]
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        placement = partial(choose, in_high_precision)
+        placement = functools.partial(choose, in_high_precision)
         fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
         found += train(model)
     return found
@@ -229,21 +358,23 @@ def copy_model(recipe: str, fp8: bool) -> list[Tensor]:
     return train(model) + train(other)
 
 
-def average_on_one_rank(recipe: str, fp8: bool) -> list[Tensor]:
-    """Rank 0 alone reads its shards, as for an exponential moving average or a log."""
+def save_shards(recipe: str, fp8: bool) -> list[Tensor]:
+    """A shard is an ordinary tensor, alone and in files."""
     model = shard(build(recipe, fp8))
     found = train(model)
-    if dist.get_rank() == 0:
-        shards = [p.detach().to_local() for p in model.parameters()]
-        for each in shards:
-            torch.empty(each.shape).copy_(each)
-        # Stale shards of one rank would make the next forward wait for ever.
-        assert not any(each.memory.stale for each in shards if isinstance(each, ShardedWeight))
-    return found + train(model)
+    found.append(copy.deepcopy(model[0][1]).weight.full_tensor())
+    for p in model.parameters():
+        assert type(p._local_tensor) is Tensor and not p._local_tensor.__dict__
+        torch.save(p._local_tensor, file := io.BytesIO())
+        file.seek(0)
+        found.append(torch.load(file, weights_only=True))
+        found.append(torch.tensor(p.to_local().tolist()))
+        found.append(torch.from_numpy(p.detach().full_tensor().numpy()))
+    return found
 
 
 def test_copies():
-    gloo.spawn(compare, 2, copy_state_dict, copy_model, average_on_one_rank)
+    gloo.spawn(compare, 2, copy_state_dict, copy_model, save_shards)
 
 
 # replicate

@@ -32,6 +32,7 @@ from titan_fp8.health.sampling import Sample, Sampler
 from titan_fp8.health.shards import samples_of_shard
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat, in_absolute_units
 from titan_fp8.health.watch import WatchedOps
+from titan_fp8.sharded_weight import gathers_of
 
 SAMPLED_ROWS = 16
 COMPARED = 64
@@ -123,7 +124,10 @@ class Observer:
     def _note_gathered(self) -> None:
         """Weights that FSDP2 gathers in FP8: each rank has quantized its shard for this step."""
         for index, layer in enumerate(self.layers):
-            for gemms, sample in samples_of_shard(self.sampler, layer.weight):
+            gather = gathers_of(layer.module).get(layer.parameter)
+            if gather is None:
+                continue
+            for gemms, sample in samples_of_shard(self.sampler, gather):
                 operand = Operand(sample, None, "", None)
                 operand.owners = [(Owner([index], None), f"w {gemm}") for gemm in gemms]
                 self._operands.append(operand)

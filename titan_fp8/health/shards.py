@@ -5,26 +5,23 @@ has the gathered weight in high precision.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_fp8.health.sampling import Sample, Sampler
 from titan_fp8.layouts import BLOCK
-from titan_fp8.sharded_weight import ShardedWeight
+from titan_fp8.sharded_weight import ShardGather
 
 
-def samples_of_shard(sampler: Sampler, weight: Any) -> Iterator[tuple[tuple[str, ...], Sample]]:
-    """The GEMMs that read a layout of a shard, and a sample of it; nothing for other weights.
-
-    Args:
-        weight: the local tensor of a parameter, (N, K) or (E, N, K).
-    """
-    shard = weight.memory.shard if isinstance(weight, ShardedWeight) else None
-    if shard is None or shard.q is None or weight.memory.stale or not weight.numel():
+def samples_of_shard(
+    sampler: Sampler, gather: ShardGather
+) -> Iterator[tuple[tuple[str, ...], Sample]]:
+    """The GEMMs that read a layout of a shard, and a sample of it; nothing if it is not fresh."""
+    shard, w = gather.shard, gather.values  # (N, K) or (E, N, K).
+    if shard is None or shard.q is None or not gather.fresh or not w.numel():
         return
-    w, spec = weight.plain(), shard.spec
+    spec = shard.spec
     dims = w.shape if w.dim() == 3 else (1, *w.shape)
     expert, row = sampler.sampled_rows_of_experts(dims[0], dims[1], w.device)
     whole_row = row + spec.first_row

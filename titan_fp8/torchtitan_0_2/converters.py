@@ -20,11 +20,10 @@ from titan_fp8 import (
 )
 from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
-from titan_fp8.fsdp import gather_in_fp8
+from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.requantize import requantize, requantize_in_forward
 from titan_fp8.torchtitan_0_2 import (
     health,
     input_stream,
@@ -145,11 +144,9 @@ class _Converter(QuantizationConverter):
         )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Quantizes the shards that FSDP2 gathers in FP8. Ops quantize all other operands."""
+        """Has the shards that FSDP2 gathers in FP8 quantized. Ops quantize all other operands."""
         if self.gathers_in_fp8:
-            # Pipeline schedules may gather before forward.
-            quantize = requantize if self.parallel_dims.pp_enabled else requantize_in_forward
-            quantize(model if isinstance(model, list) else [model])
+            requantize(model if isinstance(model, list) else [model])
 
 
 class LinearConverter(_Converter):

@@ -1,6 +1,6 @@
 """FSDP2's all-gather of weights in FP8 (`titan_fp8/fsdp.py`), for torchtitan 0.3.
 
-Whether a module's weights are gathered in FP8 is a field of its config. The module then wraps them
+Whether a module's weights are gathered in FP8 is a field of its config. The module then marks them
 as soon as it has built them, before torchtitan shards it. After each step of the optimizer all
 weights of a model are quantized together.
 
@@ -16,7 +16,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.module import Module
 
 from titan_fp8.checks import ConversionReport
-from titan_fp8.requantize import requantize
+from titan_fp8.fsdp import requantize
 from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
