@@ -24,7 +24,6 @@ torch.compile merge equal calls, such as the quantization of an input that wq, w
 """
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _profiler_enabled
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8 import reference
@@ -46,6 +46,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes that quantizers read and GEMMs write."""
 NAMES: list[str] = []
 """The names of all ops but `sequence`, in the order of their definition."""
+SCHEMAS: list[str] = []
+"""The schemas of all ops. torch.compile's caches on disk do not notice that they have changed, so
+the passes over its graphs do (`chained_pass.py`)."""
 FP8_OPS: set[torch._ops.OpOverload] = set()
 """The ops that launch Hopper kernels, all of them in `NAMES`."""
 
@@ -201,10 +204,7 @@ def register(
         fake: makes the outputs of tensors without data.
     """
     _library.define(name + signature)
-    # torch.compile's caches on disk do not notice that the arguments of an op have changed.
-    caches = torch.compiler.config
-    tag = (caches.cache_key_tag + name + signature).encode()
-    caches.cache_key_tag = hashlib.sha256(tag).hexdigest()
+    SCHEMAS.append(name + signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -282,8 +282,11 @@ def needs_dispatcher(args: Sequence[Any]) -> bool:
     """Whether an op with these arguments must be called through PyTorch's dispatcher."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() and not _sees_inside_ops():
-        return True
+    if torch._C._len_torch_dispatch_stack():
+        if not _sees_inside_ops():
+            return True
+    elif _profiler_enabled():
+        return True  # The profiler sees what goes through the dispatcher.
     if peek_interpreter_stack() is not None or _len_torch_dispatch_stack_pre_dispatch():
         return True  # functorch, such as vmap; tracing above autograd, such as torch.export's
     if _PLAIN.issuperset(map(type, args)):
