@@ -10,6 +10,8 @@ import torch._inductor.custom_graph_pass
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from titan_fp8.ops.registry import SCHEMAS
+
 _log = logging.getLogger(__name__)
 
 # torch 2.13; in 2.11 no pass is one.
@@ -53,6 +55,10 @@ class ChainedPass(CustomGraphPass):
         """The files whose code decides what `run` does."""
 
     def uuid(self) -> object:
-        """What torch.compile's caches tell versions of the pass by; None: nothing is cached."""
+        """What torch.compile's caches tell versions of the pass by; None: nothing is cached.
+
+        The schemas of the ops are a part of it: cached code calls them, and the caches do not
+        notice that they have changed.
+        """
         before = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
-        return None if None in before else (get_hash_for_files(self.files()), *before)
+        return None if None in before else (get_hash_for_files(self.files()), *SCHEMAS, *before)

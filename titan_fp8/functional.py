@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from titan_fp8.checks import (
@@ -100,8 +101,40 @@ def quantize_weight(
     return QuantizedWeight(recipe, rows, ops.quantize_weight_t(weight, emulate=emulate))
 
 
+class Function(torch.autograd.Function):
+    """An autograd function that is called by `call`, which says what it does not support."""
+
+    @classmethod
+    def call(cls, *args: Any) -> Any:
+        """`apply`.
+
+        Raises:
+            RuntimeError: inside a transform of torch.func, such as grad or vmap.
+            NotImplementedError: an argument has a tangent, for forward-mode derivatives.
+        """
+        if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(f"titan_fp8 cannot run inside transforms of torch.func: {_USE}")
+            if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+                raise NotImplementedError(f"titan_fp8 has no forward-mode derivatives: {_USE}")
+        return cls.apply(*args)
+
+
+def _has_tangent(x: Any) -> bool:
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+_USE = "use Tensor.backward or torch.autograd.grad, with create_graph=False, is_grads_batched=False"
+
+
+def _is_batched(x: Tensor) -> bool:
+    return is_legacy_batchedtensor(x) or is_batchedtensor(x)
+
+
 def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the `backward` of an autograd function, so that create_graph=True is an error.
+
+    So is is_grads_batched=True.
 
     PyTorch's `once_differentiable` raises only if an incoming gradient requires grad. Otherwise it
     returns wrong second derivatives.
@@ -114,6 +147,8 @@ def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
             return once_differentiable(ctx, *gradients)
         if torch.is_grad_enabled():
             raise RuntimeError("titan_fp8 has no second derivatives: create_graph must be False")
+        if any(map(_is_batched, gradients)):
+            raise RuntimeError("titan_fp8 has no batched gradients: is_grads_batched must be False")
         return backward(ctx, *gradients)
 
     return checked
@@ -142,7 +177,7 @@ class _Operands(NamedTuple):
     w_columns: Operand = ()
 
 
-class _FP8Product(torch.autograd.Function):
+class _FP8Product(Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
     Without `operands`, forward quantizes x, and its columns if `for_wgrad`. With them it does not
@@ -216,7 +251,7 @@ def products(
             x_MK, right = x_MK.to(spec.dtype).contiguous(), weights[0].to(spec.dtype)
             (y_MN,) = _forward(x_MK, right, offs, False, spec)
             return [y_MN if bias is None else y_MN + bias.to(spec.dtype)]
-        return [_FP8Product.apply(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
+        return [_FP8Product.call(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
     if shared is None:
         x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
     else:
@@ -227,7 +262,7 @@ def products(
             w, operands = None, _Operands(x_rows, (), weight.rows, weight.columns)
         else:
             w, operands = weight, _Operands(x_rows, x_columns if needs_dw else ())
-        outputs.append(_FP8Product.apply(x_MK, w, bias, offs, operands, needs_dw, spec))
+        outputs.append(_FP8Product.call(x_MK, w, bias, offs, operands, needs_dw, spec))
     return outputs
 
 

@@ -10,13 +10,30 @@ precision is quantized by the op that multiplies by it. Given a GatheredWeight, 
 already, the op calls its counterpart for FP8 weights (`gathered_weight.py`).
 """
 
-from typing import NamedTuple
+import functools
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_fp8.ops import composite, direct
-from titan_fp8.recipe import RECIPES, Recipe
+from titan_fp8.ops.operands import (
+    MT_OF_M,
+    MT_ROWWISE_OF_M,
+    Accepted,
+    Check,
+    E,
+    K,
+    M,
+    N,
+    bf16,
+    blocks,
+    fp8,
+    fp32,
+    high,
+)
+from titan_fp8.recipe import RECIPES, Recipe, get_recipe
 
 Operand = tuple[Tensor, ...]
 """What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
@@ -111,7 +128,36 @@ def quantize_operands(
     return (), (recipe.quantize_columns(x_MK, *layout, emulate=emulate) if columns else ())
 
 
-@composite(checked=("g",))
+class _CheckOfBackward:
+    """The check of `product_backward`, whose operands depend on the recipe and on the weight."""
+
+    contiguous = frozenset((0, 1, 3, 5))
+    """The positions of g, w, x_columns and offs."""
+
+    def __call__(
+        self, g: Tensor, w: Tensor, w_scale: Tensor | None, *others: Any, emulate: bool = False
+    ) -> None:
+        _check_of_backward(others[-1], w_scale is not None)(g, w, w_scale, *others)
+
+
+@functools.cache
+def _check_of_backward(recipe_name: str, w_in_fp8: bool) -> Check:
+    recipe = get_recipe(recipe_name)
+    w: tuple[Accepted, Accepted | None] = high(E, N, K), None
+    if w_in_fp8:
+        scale = fp32(E, blocks(K), blocks(N)) if recipe.has_weight_blocks else fp32(E, K)
+        w = fp8(E, N, K), scale
+    x: tuple[Accepted, Accepted | None] = fp8(K, MT_ROWWISE_OF_M), fp32(E, K)
+    if recipe.wgrad_in_bf16:
+        x = bf16(M, K), None
+    elif recipe.has_weight_blocks:
+        x = fp8(K, MT_OF_M), fp32(K, blocks(MT_OF_M))
+    operands = {"g": high(M, N), "w": w[0], "w_scale": w[1], "x_columns": x[0], "x_scale": x[1]}
+    parameters = inspect.signature(product_backward).parameters
+    return Check("product_backward", parameters, operands)
+
+
+@composite(check=_CheckOfBackward())
 def product_backward(
     g: Tensor,
     w: Tensor,

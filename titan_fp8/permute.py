@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
-from titan_fp8.functional import no_double_backward
+from titan_fp8.functional import Function, no_double_backward
 
 _ops = torch.ops.titan_fp8
 
@@ -35,7 +35,7 @@ def wait_for_collective(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
-class Expand(torch.autograd.Function):
+class Expand(Function):
     """Copies x (T, dim) into rows (R, dim): row r is the token of slots[r], times its score if any.
 
     Slot k · t + i is choice i of token t. slots (R,) and its inverse, rows (T, k), are integers; -1
@@ -57,7 +57,7 @@ class Expand(torch.autograd.Function):
         return _ops.combine_rows(g, rows, scores), None, None, _ops.dot_rows(x, g, rows)
 
 
-class Combine(torch.autograd.Function):
+class Combine(Function):
     """Sums the rows of y (R, dim) of each token, times their scores if any: (T, dim).
 
     slots, rows and scores are those of `Expand`.
@@ -78,7 +78,7 @@ class Combine(torch.autograd.Function):
         return dy, None, None, None if scores is None else _ops.dot_rows(g, y, rows)
 
 
-class Permute(torch.autograd.Function):
+class Permute(Function):
     """x[index] in forward, g[inverse] in backward; an index of -1 makes a row of zeros."""
 
     @staticmethod
@@ -118,12 +118,12 @@ def sort_by_expert(
     """
     *indices, sizes = _ops.places_of_tokens(counts, experts, ranks, x.shape[0], length, alignment)
     permutation = Permutation(*indices)
-    return Permute.apply(x, *permutation), permutation, sizes
+    return Permute.call(x, *permutation), permutation, sizes
 
 
 def sort_back(y: Tensor, permutation: Permutation) -> Tensor:
     """The inverse of `sort_by_expert`: rows y (R, dim) to tokens (S, dim)."""
-    return Permute.apply(y, permutation.places, permutation.tokens)
+    return Permute.call(y, permutation.places, permutation.tokens)
 
 
 def rows_of_slots(slots: Tensor, scores: Tensor) -> Tensor:

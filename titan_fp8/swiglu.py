@@ -24,6 +24,7 @@ from titan_fp8.checks import (
     compute_dtype,
 )
 from titan_fp8.functional import (
+    Function,
     QuantizedWeight,
     Weight,
     check_weight,
@@ -60,7 +61,7 @@ def _forward(
     return fprop(h_rows, w2, offs, spec), a_MH, b_MH, *x_columns
 
 
-class _FP8SwiGLU(torch.autograd.Function):
+class _FP8SwiGLU(Function):
     """y (M, N) of x (M, K), w1 and w3 (H, K), w2 (N, H); or of (E, ...) and the group ends offs.
 
     `for_wgrad`: backward computes the gradient of w1 or w3, so the columns of x are needed.
@@ -163,7 +164,7 @@ def fp8_swiglu(
     else:
         trained = [w is not None and w.requires_grad for w in in_high_precision.values()]
         for_wgrad = torch.is_grad_enabled() and (trained[0] or trained[2])
-        y_MN = _FP8SwiGLU.apply(x_MK, w1, w2, w3, offs, spec, for_wgrad)
+        y_MN = _FP8SwiGLU.call(x_MK, w1, w2, w3, offs, spec, for_wgrad)
     return y_MN.view(*x.shape[:-1], w2.shape[-2])
 
 

@@ -1,5 +1,7 @@
 """Launches share a compiled kernel exactly if Triton compiles the same for their arguments."""
 
+import math
+
 import pytest
 import torch
 from compile_utils import HOPPER
@@ -106,6 +108,13 @@ def test_numbers_have_five_specializations(cuda, triton_launches):
     for values in [*kinds, *kinds]:
         start(values)
     assert len(triton_launches) == cuda.record.launches == 5
+
+
+def test_floats_are_known_by_value(cuda, triton_launches):
+    different = [1, 1.0, True, 0.0, -0.0, math.nan]
+    for number in [*different, float("1"), float("nan"), float("-0")]:
+        start(arguments(FLAG=number))
+    assert (len(triton_launches), cuda.record.launches) == (len(different), 3)
 
 
 def test_options_differ_by_name(cuda, triton_launches):

@@ -6,6 +6,7 @@ computes something. test_replay_hopper.py compares the launches of the Hopper ke
 
 import ctypes
 import gc
+import math
 from array import array
 
 import pytest
@@ -78,7 +79,7 @@ def plus(a, b):
 def check(function, make, calls=5):
     """The function and its replay agree on tensors that differ from call to call; the replay."""
     fast = replayed(function)
-    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    replays = cache_of(fast)
     for _ in range(calls):
         args = make()
         got, want = fast(*args), function(*args)
@@ -255,7 +256,7 @@ def test_what_cannot_be_replayed_runs_in_python(adds, what):
         x = random(6)
         results = [r if isinstance(r, tuple) else (r,) for r in (fast(x), function(x))]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+    replays = cache_of(fast)
     assert only(replays) == "not replayable"
 
 
@@ -279,12 +280,26 @@ def test_nothing_is_kept_alive(adds):
     assert all(each.expired() for each in kept)
 
 
-def test_the_cache_forgets_the_oldest(adds, monkeypatch):
+def cache_of(fast):
+    return fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
+
+
+def test_the_cache_keeps_what_was_used_last(adds, monkeypatch):
     monkeypatch.setattr(launch, "CACHED_SHAPES", 4)
-    fast = replayed(plus)
-    for size in range(1, 10):
-        for _ in range(3):
-            x = random(size)
-            assert torch.equal(fast(x, x), 11 * x)
-    replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
-    assert len(replays) == 4
+    in_python = []
+    fast = replayed(lambda x, y: (in_python.append(len(x)), plus(x, y))[1])
+    for size in range(2, 14):
+        for n in (1, size):
+            x, y = random(n), random(n)
+            assert torch.equal(fast(x, y), x + 10 * y)
+    assert in_python.count(1) == 2 and len(cache_of(fast)) == 4
+
+
+def test_constants_are_known_by_type_and_value(adds):
+    """1, 1.0 and True are equal, and so are the zeros; no two NaNs are."""
+    fast = replayed(lambda x, constant: plus(x, x))
+    different = [1, 1.0, True, 0.0, -0.0, math.nan, None]
+    for _ in range(3):
+        for constant in [*different, float("1"), float("nan")]:
+            fast(random(4), constant)
+    assert len(cache_of(fast)) == len(different)

@@ -222,8 +222,20 @@ def test_forward_mode_derivatives_are_an_error(name):
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode, forward_ad.dual_level():
             assert product(x, w).isfinite().all()
-            with pytest.raises(NotImplementedError):
+            with pytest.raises(NotImplementedError, match="no forward-mode derivatives: use"):
                 product(forward_ad.make_dual(x, torch.ones_like(x)), w)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE_ONCE)
+def test_what_torch_func_cannot_do_is_an_error_in_words(name):
+    x, w = (torch.randn(shape, requires_grad=True) for shape in [(8, 16), (2, 16, 16)])
+    product = DIFFERENTIABLE_ONCE[name]
+    for transform in (torch.func.grad, torch.func.jacrev):
+        with pytest.raises(RuntimeError, match="inside transforms of torch.func: use Tensor.b"):
+            transform(lambda w: product(x, w).sum())(w)
+    several = torch.randn(3, 8, 16)
+    with pytest.raises(RuntimeError, match="is_grads_batched must be False"):
+        torch.autograd.grad(product(x, w), x, several, is_grads_batched=True)
 
 
 def test_an_input_of_inference_mode():

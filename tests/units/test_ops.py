@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from count import Count
-from op_calls import E4M3, PERMUTATION, calls, ops, token_ops
+from op_calls import E4M3, INTEGERS, PERMUTATION, calls, ops, token_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import titan_fp8
 from titan_fp8.kernels import hopper
-from titan_fp8.ops import NAMES, direct
+from titan_fp8.ops import DTYPES, NAMES, direct, registry
 
 
 def outputs(op, args):
@@ -51,9 +54,19 @@ def test_the_gpu_tests_of_progress_have_inputs_for_every_kernel():
     assert [name for name in hopper.__all__ if f'"{name}": (' not in tests] == []
 
 
+def requiring_grad(args) -> list:
+    """The arguments, of which all floating-point tensors require grad."""
+    args = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+    for a in args:
+        if isinstance(a, torch.Tensor) and a.is_floating_point():
+            a.requires_grad_()
+    return args
+
+
 @pytest.mark.parametrize("call", CHECKED.values(), ids=CHECKED)
 def test_opcheck(call):
     op, args = call
+    args = requiring_grad(args)
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(isinstance(a, torch.Tensor) and a.dtype == E4M3 for a in args):
         # It compares inputs by allclose, which FP8 lacks; the next test does so for every op.
@@ -62,28 +75,90 @@ def test_opcheck(call):
     torch.library.opcheck(op.default, args, keywords, test_utils=tests)
 
 
-TAKES_HIGH_PRECISION = [
-    call
-    for call in CHECKED.values()
-    if call[0].__name__.startswith(("quantize", "swiglu", "blockwise_swiglu"))
-]
+@pytest.mark.parametrize("call", CHECKED.values(), ids=CHECKED)
+def test_no_output_has_a_gradient(call):
+    """Neither of backward nor of forward mode: that of the reference would skip the casts."""
+    op, args = call
+    for function in (op, op.default, getattr(direct, op.__name__)):
+        assert not any(y.requires_grad for y in outputs(function, requiring_grad(args)))
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(a, torch.ones_like(a))
+                if isinstance(a, torch.Tensor) and a.dtype in DTYPES
+                else a
+                for a in args
+            ]
+            for y in outputs(function, duals):
+                assert y.dtype == E4M3 or forward_ad.unpack_dual(y).tangent is None
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.double, lambda x: x[..., 1:]])
-@pytest.mark.parametrize("emulate", [False, True])
-def test_what_a_kernel_would_misread_is_refused(change, emulate):
-    assert {op.__name__ for op, _ in TAKES_HIGH_PRECISION} > {"quantize_row", "blockwise_swiglu"}
-    for op, (x, *args) in TAKES_HIGH_PRECISION:
-        x = change(x)
-        name = op.default._schema.arguments[0].name
-        words = f"titan_fp8::{op.__name__}: {name} is {x.dtype} of shape {tuple(x.shape)}: "
-        with pytest.raises(ValueError, match=re.escape(words)):
-            op(x, *args, emulate=emulate)
+def refused(op, name, t, is_first):
+    """What an argument must not be in place of t."""
+    allowed = INTEGERS if op in PERMUTATION and not t.is_floating_point() else [t.dtype]
+    for dtype in (torch.float16, torch.float64, torch.int32, torch.int16, torch.float8_e5m2):
+        if dtype not in allowed:
+            yield t.to(dtype)
+    yield t[..., None, :, None]
+    if not is_first:
+        yield t.to("meta")
+    if op in PERMUTATION:
+        return
+    if is_first:
+        yield t[..., 1:]
+    if name.startswith("s") or "_s" in name or name == "amax":
+        yield from (torch.cat([t, t], -1), t[..., :-1])
+
+
+def ways_to_call(op, args):
+    yield lambda: op(*args)
+    yield lambda: op.default(*args)
+    yield lambda: getattr(direct, op.__name__)(*args)
+    yield lambda: under(Count(), op, args)
+    yield lambda: under(FakeTensorMode(allow_non_fake_inputs=True), op, args)
+
+
+def under(mode, op, args):
+    with mode:
+        return op(*args)
+
+
+def test_what_a_kernel_would_misread_is_refused():
+    """FP16 read as bf16, a scale that ends too early, an address of another device."""
+    for op, args in CHECKED.values():
+        names = [argument.name for argument in op.default._schema.arguments]
+        for at in [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]:
+            for bad in refused(op, names[at], args[at], not at):
+                words = f"titan_fp8::{op.__name__}: {names[at]} is {bad.dtype} of shape "
+                calls = [*ways_to_call(op, (*args[:at], bad, *args[at + 1 :]))]
+                for call in calls if bad.dtype == torch.float16 else calls[:1]:
+                    with pytest.raises(ValueError, match=re.escape(words) + ".*: allowed is "):
+                        call()
+
+
+def test_constants_are_checked():
+    x = torch.randn(32, 48)
+    q, s = ops.quantize_row(x)
+    for call, words in (
+        (lambda: ops.quantize_1x128(x, scale_fmt="e8m0"), "scale_fmt = 'e8m0': allowed are 'fp32'"),
+        (
+            lambda: ops.rowwise_mm(q, s, q, s, out_dtype=torch.half),
+            "out_dtype = torch.float16: all",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_the_compiler_refuses_what_a_kernel_would_misread():
+    operands = *ops.quantize_1x128(torch.randn(5, 144)), torch.randn(32, 144).half()
+    compiled = torch.compile(ops.blockwise_fprop, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="titan_fp8::blockwise_fprop: w is torch.float16"):
+        compiled(*operands)
 
 
 def test_inputs_of_one_op_have_one_dtype():
-    x, g = torch.randn(32, 48), torch.randn(32, 16, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="b is torch.bfloat16 .*, the same for a, b"):
+    x, g = torch.randn(32, 48), torch.randn(32, 48, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="b is torch.bfloat16 .*: allowed is torch.float32 of"):
         ops.swiglu_1x128(x, g)
 
 
@@ -120,11 +195,30 @@ def test_non_contiguous_inputs_are_made_contiguous():
     assert torch.equal(ops.gather_rows(x, index), ops.gather_rows(x.contiguous(), index))
 
 
-def dispatched(function) -> set[str]:
-    """The ops of titan_fp8 that went through the dispatcher."""
+def profiled(function) -> set[str]:
+    """The ops of titan_fp8 that the profiler sees: those that went through the dispatcher."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return {e.name for e in profile.events() if e.name.startswith("titan_fp8::")}
+
+
+def dispatched(function) -> set[str]:
+    """The ops of titan_fp8 that go through the dispatcher while no profiler runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_profiler_enabled", lambda: False)
+        return profiled(function)
+
+
+def test_the_profiler_sees_the_ops_of_a_layer():
+    layer = torch.nn.Sequential(torch.nn.Linear(48, 32))
+    titan_fp8.convert_linears(layer)
+    x = torch.randn(5, 48, requires_grad=True)
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        run(x).sum().backward()
+        forward = {"titan_fp8::quantize_1x128_128x1_t", "titan_fp8::blockwise_fprop"}
+        assert profiled(lambda: run(x)) == forward  # noqa: B023
+        y = run(x).sum()
+        assert "titan_fp8::product_backward" in profiled(y.backward)
 
 
 class Subclass(torch.Tensor):
@@ -171,14 +265,32 @@ import os, torch
 infer = torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
-import titan_fp8.ops
+from titan_fp8.graph_passes import FewerOps
+from torch._inductor import config
+from torch._inductor.codecache import compiled_fx_graph_hash
 if fork and os.wait()[1]:
     raise SystemExit("the other process failed")
-print(torch.compiler.config.cache_key_tag)
+with config.patch(post_grad_custom_post_pass=FewerOps()):
+    key, _ = compiled_fx_graph_hash(torch.fx.GraphModule({}, torch.fx.Graph()), [], {}, [])
+print(key)
 """
     command = [sys.executable, "-c", code]
-    tags = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()
-    assert len(tags) == len(set(tags)) == 2
+    keys = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()
+    assert len(keys) == len(set(keys)) == 2
+
+
+def test_importing_changes_no_state_of_pytorch():
+    code = """
+import os, torch
+import torch._dynamo.config, torch._functorch.config, torch._inductor.config, torch.compiler.config
+def state():
+    configs = torch._dynamo, torch._functorch, torch._inductor, torch.compiler
+    return [module.config.save_config() for module in configs], dict(os.environ)
+before = state()
+import titan_fp8.gathered_weight, titan_fp8.graph_passes, titan_fp8.recomputation, titan_fp8.swiglu
+assert state() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @torch.no_grad()
@@ -189,17 +301,20 @@ def test_code_from_the_compiler_skips_the_dispatcher():
     x, w = torch.randn(5, 144).bfloat16(), torch.randn(32, 144).bfloat16()
     operands = *ops.quantize_1x128(x), w
 
-    def dispatched(out_dtype, emulate) -> bool:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    def is_dispatched(out_dtype, emulate) -> bool:
+        def call():
             y = op(*operands, aligned=False, offs=None, out_dtype=out_dtype, emulate=emulate)
-        assert torch.equal(y, op(*operands)) and y.dtype == torch.bfloat16
-        return any("blockwise_fprop" in event.name for event in profile.events())
+            assert y.dtype == torch.bfloat16
+            return y
 
-    assert not dispatched(number, True) and not dispatched(torch.bfloat16, False)
-    with Count():
-        assert dispatched(number, True)
+        assert torch.equal(call(), op(*operands))
+        return "titan_fp8::blockwise_fprop" in dispatched(call)
+
+    assert not is_dispatched(number, True) and not is_dispatched(torch.bfloat16, False)
     with torch.enable_grad():
-        assert dispatched(number, True)
+        assert not is_dispatched(number, True)
+    with Count():
+        assert is_dispatched(number, True)
     with pytest.raises(RuntimeError, match="missing value for argument 'w'"):
         op(*operands[:2])
 

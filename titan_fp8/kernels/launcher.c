@@ -57,6 +57,12 @@ static bool add_dtype(Launch *launch, PyObject *tensor) {
 }
 
 static bool add_constant(Launch *launch, PyObject *value) {
+  if (PyFloat_CheckExact(value)) { // By its bits: 0.0 is not -0.0, and a NaN is itself.
+    double number = PyFloat_AS_DOUBLE(value);
+    uint64_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return add_word(launch, 'f') && add_word(launch, bits);
+  }
   // Other objects than numbers, mostly layouts, are identified by their address, because hashing
   // them is slow. `launch.py` keeps them alive.
   if (!PyLong_Check(value))

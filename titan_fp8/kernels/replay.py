@@ -214,9 +214,10 @@ def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
 def replayed(function: Function) -> Function:
     """`function`, which runs in Python twice for inputs of a form and is then replayed.
 
-    It takes CUDA tensors by position, and hashable constants. It returns a tensor or a tuple.
+    It takes CUDA tensors by position, and hashable constants. It returns a tensor or a tuple. Of
+    its replays the `launch.CACHED_SHAPES` that were used last are kept.
     """
-    replays: OrderedDict[tuple, Replay | str] = OrderedDict()
+    replays: OrderedDict[tuple, Replay | str | None] = OrderedDict()
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -225,13 +226,20 @@ def replayed(function: Function) -> Function:
         # All that the recorded steps depend on; each replay gets the current addresses.
         key = (
             *[
-                (a.dtype, a.shape, a.stride(), a.data_ptr() % 16) if type(a) in _TENSORS else a
+                (a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.get_device())
+                if (kind := type(a)) in _TENSORS
+                # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but no NaN is.
+                else (kind, a.hex() if kind is float else a)
                 for a in args
             ],
             *options.items(),
             torch._C._cuda_getDevice(),
         )
-        replay = replays.get(key)
+        try:
+            replays.move_to_end(key)
+            replay = replays[key]
+        except KeyError:
+            replay = None
         if isinstance(replay, Replay):
             return replay([t for t in args if type(t) in _TENSORS])
         if replay is None:

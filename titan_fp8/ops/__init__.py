@@ -6,8 +6,8 @@ recipe, is defined in `titan_fp8.gemms`.
 """
 
 from titan_fp8.ops import gathered, gemm, permute, quantize, sequence, swiglu  # noqa: F401  (define the ops)
+from titan_fp8.ops.operands import DTYPES
 from titan_fp8.ops.registry import (
-    DTYPES,
     NAMES,
     composite,
     direct,

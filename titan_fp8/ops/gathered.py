@@ -11,18 +11,23 @@ partitioner could move it to forward and keep a transposed copy of every weight 
 import torch
 from torch import Tensor
 
+from titan_fp8.ops.operands import MT_OF_M, E, H, K, M, N, blocks, fp8, fp32, high
 from titan_fp8.ops.quantize import new_fp8
 from titan_fp8.ops.registry import composite, implementation, primitive
 from titan_fp8.ops.swiglu import experts_backward, experts_forward
 
 
-@primitive
+@primitive(q=fp8(..., N, K))
 def transpose_fp8(q: Tensor, *, emulate: bool = False) -> Tensor:
     """q (..., R, C) in FP8, transposed and contiguous: (..., C, R). R and C: multiples of 16."""
     return new_fp8(q, (*q.shape[:-2], q.shape[-1], q.shape[-2]))
 
 
-@composite
+_A = fp8(M, N), fp32(M, blocks(N))
+"""g of dgrad, and its scale."""
+
+
+@composite(a=_A[0], sa=_A[1], w=fp8(E, N, K), sw_t=fp32(E, blocks(K), blocks(N)))
 def blockwise_dgrad_fp8(
     a: Tensor,
     sa: Tensor,
@@ -39,7 +44,16 @@ def blockwise_dgrad_fp8(
     return impl.blockwise_mm(a, sa, impl.transpose_fp8(w), sw_t, offs, aligned, out_dtype)
 
 
-@composite
+@composite(
+    a=_A[0],
+    sa=_A[1],
+    w=fp8(E, N, K),
+    sw_t=fp32(E, blocks(K), blocks(N)),
+    a2=_A[0],
+    sa2=_A[1],
+    w2=fp8(E, N, K),
+    sw2_t=fp32(E, blocks(K), blocks(N)),
+)
 def blockwise_dgrad_pair_fp8(
     a: Tensor,
     sa: Tensor,
@@ -61,7 +75,7 @@ def blockwise_dgrad_pair_fp8(
     return impl.blockwise_mm_pair(a, sa, *left, a2, sa2, *right, offs, aligned, out_dtype)
 
 
-@composite
+@composite(a=fp8(M, N), sa=fp32(M), w=fp8(E, N, K), sw_t=fp32(E, K))
 def rowwise_dgrad_fp8(
     a: Tensor,
     sa: Tensor,
@@ -78,7 +92,15 @@ def rowwise_dgrad_fp8(
     return impl.rowwise_mm(a, sa, impl.transpose_fp8(w), sw_t, offs, aligned, out_dtype)
 
 
-@composite(checked=("x",))
+@composite(
+    x=high(M, K),
+    w1=fp8(E, H, K),
+    sw1=fp32(E, blocks(H), blocks(K)),
+    w2=fp8(E, N, H),
+    sw2=fp32(E, blocks(N), blocks(H)),
+    w3=fp8(E, H, K),
+    sw3=fp32(E, blocks(H), blocks(K)),
+)
 def blockwise_swiglu_fp8(
     x: Tensor,
     w1: Tensor,
@@ -99,7 +121,19 @@ def blockwise_swiglu_fp8(
     return experts_forward(impl, x, weights, lambda w: w, offs, aligned, scale_fmt)
 
 
-@composite(checked=("g",))
+@composite(
+    g=high(M, N),
+    a=high(M, H, as_first=True),
+    b=high(M, H, as_first=True),
+    x_q_t=fp8(K, MT_OF_M),
+    x_s_t=fp32(K, blocks(MT_OF_M)),
+    w1=fp8(E, H, K),
+    sw1_t=fp32(E, blocks(K), blocks(H)),
+    w2=fp8(E, N, H),
+    sw2_t=fp32(E, blocks(H), blocks(N)),
+    w3=fp8(E, H, K),
+    sw3_t=fp32(E, blocks(K), blocks(H)),
+)
 def blockwise_swiglu_backward_fp8(
     g: Tensor,
     a: Tensor,

@@ -16,10 +16,28 @@ backward.
 import torch
 from torch import Tensor
 
+from titan_fp8.ops.operands import (
+    MT,
+    MT_ROWWISE,
+    E,
+    K,
+    M,
+    N,
+    bf16,
+    blocks,
+    fp8,
+    fp32,
+    high,
+)
 from titan_fp8.ops.registry import composite, implementation, primitive
 
+_X = fp8(M, K), fp32(M, blocks(K))
+_W = fp8(E, N, K), fp32(E, blocks(N), blocks(K))
+_G = fp8(M, N), fp32(M, blocks(N))
+"""A quantized x, W or g, and its scale."""
 
-@primitive
+
+@primitive(a=_X[0], sa=_X[1], b=_W[0], sb=_W[1])
 def blockwise_mm(
     a: Tensor,
     sa: Tensor,
@@ -38,7 +56,16 @@ def blockwise_mm(
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
-@primitive
+@primitive(
+    a=_X[0],
+    sa=_X[1],
+    b=_W[0],
+    sb=_W[1],
+    a2=_X[0],
+    sa2=_X[1],
+    b2=_W[0],
+    sb2=_W[1],
+)
 def blockwise_mm_pair(
     a: Tensor,
     sa: Tensor,
@@ -58,7 +85,7 @@ def blockwise_mm_pair(
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
-@primitive
+@primitive(a=fp8(N, MT), sa=fp32(N, blocks(MT)), b=fp8(K, MT), sb=fp32(K, blocks(MT)))
 def blockwise_wgrad(
     a: Tensor,
     sa: Tensor,
@@ -78,7 +105,7 @@ def blockwise_wgrad(
     return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-@primitive
+@primitive(a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N))
 def rowwise_mm(
     a: Tensor,
     sa: Tensor,
@@ -97,7 +124,7 @@ def rowwise_mm(
     return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
 
 
-@primitive
+@primitive(a=fp8(N, MT_ROWWISE), sa=fp32(E, N), b=fp8(K, MT_ROWWISE), sb=fp32(E, K))
 def rowwise_wgrad(
     a: Tensor,
     sa: Tensor,
@@ -117,7 +144,7 @@ def rowwise_wgrad(
     return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
 
 
-@primitive
+@primitive(g=bf16(M, N), x=bf16(M, K))
 def bf16_wgrad(
     g: Tensor,
     x: Tensor,
@@ -132,7 +159,7 @@ def bf16_wgrad(
     return g.new_empty(*groups, g.shape[1], x.shape[1], dtype=out_dtype)
 
 
-@composite
+@composite(a=_X[0], sa=_X[1], w=high(E, N, K))
 def blockwise_fprop(
     a: Tensor,
     sa: Tensor,
@@ -150,7 +177,7 @@ def blockwise_fprop(
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
-@composite
+@composite(a=_G[0], sa=_G[1], w=high(E, N, K))
 def blockwise_dgrad(
     a: Tensor,
     sa: Tensor,
@@ -168,7 +195,7 @@ def blockwise_dgrad(
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
-@composite
+@composite(a=_G[0], sa=_G[1], w=high(E, N, K), a2=_G[0], sa2=_G[1], w2=high(E, N, K))
 def blockwise_dgrad_pair(
     a: Tensor,
     sa: Tensor,
@@ -190,7 +217,7 @@ def blockwise_dgrad_pair(
     return impl.blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, offs, aligned, out_dtype)
 
 
-@composite
+@composite(a=fp8(M, K), sa=fp32(M), w=high(E, N, K))
 def rowwise_fprop(
     a: Tensor,
     sa: Tensor,
@@ -206,7 +233,7 @@ def rowwise_fprop(
     return impl.rowwise_mm(a, sa, *impl.quantize_row(w.contiguous()), offs, aligned, out_dtype)
 
 
-@composite
+@composite(a=fp8(M, N), sa=fp32(M), w=high(E, N, K))
 def rowwise_dgrad(
     a: Tensor,
     sa: Tensor,

@@ -7,11 +7,15 @@ or one out of range, stands for a row of zeros.
 import torch
 from torch import Tensor
 
+from titan_fp8.ops.operands import Accepted, Dim, M, R, T, fp32, high, integers
 from titan_fp8.ops.quantize import new_scale
 from titan_fp8.ops.registry import primitive
 
+K, TOP = Dim("K"), Dim("k")
+PARTS = Dim("ranks · experts", size=lambda sizes, *_: sizes["ranks"] * sizes["experts"])
 
-@primitive(kernel="any GPU")
+
+@primitive(kernel="any GPU", x=high(M, K), slots=integers(R), weight=fp32(M, TOP))
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
     """Row ⌊slots[r] / k⌋ of x (M, K) for each r, times its slot's weight: (R, K) in x's dtype.
 
@@ -20,7 +24,7 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
     return x.new_empty(slots.shape[0], x.shape[1])
 
 
-@primitive(kernel="any GPU")
+@primitive(kernel="any GPU", y=high(M, K), index=integers(T, TOP), weight=fp32(T, TOP))
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
     """The sum over i of row index[t, i] of y (M, K), times weight[t, i]: (T, K) in y's dtype.
 
@@ -29,13 +33,13 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
     return y.new_empty(index.shape[0], y.shape[1])
 
 
-@primitive(kernel="any GPU")
+@primitive(kernel="any GPU", a=high(T, K), b=high(M, K), index=integers(T, TOP))
 def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     """The dot product of row t of a (T, K) and row index[t, i] of b (M, K): (T, k) FP32."""
     return new_scale(a, index.shape)
 
 
-@primitive(kernel="none")
+@primitive(kernel="none", index=Accepted((torch.int64,), (R,)))
 def invert_index(index: Tensor, count: int) -> Tensor:
     """The position in `index` of each number below `count`, -1 if missing: (count,).
 
@@ -44,7 +48,7 @@ def invert_index(index: Tensor, count: int) -> Tensor:
     return index.new_empty(count)
 
 
-@primitive(kernel="any GPU")
+@primitive(kernel="any GPU", counts=integers(PARTS))
 def places_of_tokens(
     counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:

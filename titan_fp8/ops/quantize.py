@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8.layouts import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
+from titan_fp8.ops.operands import K, M, R, fp32, high
 from titan_fp8.ops.registry import primitive
 
 
@@ -37,7 +38,7 @@ def new_scale_128x128(w: Tensor, n: int, k: int) -> Tensor:
 # Blockwise
 
 
-@primitive(checked=("x",))
+@primitive(x=high(M, K))
 def quantize_1x128(
     x: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def quantize_1x128(
     return new_fp8(x, x.shape), new_scale_1x128(x, *x.shape)
 
 
-@primitive(checked=("x",))
+@primitive(x=high(M, K))
 def quantize_128x1_t(
     x: Tensor,
     offs: Tensor | None = None,
@@ -59,7 +60,7 @@ def quantize_128x1_t(
     return new_fp8(x, (k, width)), new_scale_1x128(x, k, width)
 
 
-@primitive(checked=("x",))
+@primitive(x=high(M, K))
 def quantize_1x128_128x1_t(
     x: Tensor,
     offs: Tensor | None = None,
@@ -72,7 +73,7 @@ def quantize_1x128_128x1_t(
     return (*quantize_1x128(x), *quantize_128x1_t(x, offs, aligned))
 
 
-@primitive(checked=("w",))
+@primitive(w=high(..., R, K))
 def quantize_128x128(
     w: Tensor,
     dtype: torch.dtype | None = None,
@@ -87,7 +88,7 @@ def quantize_128x128(
     return new_fp8(w, w.shape), new_scale_128x128(w, *w.shape[-2:])
 
 
-@primitive(checked=("w",))
+@primitive(w=high(..., R, K))
 def quantize_128x128_t(
     w: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -99,13 +100,13 @@ def quantize_128x128_t(
 # Rowwise
 
 
-@primitive(checked=("x",))
+@primitive(x=high(..., K))
 def quantize_row(x: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
     """Rows of x (..., R, C): q (..., R, C) and s (..., R)."""
     return new_fp8(x, x.shape), new_scale(x, x.shape[:-1])
 
 
-@primitive(checked=("x",))
+@primitive(x=high(M, K))
 def quantize_col_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ def quantize_col_t(
     return new_fp8(x, (k, width)), new_scale(x, (k,) if offs is None else (offs.shape[0], k))
 
 
-@primitive(checked=("x",))
+@primitive(x=high(M, K))
 def quantize_row_col_t(
     x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,7 +123,7 @@ def quantize_row_col_t(
     return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
 
 
-@primitive(checked=("w",))
+@primitive(w=high(..., R, K))
 def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
     """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""
     *lead, n, k = w.shape
@@ -132,7 +133,7 @@ def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, 
 # Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8
 
 
-@primitive(checked=("x",))
+@primitive(x=high(..., R, K))
 def quantize_shard_row(
     x: Tensor, dtype: torch.dtype, *, emulate: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +145,7 @@ def quantize_shard_row(
     return new_fp8(x, x.shape), new_scale(x, (*lead, rows)), new_scale(x, (*lead, columns))
 
 
-@primitive(checked=("x",))
+@primitive(x=high(..., R, K), amax=fp32(..., K))
 def quantize_shard_col(
     x: Tensor, amax: Tensor, dtype: torch.dtype, *, emulate: bool = False
 ) -> Tensor:

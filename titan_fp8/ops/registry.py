@@ -4,27 +4,31 @@ A primitive op is a typed stub. Its signature is the op's schema, and its body i
 empty outputs with the right shapes, dtypes and strides, which is all that torch.compile needs. The
 computation is found by the stub's name, in the kernels of the device or in the reference:
 
-    @primitive
+    @primitive(x=high(..., K))
     def quantize_row(x: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
         return new_fp8(x, x.shape), new_scale(x, x.shape[:-1])
 
 A composite op is written once over the primitive ops of an implementation:
 
-    @composite
+    @composite(a=fp8(M, K), sa=fp32(M), w=high(E, N, K))
     def rowwise_fprop(a: Tensor, sa: Tensor, w: Tensor, ..., *, emulate: bool = False) -> Tensor:
         impl = implementation(a, emulate)
         return impl.rowwise_mm(a, sa, *impl.quantize_row(w), ...)
 
 `implementation` returns the kernels for a CUDA tensor, the reference for a CPU tensor or with
 `emulate=True`, and the stubs themselves for a tensor without data. So one body serves as kernel,
-reference and fake. `observe` lets an observer wrap the kernels and the reference.
+reference and fake. `observe` lets an observer wrap the kernels and the reference. The decorators
+say what the op accepts (`operands.py`). That is checked however an op is called, also while it is
+traced, but not again when launches are replayed.
 
 Ops are functional: they write to none of their arguments and return fresh tensors. That lets
 torch.compile merge equal calls, such as the quantization of an input that wq, wk and wv share.
+
+Ops have no gradient: their outputs never require grad, even if their inputs do. The layers and
+`fp8_linear`, `fp8_grouped_mm` and `fp8_swiglu` are differentiable.
 """
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -35,17 +39,20 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import _profiler_enabled, forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8 import reference
+from titan_fp8.ops.operands import Accepted, Check
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 NAMESPACE = "titan_fp8"
-DTYPES = (torch.bfloat16, torch.float32)
-"""The dtypes that quantizers read and GEMMs write."""
 NAMES: list[str] = []
 """The names of all ops but `sequence`, in the order of their definition."""
+SCHEMAS: list[str] = []
+"""The schemas of all ops. torch.compile's caches on disk do not notice that they have changed, so
+the passes over its graphs do (`chained_pass.py`)."""
 FP8_OPS: set[torch._ops.OpOverload] = set()
 """The ops that launch Hopper kernels, all of them in `NAMES`."""
 
@@ -53,9 +60,8 @@ direct = SimpleNamespace()
 """The ops as functions that skip PyTorch's dispatcher where possible, which saves 7 us a call.
 
 torch.compile, dispatch modes such as activation checkpointing's, and subclasses of Tensor need the
-dispatcher. These functions record no gradients: call them with grad mode off. With grad mode off
-the overloads (`torch.ops.titan_fp8.<op>.default`), which code from torch.compile calls, skip the
-dispatcher in the same cases. They are called with more arguments by name, so they save 12 us.
+dispatcher. The overloads (`torch.ops.titan_fp8.<op>.default`), which code from torch.compile calls,
+skip it in the same cases. They are called with more arguments by name, so they save 12 us.
 """
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -105,50 +111,57 @@ def _permutation_kernels() -> Any:
 
 
 def primitive(
-    stub: Function | None = None,
-    *,
-    checked: Sequence[str] = (),
-    kernel: Literal["hopper", "any GPU", "none"] = "hopper",
-) -> Any:
-    """Define a primitive op from its stub.
+    *, kernel: Literal["hopper", "any GPU", "none"] = "hopper", **operands: Accepted
+) -> Callable[[Function], Function]:
+    """Defines a primitive op from its stub, which the decorator returns.
 
     Args:
-        checked: the arguments that a kernel reads as 32-bit words. They must have one dtype of
-            `DTYPES` and a last dimension that is a multiple of 16, or the op raises ValueError.
         kernel: what computes CUDA tensors: a kernel of `kernels.hopper`; one of `kernels.permute`,
             for any GPU; or no kernel but the reference. The last two have no `emulate`.
-
-    Returns:
-        The stub.
+        operands: what each tensor may be.
     """
-    if stub is None:
-        return functools.partial(primitive, checked=checked, kernel=kernel)
-    name = stub.__name__
 
-    def compute(*args: Any, emulate: bool = False, **options: Any) -> Any:
-        return getattr(implementation(args[0], emulate), name)(*args, **options)
+    def define(stub: Function) -> Function:
+        name = stub.__name__
 
-    def compute_without_fp8(*args: Any) -> Any:
-        x, *rest = (t.contiguous() if isinstance(t, Tensor) else t for t in args)
-        module = _permutation_kernels() if x.is_cuda and kernel == "any GPU" else reference
-        return getattr(module, name)(x, *rest)
+        def compute(*args: Any, emulate: bool = False, **options: Any) -> Any:
+            return getattr(implementation(args[0], emulate), name)(*args, **options)
 
-    setattr(_fakes, name, stub)
-    fp8 = kernel == "hopper"
-    _define(stub, compute if fp8 else compute_without_fp8, checked, fp8)
-    return stub
+        def compute_without_fp8(x: Tensor, *args: Any) -> Any:
+            module = _permutation_kernels() if x.is_cuda and kernel == "any GPU" else reference
+            return getattr(module, name)(x, *args)
+
+        setattr(_fakes, name, stub)
+        fp8 = kernel == "hopper"
+        parameters = inspect.signature(stub).parameters
+        check = Check(name, parameters, operands)
+        _define(stub, compute if fp8 else compute_without_fp8, check, fp8)
+        return stub
+
+    return define
 
 
-def composite(function: Function | None = None, *, checked: Sequence[str] = ()) -> Any:
-    """Define an op that is made of primitive ones; `checked` as in `primitive`."""
-    if function is None:
-        return functools.partial(composite, checked=checked)
-    _define(function, function, checked)
-    return function
+def composite(*, check: Any = None, **operands: Accepted) -> Callable[[Function], Function]:
+    """Defines an op that is made of primitive ones.
+
+    Args:
+        operands: what each tensor may be.
+        check: in place of them: an object like a `Check`, for an op whose constants decide that.
+    """
+
+    def define(function: Function) -> Function:
+        parameters = inspect.signature(function).parameters
+        _define(function, function, check or Check(function.__name__, parameters, operands))
+        return function
+
+    return define
 
 
 def _define(
-    stub: Callable[..., Any], compute: Callable[..., Any], checked: Sequence[str], fp8: bool = True
+    stub: Callable[..., Any],
+    compute: Callable[..., Any],
+    check: Any,
+    fp8: bool = True,
 ) -> None:
     """Registers the op that `compute` computes, and the function for `direct`.
 
@@ -156,27 +169,46 @@ def _define(
     """
     name = stub.__name__
     parameters = inspect.signature(stub).parameters
-    positions = [list(parameters).index(argument) for argument in checked]
+    options_of_op = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
 
-    def run(x: Tensor, *args: Any, **options: Any) -> Any:
-        x = x.contiguous()
-        if positions:
-            _check(name, checked, [(x, *args)[i] for i in positions])
+    contiguous = check.contiguous
+
+    # A replay is found by the dtypes, shapes and devices of the arguments, so it needs no check.
+    def checked(*args: Any, **options: Any) -> Any:
+        check(*args, **options)
+        laid_out = [
+            t.contiguous() if i in contiguous and t is not None else t for i, t in enumerate(args)
+        ]
+        return compute(*laid_out, **options)
+
+    def fake(*args: Any, **options: Any) -> Any:
+        check(*args, **options)
+        return stub(*args, **options)
+
+    def run(*args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            # PyTorch's ops in here would be differentiated.
+            with torch._C._AutoDispatchBelowAutograd():
+                return run_below_autograd(*args, **options)
+        return run_below_autograd(*args, **options)
+
+    def run_below_autograd(x: Tensor, *args: Any, **options: Any) -> Any:
         if not x.is_cuda:
-            return compute(x, *args, **options)
-        on_gpu = _replayed(compute) if fp8 and not options.get("emulate") else compute
+            return checked(x, *args, **options)
+        on_gpu = _replayed(checked) if fp8 and not options.get("emulate") else checked
         # Kernels are launched on the current device.
         if x.get_device() == torch._C._cuda_getDevice():
             return on_gpu(x, *args, **options)
         with torch.cuda.device(x.device):
             return on_gpu(x, *args, **options)
 
-    overload = register(name, torch.library.infer_schema(stub, mutates_args=()), run, stub)
+    overload = register(name, torch.library.infer_schema(stub, mutates_args=()), run, fake)
     NAMES.append(name)
     dispatch = overload._op
 
     def call(*args: Any, **options: Any) -> Any:
-        if not needs_dispatcher(args):
+        # The dispatcher sorts arguments that are given by name.
+        if options_of_op.issuperset(options) and not needs_dispatcher(args):
             return run(*args, **options)
         if mode_ignores_ops():
             with _pop_mode_temporarily():
@@ -201,11 +233,9 @@ def register(
         fake: makes the outputs of tensors without data.
     """
     _library.define(name + signature)
-    # torch.compile's caches on disk do not notice that the arguments of an op have changed.
-    caches = torch.compiler.config
-    tag = (caches.cache_key_tag + name + signature).encode()
-    caches.cache_key_tag = hashlib.sha256(tag).hexdigest()
+    SCHEMAS.append(name + signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # There is no gradient.
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
@@ -216,7 +246,7 @@ def _without_dispatcher(
     parameters: Mapping[str, inspect.Parameter],
     schema: torch.FunctionSchema,
 ) -> Callable[..., Any]:
-    """What an overload calls, in place of `dispatch`: `call` if no gradients are recorded.
+    """What an overload calls, in place of `dispatch`: `call`.
 
     Code from torch.compile calls overloads. It passes arguments that have defaults by name, and a
     default dtype as PyTorch's number for it.
@@ -233,7 +263,7 @@ def _without_dispatcher(
     def call_overload(*args: Any, **options: Any) -> Any:
         given = len(args) - required  # of those with defaults
         plain = given >= 0 and _PLAIN.issuperset(map(type, args))
-        if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not plain or torch.compiler.is_compiling():
             return dispatch(*args, **options)
         values = [*args]
         for name, default, number in defaults[given:]:
@@ -282,8 +312,11 @@ def needs_dispatcher(args: Sequence[Any]) -> bool:
     """Whether an op with these arguments must be called through PyTorch's dispatcher."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack() and not _sees_inside_ops():
-        return True
+    if torch._C._len_torch_dispatch_stack():
+        if not _sees_inside_ops():
+            return True
+    elif _profiler_enabled():
+        return True  # The profiler sees what goes through the dispatcher.
     if peek_interpreter_stack() is not None or _len_torch_dispatch_stack_pre_dispatch():
         return True  # functorch, such as vmap; tracing above autograd, such as torch.export's
     if _PLAIN.issuperset(map(type, args)):
@@ -308,13 +341,3 @@ def _sees_inside_ops() -> bool:
 def overload_of(call: Callable[..., Any]) -> torch._ops.OpOverload:
     """The registered op of a function of `direct`."""
     return _overloads[call]
-
-
-def _check(name: str, arguments: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    for argument, t in zip(arguments, tensors):
-        if t.dtype not in DTYPES or t.dtype != tensors[0].dtype or t.shape[-1] % 16:
-            raise ValueError(
-                f"{NAMESPACE}::{name}: {argument} is {t.dtype} of shape {tuple(t.shape)}: allowed "
-                f"are torch.bfloat16 or torch.float32, the same for {', '.join(arguments)}, and a "
-                "last dimension that is a multiple of 16"
-            )

@@ -120,7 +120,7 @@ _dispatch = OVERLOAD._op
 
 def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
     skips = not registry.needs_dispatcher(tensors) or registry.mode_ignores_ops()
-    return (_run if skips and not torch.is_grad_enabled() else _dispatch)(tensors, sequence)
+    return (_run if skips else _dispatch)(tensors, sequence)
 
 
 # As in the registry: code from torch.compile calls the overload, which calls its `_op`.

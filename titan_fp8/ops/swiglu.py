@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_fp8.ops.operands import MT_OF_M, E, H, K, M, N, blocks, fp8, fp32, high
 from titan_fp8.ops.quantize import quantize_1x128, quantize_1x128_128x1_t, quantize_128x1_t
 from titan_fp8.ops.registry import composite, implementation, primitive
 
@@ -24,7 +25,7 @@ Weight = Any
 """A weight in high precision, or an Operand."""
 
 
-@primitive(checked=("a", "b"))
+@primitive(a=high(M, H), b=high(M, H, as_first=True))
 def swiglu_1x128(
     a: Tensor, b: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ def swiglu_1x128(
     return quantize_1x128(a)
 
 
-@primitive(checked=("dh", "a", "b"))
+@primitive(dh=high(M, H), a=high(M, H, as_first=True), b=high(M, H, as_first=True))
 def swiglu_backward_1x128_128x1_t(
     dh: Tensor,
     a: Tensor,
@@ -48,7 +49,7 @@ def swiglu_backward_1x128_128x1_t(
     return (*rows_and_columns[0], *rows_and_columns[1], *quantize_128x1_t(a, offs, aligned))
 
 
-@composite(checked=("x",))
+@composite(x=high(M, K), w1=high(E, H, K), w2=high(E, N, H), w3=high(E, H, K))
 def blockwise_swiglu(
     x: Tensor,
     w1: Tensor,
@@ -76,7 +77,16 @@ def blockwise_swiglu(
     return experts_forward(impl, x, (w1, w2, w3), quantized, offs, aligned, scale_fmt)
 
 
-@composite(checked=("g",))
+@composite(
+    g=high(M, N),
+    a=high(M, H, as_first=True),
+    b=high(M, H, as_first=True),
+    x_q_t=fp8(K, MT_OF_M),
+    x_s_t=fp32(K, blocks(MT_OF_M)),
+    w1=high(E, H, K),
+    w2=high(E, N, H),
+    w3=high(E, H, K),
+)
 def blockwise_swiglu_backward(
     g: Tensor,
     a: Tensor,

@@ -60,7 +60,7 @@ class GatherMoE(MoE):
             _, slots, counts = reorderer(scores, chosen)
         rows = rows_of_slots(slots, scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
-        return Routed(tokens, Expand.apply(tokens, slots, rows, before), counts, slots, rows, after)
+        return Routed(tokens, Expand.call(tokens, slots, rows, before), counts, slots, rows, after)
 
     def finish(self, routed: Routed) -> Tensor:
         """The experts and what follows them: (T, dim)."""
@@ -70,7 +70,7 @@ class GatherMoE(MoE):
         # Computed here to overlap with the all-to-all that returns the copies.
         shared_experts = _without_compiler(self.shared_experts)
         shared = None if shared_experts is None else shared_experts(tokens)
-        out = Combine.apply(copies, slots, rows, scores).to(tokens.dtype)
+        out = Combine.call(copies, slots, rows, scores).to(tokens.dtype)
         return out if shared is None else shared + out
 
 

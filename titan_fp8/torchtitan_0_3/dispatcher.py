@@ -61,7 +61,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         """The tokens (T, D) as rows (N, D) sorted by expert, their slots (N,), and the scores."""
         slots = slots_by_expert(topk_expert_ids_TK, self.num_experts)
         scores = topk_scores_TK.float()
-        return Expand.apply(x_TD, slots, rows_of_slots(slots, scores), None), slots, scores
+        return Expand.call(x_TD, slots, rows_of_slots(slots, scores), None), slots, scores
 
     def _permute(
         self,
@@ -105,7 +105,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
                 routed_output_RD = self._combine_token_exchange(routed_output_RD, group, *splits)
         slots = metadata.token_indices_experts_sorted_N
         scores = metadata.topk_scores_experts_sorted_N
-        return Combine.apply(routed_output_RD, slots, rows_of_slots(slots, scores), scores).to(
+        return Combine.call(routed_output_RD, slots, rows_of_slots(slots, scores), scores).to(
             x_TD.dtype
         )
 

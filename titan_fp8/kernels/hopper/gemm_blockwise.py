@@ -159,9 +159,8 @@ def mm_launch(
     def operands(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
         assert a.shape == (m, k) and b.shape[-2:] == (n, k) and b.numel() == groups * n * k
         assert a.dtype == b.dtype == E4M3 and a.is_contiguous() and b.is_contiguous()
-        assert sa.dtype == sb.dtype == torch.float32 and sb.stride()[-2:] == maps.sb.strides
-        assert sb.dim() == 2 or sb.stride(0) == sb.shape[1] * sb.stride(1)
-        return (a, maps.a), (_column_major(sa), maps.sa), (b, maps.b), (sb, maps.sb)
+        assert sa.dtype == sb.dtype == torch.float32
+        return (a, maps.a), (_column_major(sa), maps.sa), (b, maps.b), (_row_major(sb), maps.sb)
 
     args = (
         *operands(a_MK, sa, b, sb),
@@ -287,3 +286,12 @@ def _column_major(s: Tensor) -> Tensor:
     if s.stride() == (1, round_up(rows, 4)):
         return s
     return scales_1x128(s, rows, blocks * BLOCK).copy_(s)
+
+
+def _row_major(s: Tensor) -> Tensor:
+    """128x128 scales (..., n, k) in the layout of the quantizers; a copy if theirs differs."""
+    *lead, n, k = s.shape
+    pitch = round_up(k, 4)
+    if s.stride() == ((n * pitch, pitch, 1) if lead else (pitch, 1)):
+        return s
+    return s.new_empty(*lead, n, pitch)[..., :k].copy_(s)

@@ -1,0 +1,75 @@
+"""The ops on a GPU: what they refuse, that they have no gradient, and that the profiler sees them."""
+
+import pytest
+import torch
+
+import titan_fp8
+from titan_fp8.ops import direct
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+ops = torch.ops.titan_fp8
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("call", [ops.blockwise_fprop, direct.blockwise_fprop])
+def test_what_is_refused_after_replays(call):
+    """A replay knows its arguments by dtype, shape and device."""
+    x, w = normal(256, 512), normal(384, 512)
+    q, s = ops.quantize_1x128(x)
+    for _ in range(4):
+        call(q, s, w)
+    for bad in ((q, s, w.half()), (q, s[:128], w), (q, s.cpu(), w), (q, s, w.cpu())):
+        with pytest.raises(ValueError, match="titan_fp8::blockwise_fprop: .*: allowed is"):
+            call(*bad)
+
+
+def test_strides_make_no_difference():
+    """Of offs, of weights in FP8 and of scales, whatever a caller has made of them."""
+    x, w = normal(300, 512), normal(3, 384, 512)
+    offs = torch.tensor([5, 0, 120, 0, 300, 0], dtype=torch.int32, device="cuda")[::2]
+    (q, s), (wq, ws) = ops.quantize_1x128(x), ops.quantize_128x128(w)
+    _, sw_t = ops.quantize_128x128_t(w)
+    g, sg = ops.quantize_1x128(normal(300, 384))
+    permuted = wq.mT.contiguous().mT
+    for _ in range(3):
+        want = ops.blockwise_mm(q, s, wq, ws, offs.contiguous())
+        got = ops.blockwise_mm(q, s.contiguous(), permuted, ws.mT.contiguous().mT, offs)
+        assert torch.equal(got, want)
+        want = ops.blockwise_dgrad_fp8(g, sg, wq, sw_t, offs.contiguous())
+        got = ops.blockwise_dgrad_fp8(g, sg, permuted, sw_t.mT.contiguous().mT, offs)
+        assert torch.equal(got, want)
+
+
+def test_no_output_has_a_gradient():
+    x, w = normal(256, 512).requires_grad_(), normal(384, 512).requires_grad_()
+    for _ in range(4):
+        operands = ops.quantize_1x128(x)
+        y = ops.blockwise_fprop(*operands, w)
+        dw = ops.bf16_wgrad(normal(256, 384), x)
+        assert not any(t.requires_grad for t in (*operands, y, dw))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_profiler_sees_the_ops_of_replayed_layers(compiled):
+    """And what each of them runs on the GPU."""
+    layer = torch.nn.Sequential(torch.nn.Linear(512, 384, bias=False)).cuda().bfloat16()
+    titan_fp8.convert_linears(layer, filter_fqns=())
+    run = torch.compile(layer) if compiled else layer
+    x = normal(256, 512).requires_grad_()
+    for _ in range(4):
+        run(x).sum().backward()
+    for _ in range(3):  # The ops are replayed one by one from the third profile on.
+        with torch.profiler.profile() as profile:
+            run(x).sum().backward()
+    events = [e for e in profile.events() if e.name.startswith("titan_fp8::")]
+    assert {e.name for e in events} == {
+        "titan_fp8::quantize_1x128_128x1_t",
+        "titan_fp8::blockwise_fprop",
+        "titan_fp8::product_backward",
+    }
+    assert all(e.device_time_total > 0 for e in events)
