@@ -30,6 +30,7 @@ from titan_fp8.checks import (
     check_bool,
     check_devices,
     check_multiples_of_16,
+    check_types,
     checked_offs,
     compute_dtype,
 )
@@ -69,6 +70,8 @@ class QuantizedWeight(NamedTuple):
 
 
 Weight = Tensor | QuantizedWeight
+WEIGHTS = (Tensor, QuantizedWeight)
+OPTIONAL = (Tensor, type(None))
 
 
 @torch.no_grad()
@@ -85,11 +88,12 @@ def quantize_weight(
         The weight in FP8. It does not follow later changes of `weight` and gets no gradient.
 
     Raises:
-        ValueError: a recipe, shape or dtype other than these.
+        ValueError: a recipe, type, shape or dtype other than these.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
     ops = get_recipe(recipe)
     check_bool("emulate", emulate)
+    check_types(weight=weight)
     if weight.dim() not in (2, 3):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}: allowed are (N, K) and (E, N, K)"
@@ -266,12 +270,16 @@ def fp8_linear(
         y (..., N), in the dtype of F.linear. Gradients have the dtypes of their tensors.
 
     Raises:
-        ValueError: a recipe, shape, dtype or device other than these, with its value and what is
-            allowed.
+        ValueError: a recipe, type, shape, dtype or device other than these, with its value and what
+            is allowed.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
     get_recipe(recipe)
     check_bool("emulate", emulate)
+    check_types(x=x)
+    check_types(WEIGHTS, weight=weight)
+    check_types(OPTIONAL, bias=bias)
+    check_types((SharedInput, type(None)), shared=shared)
     if x.dim() < 1 or len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
@@ -320,6 +328,8 @@ def fp8_grouped_mm(
     get_recipe(recipe)
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
+    check_types(x=x)
+    check_types(WEIGHTS, weight=weight)
     if x.dim() != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "

@@ -20,10 +20,13 @@ from torch import Tensor
 from titan_fp8.checks import (
     check_bool,
     check_devices,
+    check_types,
     checked_offs,
     compute_dtype,
 )
 from titan_fp8.functional import (
+    OPTIONAL,
+    WEIGHTS,
     QuantizedWeight,
     Weight,
     check_weight,
@@ -149,6 +152,9 @@ def fp8_swiglu(
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
     weights = {"w1": w1, "w2": w2, "w3": w3}
+    check_types(x=x)
+    check_types(WEIGHTS, **weights)
+    check_types(OPTIONAL, offs=offs)
     _check_shapes(x, w1, w2, w3, offs)
     in_high_precision = {n: check_weight(n, w, recipe) for n, w in weights.items()}
     if offs is not None:
