@@ -91,9 +91,9 @@ class FP8Linear(nn.Linear):
         shared = None if torch.compiler.is_compiling() else _shared.get()
         if shared is not None and shared.x is not x:
             shared = None
-        options = {"recipe": self.recipe, "emulate": self.emulate, "shared": shared}
+        recipe, emulate = self.recipe, self.emulate
         try:
-            return fp8_linear(x, weight, bias, **options)
+            return fp8_linear(x, weight, bias, recipe=recipe, emulate=emulate, shared=shared)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
 

@@ -88,7 +88,7 @@ ERRORS = [
     (grouped(w=(0, 16, 32), offs=(0,)), "weight has 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
     (lambda: fp8_linear([1], torch.ones(16, 32)), "x is [1]: allowed is a Tensor"),
-    (lambda: fp8_linear(torch.ones(4, 32), None), "weight is None: allowed is a Tensor or Quantize"),
+    (lambda: fp8_linear(torch.ones(4, 32), None), "weight is None: allowed is a Tensor or Qua"),
     (linear(bias=0.0), "bias is 0.0: allowed is a Tensor or None"),
     (linear(shared=3), "shared is 3: allowed is a SharedInput or None"),
     (lambda: fp8_grouped_mm(None, None, None), "x is None: allowed is a Tensor"),
