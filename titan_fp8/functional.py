@@ -169,7 +169,7 @@ class _FP8Product(torch.autograd.Function):
         if operands is None:
             assert w is not None
             x_MK = x_MK.to(spec.dtype).contiguous()
-            y_MN, *columns = _forward(x_MK, w.to(spec.dtype), offs, for_wgrad, spec)
+            y_MN, *columns = _forward(x_MK, w, offs, for_wgrad, spec)
             ctx.save_for_backward(offs, w, *columns)
         else:
             y_MN = fprop(operands.x_rows, operands.w_rows if w is None else w, offs, spec)
@@ -188,14 +188,13 @@ class _FP8Product(torch.autograd.Function):
         dx_MK = dw = None
         if needs_dx and needs_dw:
             x_columns, x_scale = columns if len(columns) == 2 else (columns[0], None)
-            tensors = g, w.to(spec.dtype), None, x_columns, x_scale, offs
+            tensors = g, w, None, x_columns, x_scale, offs
             layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe_name
             dx_MK, dw = direct.product_backward(*tensors, *layout, emulate=spec.emulate)
         else:
             g_rows, g_columns = quantize_operands(g, offs, needs_dx, needs_dw, spec)
             if needs_dx:
-                right = columns if w is None else w.to(spec.dtype)
-                dx_MK = dgrad(g_rows, right, offs, spec, ctx.x_dtype)
+                dx_MK = dgrad(g_rows, columns if w is None else w, offs, spec, ctx.x_dtype)
             if needs_dw:
                 dw = wgrad(g_columns, columns, offs, spec, w.dtype)
         db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
@@ -217,8 +216,8 @@ def products(
     if len(weights) == 1 and shared is None and isinstance(weights[0], Tensor):
         # An autograd function would only take time. But it refuses forward-mode AD.
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            x_MK, right = x_MK.to(spec.dtype).contiguous(), weights[0].to(spec.dtype)
-            (y_MN,) = _forward(x_MK, right, offs, False, spec)
+            x_MK = x_MK.to(spec.dtype).contiguous()
+            (y_MN,) = _forward(x_MK, weights[0], offs, False, spec)
             return [y_MN if bias is None else y_MN + bias.to(spec.dtype)]
         return [_FP8Product.apply(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
     if shared is None:

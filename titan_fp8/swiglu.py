@@ -115,9 +115,8 @@ class _FP8SwiGLU(torch.autograd.Function):
         if needs_dw3:
             dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
         if needs_dx:
-            tensors = *da_rows, w1.to(spec.dtype), *db_rows, w3.to(spec.dtype)
-            layout = offs, spec.aligned, ctx.x_dtype
-            dx_MK = ops.dgrad_pair(*tensors, *layout, emulate=emulate)
+            layout = offs, spec.aligned, ctx.x_dtype, spec.dtype
+            dx_MK = ops.dgrad_pair(*da_rows, w1, *db_rows, w3, *layout, emulate=emulate)
         return dx_MK, dw1, dw2, dw3, *(None for _ in others)
 
 
