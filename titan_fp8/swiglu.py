@@ -115,8 +115,8 @@ class _FP8SwiGLU(torch.autograd.Function):
         if needs_dw3:
             dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
         if needs_dx:
-            layout = offs, spec.aligned, ctx.x_dtype, spec.dtype
-            dx_MK = ops.dgrad_pair(*da_rows, w1, *db_rows, w3, *layout, emulate=emulate)
+            pair, dtypes = (*da_rows, w1, *db_rows, w3), (ctx.x_dtype, spec.dtype)
+            dx_MK = ops.dgrad_pair(*pair, offs, spec.aligned, *dtypes, emulate=emulate)
         return dx_MK, dw1, dw2, dw3, *(None for _ in others)
 
 

@@ -356,7 +356,7 @@ def test_repr_says_the_recipe():
 
 def test_public_names():
     names = ["FP8Linear", "QuantizedWeight", "convert_experts", "convert_linears"]
-    names += ["fp8_grouped_mm", "fp8_linear", "quantize_weight"]
+    names += ["fp8_grouped_mm", "fp8_linear", "quantize_weight", "revert"]
     assert sorted(titan_fp8.__all__) == names
     assert all(callable(getattr(titan_fp8, name)) for name in names)
 
