@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,10 +80,11 @@ def revert(model: nn.Module) -> list[str]:
         if reason := _why_not_revertible(module):
             raise ValueError(f"{name or type(module).__name__} cannot be reverted: {reason}")
     for _, module in found:
-        for ours in _classes(type(module)):
+        cls: Any = type(module)
+        for ours in _classes(cls):
             for attribute in ours.__dict__.get("__annotations__", ()):
                 vars(module).pop(attribute, None)
-        module.__class__ = _reverted(type(module))
+        module.__class__ = _reverted(cls)
     return [name for name, _ in found]
 
 

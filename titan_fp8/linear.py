@@ -41,6 +41,7 @@ from titan_fp8.checks import (
     why_no_fp8_gemm,
 )
 from titan_fp8.functional import fp8_linear
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.gemms import SharedInput
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16
@@ -96,6 +97,14 @@ class FP8Linear(nn.Linear):
             return fp8_linear(x, weight, bias, recipe=recipe, emulate=emulate, shared=shared)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
+        except NotImplementedError as error:
+            if isinstance(weight, GatheredWeight):
+                raise
+            # A subclass of Tensor that does not know our ops, such as torchao's.
+            raise NotImplementedError(
+                f"{self.fqn}: FP8 products cannot read a {type(weight).__name__}; for torchao and "
+                f"the like turn the model into plain modules by titan_fp8.revert\n{error}"
+            ) from None
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
         """`forward` for a DTensor weight: multiplies local shards, placed as in the table above."""
