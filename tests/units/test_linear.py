@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 
 import titan_fp8
 import titan_fp8.recipe
-from titan_fp8 import FP8Linear, convert_linears, fp8_linear
+from titan_fp8 import FP8Linear, convert_linears, fp8_linear, reference
+from titan_fp8.gathered_weight import GatheredWeight
 
 RECIPES = tuple(titan_fp8.recipe.RECIPES)
 
@@ -439,3 +440,12 @@ def test_a_weight_of_another_library_is_an_error_that_names_the_way_back():
     model["wq"].weight = nn.Parameter(Int8Weight(model["wq"].weight), requires_grad=False)
     with pytest.raises(NotImplementedError, match="wq: .* cannot read a Int8Weight.*fp8.revert"):
         model["wq"](torch.randn(3, 48))
+
+
+def test_a_gathered_weight_is_not_cast():
+    q, s = reference.quantize_128x128(torch.randn(32, 48))
+    weight = GatheredWeight(q, s, None, s.mT, torch.float32)
+    x = torch.randn(3, 48)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError, match="mixed_p"):
+        fp8_linear(x, weight)
+    assert fp8_linear(x, weight).dtype == torch.float32
