@@ -243,6 +243,10 @@ def refusals(tmp_path_factory):
 def test_a_shard_that_the_hardware_cannot_take_is_refused_on_every_rank(name, refusals):
     *_, message = REFUSALS[name]
     for on_rank in refusals:
-        assert re.search(r"linear.weight: .*\[24\]", on_rank["converted afterwards"])
         assert name in on_rank, "not refused"
         assert re.search(f"{message}.*multiples of 16", on_rank[name])
+
+
+def test_so_is_one_of_a_model_that_is_converted_afterwards(refusals):
+    for on_rank in refusals:
+        assert re.search(r"linear.weight: .*\[24\]", on_rank["converted afterwards"])
