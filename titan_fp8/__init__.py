@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from titan_fp8.checks import ConversionReport
+from titan_fp8.conversion import revert
 from titan_fp8.functional import QuantizedWeight, fp8_grouped_mm, fp8_linear, quantize_weight
 from titan_fp8.linear import FP8Linear, convert_linears
 
@@ -22,6 +23,7 @@ __all__ = [
     "fp8_grouped_mm",
     "fp8_linear",
     "quantize_weight",
+    "revert",
 ]
 
 

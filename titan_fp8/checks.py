@@ -3,6 +3,7 @@
 Every check raises a ValueError that names the argument or key, its value and what is allowed.
 """
 
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,14 @@ def permutation_of(permutation: str | None, recipe: str) -> str:
 
 
 # Arguments of a product
+
+
+def check_types(allowed: tuple[type, ...] = (Tensor,), **arguments: object) -> None:
+    """Every argument must be of one of these types; `type(None)` stands for None."""
+    for name, value in arguments.items():
+        if not isinstance(value, allowed):
+            names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+            raise ValueError(f"{name} is {reprlib.repr(value)}: allowed is a {names}")
 
 
 def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:

@@ -3,8 +3,9 @@
 The linears stay submodules, with their parameters and names. The fused forward reads their weights
 and does not call them, so it would skip whatever acts on the call of a linear: hooks, tensor
 parallelism (DTensor weights, hooks that distribute the input), or a wrapper around a single linear
-for checkpointing, FSDP or the compiler. Each forward checks for these. If it finds one, it runs
-torchtitan's own forward, which calls the FP8Linears.
+for checkpointing, FSDP or the compiler. It has no biases and one recipe for all three linears. All
+this may change after the conversion, so each forward checks for it. If the fused forward would
+compute something else, torchtitan's own forward runs, which calls the linears.
 """
 
 from typing import Any
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_fp8.linear import FP8Linear
+from titan_fp8.recipe import get_recipe
 from titan_fp8.swiglu import fp8_swiglu
+
+_FORWARD = FP8Linear.forward
 
 
 class FP8FeedForward(nn.Module):
@@ -31,26 +35,35 @@ class FP8FeedForward(nn.Module):
         """y (..., K) = w2(silu(w1 x) * w3 x) for x (..., K)."""
         if not self.runs_fused():
             return super().forward(x)
-        return fp8_swiglu(
-            x,
-            self.w1.weight,
-            self.w2.weight,
-            self.w3.weight,
-            recipe=self.w1.recipe,
-            emulate=self.w1.emulate,
-        )
+        weights = (self.w1.weight, self.w2.weight, self.w3.weight)
+        try:
+            return fp8_swiglu(x, *weights, recipe=self.w1.recipe, emulate=self.w1.emulate)
+        except ValueError as error:
+            name = self.w1.fqn.rpartition(".")[0]
+            raise ValueError(f"{name}: {error}" if name else str(error)) from None
 
     def runs_fused(self) -> bool:
-        """Whether forward runs fused, as nothing acts on the calls of the linears."""
-        return not any(self.must_be_called(linear) for linear in (self.w1, self.w2, self.w3))
+        """Whether the fused forward computes what calling w1, w2 and w3 would."""
+        linears = (self.w1, self.w2, self.w3)
+        return not any(map(self.must_be_called, linears)) and can_fuse(*linears)
 
     def must_be_called(self, linear: nn.Module) -> bool:
         """Whether calling `linear` does more than FP8Linear.forward, or its weight is sharded."""
         return (
             type(linear) is not self.linear_class
             or "forward" in vars(linear)
+            or self.linear_class.forward is not _FORWARD
             or call_does_more(linear)
         )
+
+
+def can_fuse(w1: Any, w2: Any, w3: Any) -> bool:
+    """Whether FP8 linears, or their configs, have no bias and the same recipe, one with the ops."""
+    linears = (w1, w2, w3)
+    settings = {(linear.recipe, linear.emulate) for linear in linears}
+    if len(settings) > 1 or any(x.bias is not None and x.bias is not False for x in linears):
+        return False
+    return get_recipe(w1.recipe).feed_forward is not None
 
 
 def call_does_more(linear: Any) -> bool:

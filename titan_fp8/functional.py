@@ -31,6 +31,7 @@ from titan_fp8.checks import (
     check_bool,
     check_devices,
     check_multiples_of_16,
+    check_types,
     checked_offs,
     compute_dtype,
 )
@@ -70,6 +71,8 @@ class QuantizedWeight(NamedTuple):
 
 
 Weight = Tensor | QuantizedWeight
+WEIGHTS = (Tensor, QuantizedWeight)
+OPTIONAL = (Tensor, type(None))
 
 
 @torch.no_grad()
@@ -86,11 +89,12 @@ def quantize_weight(
         The weight in FP8. It does not follow later changes of `weight` and gets no gradient.
 
     Raises:
-        ValueError: a recipe, shape or dtype other than these.
+        ValueError: a recipe, type, shape or dtype other than these.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
     ops = get_recipe(recipe)
     check_bool("emulate", emulate)
+    check_types(weight=weight)
     if weight.dim() not in (2, 3):
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}: allowed are (N, K) and (E, N, K)"
@@ -200,7 +204,7 @@ class _FP8Product(Function):
         if operands is None:
             assert w is not None
             x_MK = x_MK.to(spec.dtype).contiguous()
-            y_MN, *columns = _forward(x_MK, w.to(spec.dtype), offs, for_wgrad, spec)
+            y_MN, *columns = _forward(x_MK, w, offs, for_wgrad, spec)
             ctx.save_for_backward(offs, w, *columns)
         else:
             y_MN = fprop(operands.x_rows, operands.w_rows if w is None else w, offs, spec)
@@ -219,14 +223,13 @@ class _FP8Product(Function):
         dx_MK = dw = None
         if needs_dx and needs_dw:
             x_columns, x_scale = columns if len(columns) == 2 else (columns[0], None)
-            tensors = g, w.to(spec.dtype), None, x_columns, x_scale, offs
+            tensors = g, w, None, x_columns, x_scale, offs
             layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe_name
             dx_MK, dw = direct.product_backward(*tensors, *layout, emulate=spec.emulate)
         else:
             g_rows, g_columns = quantize_operands(g, offs, needs_dx, needs_dw, spec)
             if needs_dx:
-                right = columns if w is None else w.to(spec.dtype)
-                dx_MK = dgrad(g_rows, right, offs, spec, ctx.x_dtype)
+                dx_MK = dgrad(g_rows, columns if w is None else w, offs, spec, ctx.x_dtype)
             if needs_dw:
                 dw = wgrad(g_columns, columns, offs, spec, w.dtype)
         db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
@@ -248,8 +251,8 @@ def products(
     if len(weights) == 1 and shared is None and isinstance(weights[0], Tensor):
         # An autograd function would only take time. But it refuses forward-mode AD.
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            x_MK, right = x_MK.to(spec.dtype).contiguous(), weights[0].to(spec.dtype)
-            (y_MN,) = _forward(x_MK, right, offs, False, spec)
+            x_MK = x_MK.to(spec.dtype).contiguous()
+            (y_MN,) = _forward(x_MK, weights[0], offs, False, spec)
             return [y_MN if bias is None else y_MN + bias.to(spec.dtype)]
         return [_FP8Product.call(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
     if shared is None:
@@ -301,12 +304,16 @@ def fp8_linear(
         y (..., N), in the dtype of F.linear. Gradients have the dtypes of their tensors.
 
     Raises:
-        ValueError: a recipe, shape, dtype or device other than these, with its value and what is
-            allowed.
+        ValueError: a recipe, type, shape, dtype or device other than these, with its value and what
+            is allowed.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
     get_recipe(recipe)
     check_bool("emulate", emulate)
+    check_types(x=x)
+    check_types(WEIGHTS, weight=weight)
+    check_types(OPTIONAL, bias=bias)
+    check_types((SharedInput, type(None)), shared=shared)
     if x.dim() < 1 or len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
@@ -355,6 +362,8 @@ def fp8_grouped_mm(
     get_recipe(recipe)
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
+    check_types(x=x)
+    check_types(WEIGHTS, weight=weight)
     if x.dim() != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "

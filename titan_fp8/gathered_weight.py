@@ -115,20 +115,51 @@ def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any
 # Recipe options such as scale_fmt are dropped: the weight is quantized already.
 
 
+def _check_dtype(dtype: torch.dtype | None, *weights: GatheredWeight) -> None:
+    """Raises NotImplementedError if weights should be cast, as by autocast, which q cannot be."""
+    for w in weights:
+        if dtype is not None and dtype != w.dtype:
+            raise NotImplementedError(
+                f"{w} was quantized as {w.dtype} and is to be multiplied as {dtype}: let "
+                "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
+                "fsdp_all_gather = false"
+            )
+
+
 def _fprop(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def multiply(
-        a: Tensor, sa: Tensor, w: GatheredWeight, *layout: Any, emulate: bool = False, **_: Any
+        a: Tensor,
+        sa: Tensor,
+        w: GatheredWeight,
+        offs: Tensor | None = None,
+        aligned: bool = False,
+        out_dtype: torch.dtype = torch.bfloat16,
+        w_dtype: torch.dtype | None = None,
+        *,
+        emulate: bool = False,
+        **_: Any,
     ) -> Tensor:
-        return mm(a, sa, w.q, w.s, *layout, emulate=emulate)
+        _check_dtype(w_dtype, w)
+        return mm(a, sa, w.q, w.s, offs, aligned, out_dtype, emulate=emulate)
 
     return multiply
 
 
 def _dgrad(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def multiply(
-        a: Tensor, sa: Tensor, w: GatheredWeight, *layout: Any, emulate: bool = False, **_: Any
+        a: Tensor,
+        sa: Tensor,
+        w: GatheredWeight,
+        offs: Tensor | None = None,
+        aligned: bool = False,
+        out_dtype: torch.dtype = torch.bfloat16,
+        w_dtype: torch.dtype | None = None,
+        *,
+        emulate: bool = False,
+        **_: Any,
     ) -> Tensor:
-        return mm(a, sa, *w.for_dgrad, *layout, emulate=emulate)
+        _check_dtype(w_dtype, w)
+        return mm(a, sa, *w.for_dgrad, offs, aligned, out_dtype, emulate=emulate)
 
     return multiply
 
@@ -140,11 +171,17 @@ def _dgrad_pair(
     a2: Tensor,
     sa2: Tensor,
     w2: GatheredWeight,
-    *layout: Any,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    w_dtype: torch.dtype | None = None,
+    *,
     emulate: bool = False,
     **_: Any,
 ) -> Tensor:
+    _check_dtype(w_dtype, w, w2)
     left, right = (a, sa, *w.for_dgrad), (a2, sa2, *w2.for_dgrad)
+    layout = offs, aligned, out_dtype
     return direct.blockwise_dgrad_pair_fp8(*left, *right, *layout, emulate=emulate)
 
 
@@ -156,6 +193,7 @@ def _experts(
     *layout: Any,
     **options: Any,
 ) -> tuple[Tensor, ...]:
+    _check_dtype(x.dtype, w1, w2, w3)
     weights = (operand for w in (w1, w2, w3) for operand in (w.q, w.s))
     return direct.blockwise_swiglu_fp8(x, *weights, *layout, **options)
 
@@ -174,6 +212,7 @@ def _swiglu_backward(
     dx_dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> tuple[Tensor, ...]:
+    _check_dtype(g.dtype, w1, w2, w3)
     weights = (operand for w in (w1, w2, w3) for operand in w.for_dgrad)
     layout = offs, aligned, dx_dtype, w1.dtype
     return direct.blockwise_swiglu_backward_fp8(g, a, b, x_q_t, x_s_t, *weights, *layout, **options)
@@ -182,6 +221,7 @@ def _swiglu_backward(
 def _product_backward(
     g: Tensor, w: GatheredWeight, w_scale: None, *others: Any, emulate: bool = False
 ) -> tuple[Tensor, Tensor]:
+    _check_dtype(g.dtype, w)
     return direct.product_backward(g, *w.for_dgrad, *others, emulate=emulate)
 
 

@@ -69,7 +69,7 @@ def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec)
     """
     layout = offs, spec.aligned, spec.dtype
     if isinstance(w, Tensor):
-        return spec.recipe.fprop.op(*x_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
+        return spec.recipe.fprop.op(*x_rows, w, *layout, spec.dtype, emulate=spec.emulate)
     return spec.recipe.mm(*x_rows, *w, *layout, emulate=spec.emulate)
 
 
@@ -89,7 +89,7 @@ def dgrad(
     """
     layout = offs, spec.aligned, out_dtype
     if isinstance(w, Tensor):
-        return spec.recipe.dgrad.op(*g_rows, w.to(spec.dtype), *layout, emulate=spec.emulate)
+        return spec.recipe.dgrad.op(*g_rows, w, *layout, spec.dtype, emulate=spec.emulate)
     return spec.recipe.mm(*g_rows, *w, *layout, emulate=spec.emulate)
 
 

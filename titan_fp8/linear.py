@@ -27,6 +27,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titan_fp8.checks import (
@@ -36,16 +37,22 @@ from titan_fp8.checks import (
     check_patterns,
     check_recipe,
     check_shards,
+    check_types,
     why_no_fp8_gemm,
 )
 from titan_fp8.functional import fp8_linear
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.gemms import SharedInput
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
-"""Logits and routing are sensitive to rounding; DeepSeek-V3 keeps both in high precision, too."""
+"""torchtitan's names of the output layer and of the routers, the default of `filter_fqns` in TOML.
 
+Logits and routing are sensitive to rounding; DeepSeek-V3 keeps both in high precision, too.
+"""
+_OUTPUT_NAMES = ("output", "lm_head")
+"""What torchtitan and Hugging Face call the output layer."""
 
 _shared: ContextVar[SharedInput | None] = ContextVar("shared", default=None)
 
@@ -85,7 +92,19 @@ class FP8Linear(nn.Linear):
         shared = None if torch.compiler.is_compiling() else _shared.get()
         if shared is not None and shared.x is not x:
             shared = None
-        return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate, shared=shared)
+        recipe, emulate = self.recipe, self.emulate
+        try:
+            return fp8_linear(x, weight, bias, recipe=recipe, emulate=emulate, shared=shared)
+        except ValueError as error:
+            raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
+        except NotImplementedError as error:
+            if isinstance(weight, GatheredWeight):
+                raise
+            # A subclass of Tensor that does not know our ops, such as torchao's.
+            raise NotImplementedError(
+                f"{self.fqn}: FP8 products cannot read a {type(weight).__name__}; for torchao and "
+                f"the like turn the model into plain modules by titan_fp8.revert\n{error}"
+            ) from None
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
         """`forward` for a DTensor weight: multiplies local shards, placed as in the table above."""
@@ -150,26 +169,34 @@ def convert_linears(
     model: nn.Module,
     *,
     recipe: str = "blockwise",
-    filter_fqns: Sequence[str] = DEFAULT_FILTER_FQNS,
+    filter_fqns: Sequence[str] | None = None,
     emulate: bool = False,
 ) -> ConversionReport:
     """Convert the nn.Linear modules of `model` to FP8Linear, in place.
 
     Args:
-        model: any module, on any device, meta too, before it is parallelized.
+        model: any module, on any device, meta too, best before it is parallelized.
         recipe: as in `fp8_linear`, or "bf16": nothing is converted.
-        filter_fqns: modules whose qualified name contains one of these are not converted.
+        filter_fqns: linears whose qualified name contains one of these are not converted; with []
+            all are. None, the default, leaves out the output layer and torchtitan's routers: a
+            linear that is itself called `output` or `lm_head`, that a module of Hugging Face
+            returns from `get_output_embeddings`, or whose weight is that of an nn.Embedding; and
+            those whose name contains "router.gate".
         emulate: as in `fp8_linear`.
 
     Returns:
         The report on every linear of the model.
 
     Raises:
-        ValueError: a bad recipe or emulate; a pattern of filter_fqns that is empty, or that is not
-            a default and matches no module.
+        ValueError: a bad model, recipe or emulate; a pattern of filter_fqns that is empty, or that
+            matches no module and is neither "output" nor "router.gate"; a DTensor weight whose
+            shards are too small for FP8 GEMMs.
     """
+    check_types((nn.Module,), model=model)
     check_recipe("recipe", recipe)
     check_bool("emulate", emulate)
+    output_layers = _output_layers(model) if filter_fqns is None else set()
+    filter_fqns = DEFAULT_FILTER_FQNS[1:] if filter_fqns is None else filter_fqns
     check_patterns("filter_fqns", filter_fqns)
     # A shared module has several names.
     names: dict[nn.Module, list[str]] = {}
@@ -177,19 +204,39 @@ def convert_linears(
         names.setdefault(module, []).append(name)
     every_name = (name for aliases in names.values() for name in aliases)
     check_filter_fqns(filter_fqns, DEFAULT_FILTER_FQNS, every_name)
-    report = ConversionReport()
+    shards_are_gathered = any(isinstance(module, FSDPModule) for module in names)
+    report, to_convert = ConversionReport(), []
     for module, (name, *aliases) in names.items():
         if not isinstance(module, nn.Linear):
             continue
         shape = f"{module.out_features} x {module.in_features}"
         reason = _why_left([name, *aliases], module, recipe, filter_fqns)
+        if reason is None and module in output_layers:
+            reason = "the output layer"
+        if reason is None and not shards_are_gathered:
+            check_shards(f"{name}.weight", module.weight, None)
         if reason:
             report.left.append((name, shape, reason))
             continue
+        to_convert.append((module, name))
+        report.converted.append((name, shape, recipe))
+    for module, name in to_convert:
         module.__class__ = FP8Linear
         vars(module).update(recipe=recipe, emulate=emulate, fqn=name)
-        report.converted.append((name, shape, recipe))
     return report
+
+
+def _output_layers(model: nn.Module) -> set[nn.Module]:
+    """The linears that compute logits, by their own name, by Hugging Face's API or by a tie."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {m for name, m in modules.items() if name.rpartition(".")[2] in _OUTPUT_NAMES}
+    tied = {m._parameters["weight"] for m in modules.values() if isinstance(m, nn.Embedding)}
+    for module in modules.values():
+        if isinstance(module, nn.Linear) and module._parameters.get("weight") in tied:
+            found.add(module)
+        if callable(of_hugging_face := getattr(module, "get_output_embeddings", None)):
+            found.add(of_hugging_face())
+    return found
 
 
 def _why_left(

@@ -20,10 +20,13 @@ from torch import Tensor
 from titan_fp8.checks import (
     check_bool,
     check_devices,
+    check_types,
     checked_offs,
     compute_dtype,
 )
 from titan_fp8.functional import (
+    OPTIONAL,
+    WEIGHTS,
     Function,
     QuantizedWeight,
     Weight,
@@ -113,9 +116,8 @@ class _FP8SwiGLU(Function):
         if needs_dw3:
             dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
         if needs_dx:
-            tensors = *da_rows, w1.to(spec.dtype), *db_rows, w3.to(spec.dtype)
-            layout = offs, spec.aligned, ctx.x_dtype
-            dx_MK = ops.dgrad_pair(*tensors, *layout, emulate=emulate)
+            pair, dtypes = (*da_rows, w1, *db_rows, w3), (ctx.x_dtype, spec.dtype)
+            dx_MK = ops.dgrad_pair(*pair, offs, spec.aligned, *dtypes, emulate=emulate)
         return dx_MK, dw1, dw2, dw3, *(None for _ in others)
 
 
@@ -150,6 +152,9 @@ def fp8_swiglu(
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
     weights = {"w1": w1, "w2": w2, "w3": w3}
+    check_types(x=x)
+    check_types(WEIGHTS, **weights)
+    check_types(OPTIONAL, offs=offs)
     _check_shapes(x, w1, w2, w3, offs)
     in_high_precision = {n: check_weight(n, w, recipe) for n, w in weights.items()}
     if offs is not None:

@@ -1,4 +1,4 @@
-"""The ops on a GPU: what they refuse, that they have no gradient, and that the profiler sees them."""
+"""The ops on a GPU: what they refuse, no gradients, and their names in the profiler."""
 
 import pytest
 import torch

@@ -223,6 +223,12 @@ def refuse(rank: int, folder: Path) -> None:
             parallelize_module(model, on, {next(iter(model)): style()})
         except ValueError as error:
             messages[name] = str(error)
+    model = nn.ModuleDict({"linear": nn.Linear(32, 48)})
+    parallelize_module(model, mesh, {"linear": ColwiseParallel()})
+    try:
+        convert_linears(model)
+    except ValueError as error:
+        messages["converted afterwards"] = str(error)
     torch.save(messages, folder / str(rank))
 
 
@@ -239,3 +245,8 @@ def test_a_shard_that_the_hardware_cannot_take_is_refused_on_every_rank(name, re
     for on_rank in refusals:
         assert name in on_rank, "not refused"
         assert re.search(f"{message}.*multiples of 16", on_rank[name])
+
+
+def test_so_is_one_of_a_model_that_is_converted_afterwards(refusals):
+    for on_rank in refusals:
+        assert re.search(r"linear.weight: .*\[24\]", on_rank["converted afterwards"])

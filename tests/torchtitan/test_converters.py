@@ -118,6 +118,17 @@ def test_the_table_says_why_a_linear_was_left(tmp_path, caplog):
     assert "converted 37 of 46 linears, blockwise" in caplog.text
 
 
+def test_the_default_list_leaves_the_output_layer_of_hugging_face(tmp_path):
+    for written in ("", 'filter_fqns = ["output", "router.gate"]', 'filter_fqns = ["output"]'):
+        body = f"[{LINEAR}]\n{written}\n"
+        config = job(tmp_path, "llama3", converters=(LINEAR,), flavor="tiny", body=body)
+        model = build(config)
+        model.lm_head = nn.Linear(64, 64)
+        convert(config, model)
+        assert (type(model.lm_head) is nn.Linear) == (written != 'filter_fqns = ["output"]')
+        assert type(model.output) is nn.Linear
+
+
 def test_an_empty_filter_converts_every_linear(tmp_path):
     config = job(tmp_path, "qwen3", flavor="debugmodel_moe", body=f"[{LINEAR}]\nfilter_fqns = []\n")
     model = converted(config)

@@ -153,6 +153,38 @@ def test_what_hangs_on_a_linear_turns_fusion_off(name):
     assert bool(CALLS) == (name in HANGING)
 
 
+def add_bias(linear: nn.Module) -> None:
+    linear.bias = nn.Parameter(torch.randn(linear.out_features))
+
+
+SETTINGS = {
+    "bias": add_bias,
+    "recipe": lambda linear: setattr(linear, "recipe", "rowwise"),
+    "emulate": lambda linear: setattr(linear, "emulate", True),
+}
+
+
+@pytest.mark.parametrize("which", ["w1", "w2", "w3"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_set_after_the_conversion_counts(name, which):
+    models = feed_forward(), unfused()
+    for model in models:
+        torch.manual_seed(3)
+        SETTINGS[name](getattr(model[0], which))
+    with Count() as count:
+        got, want = map(run, models)
+    assert "swiglu_1x128" not in count.calls
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_patch_of_the_class_of_the_linears_is_called(monkeypatch):
+    calls, forward = [], FP8Linear.forward
+    model = feed_forward()
+    monkeypatch.setattr(FP8Linear, "forward", lambda m, x: calls.append(m) or forward(m, x))
+    run(model)
+    assert len(calls) == 3
+
+
 def test_removing_a_hook_turns_fusion_on_again():
     model = feed_forward()
     model[0].w1.register_forward_hook(lambda *_: None).remove()

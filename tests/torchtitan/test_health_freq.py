@@ -1,6 +1,7 @@
 """`health_freq` in torchtitan's trainer: which steps it reports, what, and at what cost."""
 
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -109,10 +110,9 @@ def test_only_observed_steps_cost_anything(job):
     found = kernels(job("llama3", "--training.steps", 8, linear=4))
     more = [a - b for a, b in zip(found, without)]
     assert more[:3] == [0, 0, 0]
-    assert 0 < more[3] < 32 * len(linears("llama3")) + 1000
-    # The report of step 4, which computes with small tensors on the CPU.
-    assert 0 < more[4] < 1000
-    assert more[5:7] == [0, 0]
+    # The report computes with small tensors on the CPU.
+    assert 0 < more[3] < 32 * len(linears("llama3")) + 2000
+    assert more[4:7] == [0, 0, 0]
 
 
 def test_validation_is_not_observed(job, text):
@@ -147,8 +147,22 @@ def test_the_log_and_the_event_files(job, tmp_path, caplog, monkeypatch):
     assert {e.step for tag in scalars for e in events.Scalars(tag)} == {4}
 
 
-# Layers are found by some of the values of their weights, of which (0, 0) is one.
-@pytest.mark.parametrize("where", [(3, 5), (0, 0), ...])
+def test_a_report_survives_a_failure_of_the_next_step(job):
+    recorder = Recorder()
+    with trainer(job("llama3", linear=2)) as t, pytest.raises(RuntimeError, match="out of memory"):
+        t.metrics_processor.logger = recorder
+        block = t.model_parts[0].layers["1"]
+        batches = t.batch_generator(t.dataloader)
+        for t.step in (1, 2, 3):
+            if t.step == 3:
+                block.register_forward_pre_hook(
+                    mock.Mock(side_effect=RuntimeError("out of memory"))
+                )
+            t.train_step(batches)
+    assert_complete(recorder.health()[2])
+
+
+@pytest.mark.parametrize("where", [(3, 5), ...])
 def test_nan_is_reported_with_the_layer(job, caplog, where):
     with trainer(job("llama3", linear=3)) as t:
         batches = t.batch_generator(t.dataloader)

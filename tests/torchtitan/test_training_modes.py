@@ -220,6 +220,8 @@ def test_compiled_experts_take_any_routing_without_compiling_again():
         torch.testing.assert_close(y, eager(x, torch.tensor(sizes)))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+    outer = torch.compile(lambda *args: 2 * experts(*args), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(outer(x, torch.tensor(sizes)), 2 * eager(x, torch.tensor(sizes)))
 
 
 def test_gradients_accumulate_over_micro_batches(job):

@@ -107,9 +107,7 @@ def test_only_observed_steps_and_their_reports_cost_anything(parse):
                     trainer.train_step(data)
                 counts[name].append(counted.calls.total())
     more = [a - b for a, b in zip(counts["with"], counts["without"])]
-    # The report of step 3 is made after step 4.
-    assert more[0] == more[1] == more[4] == 0 < min(more[2], more[3], more[5])
-    assert more[3] < 1000
+    assert more[0] == more[1] == more[3] == more[4] == 0 < min(more[2], more[5])
 
 
 def test_without_it_the_trainer_is_as_it_was():

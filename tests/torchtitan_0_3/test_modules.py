@@ -187,7 +187,7 @@ def test_experts_with_biases_are_observed():
         monitor.after_step(
             step,
             [module],
-            lambda scalars, step, now: reports.update({step: scalars}),
+            lambda scalars, step: reports.update({step: scalars}),
             torch.device("cpu"),
         )
     assert reports.keys() == {2}

@@ -6,12 +6,21 @@ import pytest
 import torch
 from numerics import F16, F32, F64
 
-from titan_fp8 import fp8_grouped_mm, fp8_linear
+from titan_fp8 import (
+    convert_experts,
+    convert_linears,
+    fp8_grouped_mm,
+    fp8_linear,
+    quantize_weight,
+)
 from titan_fp8.gemms import SharedInput
+from titan_fp8.swiglu import fp8_swiglu
 
 
 def linear(x=(4, 32), w=(16, 32), bias=None, dtypes=(torch.float32,) * 3, **options):
-    tensors = [None if s is None else torch.ones(s, dtype=d) for s, d in zip((x, w, bias), dtypes)]
+    tensors = [
+        torch.ones(s, dtype=d) if isinstance(s, tuple) else s for s, d in zip((x, w, bias), dtypes)
+    ]
     return lambda: fp8_linear(*tensors, **options)
 
 
@@ -78,6 +87,15 @@ ERRORS = [
     (lambda: fp8_grouped_mm(torch.ones(4, 32), torch.ones(1, 16, 32), [4]), "offs is [4]: allowed"),
     (grouped(w=(0, 16, 32), offs=(0,)), "weight has 0 groups: at least one is needed"),
     (grouped(w=(2, 17, 32)), "weight has shape (2, 17, 32): " + MULTIPLES.format(17, 32)),
+    (lambda: fp8_linear([1], torch.ones(16, 32)), "x is [1]: allowed is a Tensor"),
+    (lambda: fp8_linear(torch.ones(4, 32), None), "weight is None: allowed is a Tensor or Qua"),
+    (linear(bias=0.0), "bias is 0.0: allowed is a Tensor or None"),
+    (linear(shared=3), "shared is 3: allowed is a SharedInput or None"),
+    (lambda: fp8_grouped_mm(None, None, None), "x is None: allowed is a Tensor"),
+    (lambda: fp8_swiglu(torch.ones(4, 32), *[torch.ones(32, 32)] * 2, 3), "w3 is 3: allowed is a"),
+    (lambda: quantize_weight([[1]]), "weight is [[1]]: allowed is a Tensor"),
+    (lambda: convert_linears("llama3"), "model is 'llama3': allowed is a Module"),
+    (lambda: convert_experts(None), "model is None: allowed is a Module"),
     (shared_elsewhere, "shared is the SharedInput of another tensor"),
     (weight_elsewhere, "weight is on meta and x on cpu: must be the same"),
     (offs_elsewhere, "offs is on cpu and x on meta: must be the same"),

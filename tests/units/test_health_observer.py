@@ -280,16 +280,31 @@ def test_layers_that_share_an_input_and_a_shape(all_rows, recipe):
         assert_as_expected(table[row], operands)
 
 
-def test_weights_that_autocast_casts_are_recognized():
-    model, layers = mlp("blockwise")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_layers_of_equal_weights_under_autocast_are_told_apart(all_rows, recipe, compiled):
+    torch._dynamo.reset()
+    model, layers = mlp(recipe)
+    for block in model:
+        block.load_state_dict(model[0].state_dict())
+        block.wk.weight = nn.Parameter(block.wq.weight.detach().clone())
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    x = torch.randn(256, 128)
+    inputs, gradients, handles = {}, {}, []
+    for name, linear, _ in layers:
+        keep = functools.partial(lambda name, _, args, y: inputs.update({name: args[0]}), name)
+        handles.append(linear.register_forward_hook(keep))
+        keep = functools.partial(lambda name, _, dx, g: gradients.update({name: g[0]}), name)
+        handles.append(linear.register_full_backward_hook(keep))
     with torch.autocast("cpu", torch.bfloat16):
-        table, _ = observed(lambda: train(model, torch.randn(256, 128)), *layers)
-    assert (table[..., Stat.NONZERO] > 0).all()
-    for row, layer in enumerate(layers):
-        w = layer.weight.bfloat16().float()
-        q, s = reference.quantize_128x128(w)
-        rows = table[row, OPERANDS.index("w fprop")]
-        assert rows[Stat.LOG2_MAX].item() == pytest.approx(s.max().log2().item())
+        train(model, x)
+        for handle in handles:
+            handle.remove()
+        table, _ = observed(lambda: train(run, x), *layers)
+    for row, (name, linear, _) in enumerate(layers):
+        operands = inputs[name], linear.weight, gradients[name]
+        rounded = [each.detach().bfloat16() for each in operands]
+        assert_as_expected(table[row], expected_operands(*rounded, recipe))
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)

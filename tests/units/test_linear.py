@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 
 import titan_fp8
 import titan_fp8.recipe
-from titan_fp8 import FP8Linear, convert_linears, fp8_linear
+from titan_fp8 import FP8Linear, convert_linears, fp8_linear, reference
+from titan_fp8.gathered_weight import GatheredWeight
 
 RECIPES = tuple(titan_fp8.recipe.RECIPES)
 
@@ -67,7 +68,7 @@ LEFT = {
     "narrow": "K = 24 is not a multiple of 16",
     "half": "torch.float16 parameters",
     "normed": "its class is ParametrizedLinear, not nn.Linear",
-    "output": 'filtered by "output"',
+    "output": "the output layer",
 }
 
 
@@ -171,13 +172,6 @@ def test_a_model_that_is_a_linear():
     linear = nn.Linear(32, 16)
     convert_linears(linear)
     assert type(linear) is FP8Linear
-
-
-def test_shared_parameters_stay_shared():
-    model = nn.ModuleDict({"embed": nn.Embedding(32, 48), "head": nn.Linear(48, 32, bias=False)})
-    model["head"].weight = model["embed"].weight
-    convert_linears(model)
-    assert model["head"].weight is model["embed"].weight and type(model["head"]) is FP8Linear
 
 
 def test_a_second_conversion_changes_nothing():
@@ -363,7 +357,7 @@ def test_repr_says_the_recipe():
 
 def test_public_names():
     names = ["FP8Linear", "QuantizedWeight", "convert_experts", "convert_linears"]
-    names += ["fp8_grouped_mm", "fp8_linear", "quantize_weight"]
+    names += ["fp8_grouped_mm", "fp8_linear", "quantize_weight", "revert"]
     assert sorted(titan_fp8.__all__) == names
     assert all(callable(getattr(titan_fp8, name)) for name in names)
 
@@ -371,7 +365,87 @@ def test_public_names():
 def test_every_name_of_a_shared_module_counts():
     model = nn.ModuleDict({"head": nn.Linear(32, 32), "body": nn.Linear(32, 32)})
     model["tied_output"] = model["head"]
-    report = convert_linears(model)
+    report = convert_linears(model, filter_fqns=["output"])
     assert report.converted == [("body", "32 x 32", "blockwise")]
     assert report.left == [("head", "32 x 32", 'filtered by "output"')]
     convert_linears(model, filter_fqns=["tied"])
+
+
+def shaped_like(name: str) -> tuple[nn.Module, set[str]]:
+    """A model, and the names of its output layer and routers."""
+    import transformers as hf
+
+    common = {"vocab_size": 128, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, **common}
+    if name == "BERT":
+        return hf.BertModel(hf.BertConfig(**small)), set()
+    if name == "BERT with logits":
+        return hf.BertForMaskedLM(hf.BertConfig(**small)), {"cls.predictions.decoder"}
+    if name == "GPT-2":
+        config = hf.GPT2Config(n_embd=64, n_layer=1, n_head=2, **common)
+        return hf.GPT2LMHeadModel(config), {"lm_head"}
+    config = hf.LlamaConfig(num_key_value_heads=2, **small)
+    model = hf.LlamaForCausalLM(config)
+    return (model, {"lm_head"}) if name == "Llama" else (nn.Sequential(model), {"0.lm_head"})
+
+
+@pytest.mark.parametrize("name", ["BERT", "BERT with logits", "GPT-2", "Llama", "wrapped Llama"])
+def test_the_default_leaves_the_output_layer_of_hugging_face_and_nothing_else(name):
+    model, outputs = shaped_like(name)
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    report = convert_linears(model)
+    assert {n: reason for n, _, reason in report.left} == dict.fromkeys(outputs, "the output layer")
+    assert set(converted_names(model)) == linears - outputs
+    model, _ = shaped_like(name)
+    convert_linears(model, filter_fqns=["output"])  # A pattern of one's own is part of any name.
+    assert set(converted_names(model)) == {n for n in linears if "output" not in n}
+
+
+def test_the_default_leaves_a_linear_that_is_tied_to_an_embedding():
+    model = nn.ModuleDict({"embed": nn.Embedding(32, 48), "head": nn.Linear(48, 32, bias=False)})
+    model["head"].weight = model["embed"].weight
+    assert not convert_linears(model).converted
+    convert_linears(model, filter_fqns=[])
+    assert model["head"].weight is model["embed"].weight and type(model["head"]) is FP8Linear
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_error_in_forward_names_the_module(compiled):
+    model = nn.ModuleDict({"wq": nn.Linear(48, 32)})
+    convert_linears(model)
+    layer = torch.compile(model["wq"], backend="eager") if compiled else model["wq"]
+    error = torch._dynamo.exc.TorchRuntimeError if compiled else ValueError
+    with pytest.raises((ValueError, error), match=r"wq: x has shape \(3, 32\) and weight \(32, 4"):
+        layer(torch.randn(3, 32))
+
+
+class Int8Weight(torch.Tensor):
+    """A weight as torchao's `quantize_` puts it into linears."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"no {func}")
+
+
+def test_a_weight_of_another_library_is_an_error_that_names_the_way_back():
+    model = nn.ModuleDict({"wq": nn.Linear(48, 32)})
+    convert_linears(model)
+    model["wq"].weight = nn.Parameter(Int8Weight(model["wq"].weight), requires_grad=False)
+    with pytest.raises(NotImplementedError, match="wq: .* cannot read a Int8Weight.*fp8.revert"):
+        model["wq"](torch.randn(3, 48))
+
+
+def test_a_gathered_weight_is_not_cast():
+    q, s = reference.quantize_128x128(torch.randn(32, 48))
+    weight = GatheredWeight(q, s, None, s.mT, torch.float32)
+    x = torch.randn(3, 48)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError, match="mixed_p"):
+        fp8_linear(x, weight)
+    assert fp8_linear(x, weight).dtype == torch.float32

@@ -1,17 +1,15 @@
 """Observes the steps of a run that are due, and reports each of them.
 
-An adapter calls `Monitor.after_step` after each step, on every rank. It starts the report of the
-step if it was observed, and observes the next one if it is due. So the first step after a start is
-never observed, and between observed steps nothing runs but that one call.
+An adapter calls `Monitor.after_step` after each step, on every rank. It reports the step if it was
+observed, and observes the next one if it is due. So the first step after a start is never observed,
+and between observed steps nothing runs but that one call.
 
-A report needs results from the GPU, and making it takes CPU time. To keep the GPU busy meanwhile,
-`after_step` only starts to copy the results to the CPU, and makes the report after the next step.
-After the last step it makes the report at once.
+A report waits for the GPU, and the GPU then waits for the report. Made later, it would be lost if
+the next step failed, when it is needed most.
 
 Validation is not observed, nor is anything else that runs while the model is not in training mode.
 """
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -39,8 +37,6 @@ class Monitor:
     def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
         self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
         self.observer: Observer | None = None
-        self.pending_report: Callable[[int], None] | None = None
-        """Writes the report of the step that was observed last, given the current step."""
         self.names: list[str] = []
         self._names_of: dict[frozenset[int], list[str]] = {}
         observe(None)
@@ -49,26 +45,20 @@ class Monitor:
         self,
         step: int,
         models: Sequence[nn.Module],
-        log: Callable[[dict[str, float], int, int], Any],
+        log: Callable[[dict[str, float], int], Any],
         device: torch.device,
     ) -> None:
-        """Starts the report of `step` if it was observed, and observes the next one if it is due.
+        """Reports `step` if it was observed, and observes the next one if it is due.
 
         Args:
             models: the parts of the model on this rank.
-            log: writes scalars, by tag, given the step that they are about and the current one.
+            log: writes scalars, by tag, of a step.
             device: one that the process group can reduce on.
         """
-        self.flush(step)
         if self.observer is not None:
             observe(None)
-            self.observer.finish()
-            self.pending_report = functools.partial(
-                _report, self.observer, self.names, step, log, device
-            )
+            _report(self.observer, self.names, step, log, device)
             self.observer = None
-        if step >= self.last_step:
-            self.flush(step)
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
             quantize_now(models)  # The observer samples the shards that the step will gather.
@@ -79,24 +69,17 @@ class Monitor:
             self.observer = Observer(layers, lambda: models[0].training, phase=step)
             observe(self.observer.wrap)
 
-    def flush(self, step: int) -> None:
-        """Writes the pending report, if there is one; call it on every rank, in `step`."""
-        if self.pending_report is not None:
-            self.pending_report(step)
-            self.pending_report = None
-
 
 def _report(
     observer: Observer,
     names: list[str],
     step: int,
-    log: Callable[[dict[str, float], int, int], Any],
+    log: Callable[[dict[str, float], int], Any],
     device: torch.device,
-    current_step: int,
 ) -> None:
     own = [layer.name for layer in observer.layers]
     report = Report.of_rank(names, own, *observer.table()).over_ranks(device)
-    log(report.metrics(), step, current_step)
+    log(report.metrics(), step)
     _logger.info(
         f"titan_fp8: FP8 health of step {step}, each figure for the worst operand\n{report}"
     )

@@ -7,8 +7,9 @@ compiled code is the same whether a step is observed or not.
 Ops do not know the layer that calls them. The observer finds out by the memory of their arguments:
 
 - A GEMM's operand is what a quantizer has written to its address last.
-- The right operand of fprop and dgrad is a weight, and the tensor that was quantized to it is the
-  parameter of one of the layers: it has its address or, if it was cast on the way, its values.
+- The right operand of fprop and dgrad is a weight. The tensor that was quantized to it has the
+  address of the parameter of one of the layers, or is a copy that the op has made of it, because
+  autocast casts weights.
 - fprop's left operand is then x of that layer and dgrad's is g. wgrad reads columns that were
   written together with the rows of fprop or dgrad, at least on one side.
 
@@ -35,8 +36,6 @@ from titan_fp8.health.watch import WatchedOps
 from titan_fp8.sharded_weight import gathers_of
 
 SAMPLED_ROWS = 16
-COMPARED = 64
-"""The number of elements by which a weight that was cast is recognized."""
 
 OPERANDS = ("x fprop", "w fprop", "g dgrad", "w dgrad", "g wgrad", "x wgrad")
 """What the three GEMMs of a layer read."""
@@ -56,27 +55,19 @@ class Layer(NamedTuple):
         return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
-class Owner(NamedTuple):
-    """The layer of an operand: the first of `layers` for which `matches` is true; else none."""
-
-    layers: list[int]
-    matches: Tensor | None
-    """Booleans on the device; None: all match."""
-
-
 @dataclass(eq=False)
 class Operand:
     """What one call of a quantizer has written along one dimension."""
 
     sample: Sample
-    weight: Callable[[], Owner | None] | None
-    """For an operand that may be a weight: finds its layer."""
+    source: int
+    """For an operand that may be a weight: the address of its parameter."""
     gemm: str
     """For a weight: the GEMM that reads this layout."""
     twin: "Operand | None"
     """For columns: the rows that the same call has written."""
-    owners: list[tuple[Owner, str]] = field(default_factory=list)
-    """Layers, and which of OPERANDS this is to them."""
+    owners: list[tuple[int, str]] = field(default_factory=list)
+    """Layers, by index, and which of OPERANDS this is to them."""
 
 
 class Observer:
@@ -94,13 +85,12 @@ class Observer:
         self.layers, self.observing = layers, observing
         self.sampler = Sampler(SAMPLED_ROWS, phase)
         self._operands: list[Operand] = []
-        self._group_sizes: list[tuple[Owner, Tensor]] = []
+        self._group_sizes: list[tuple[int, Tensor]] = []
         self._products: list[tuple[Operand, Operand]] = []
         self._by_address: dict[int, Operand] = {}
-        self._transposed: dict[int, Owner] = {}
-        self._values: dict[Any, tuple[list[int], Tensor | None]] = {}
+        self._transposed: dict[int, int] = {}
+        self._casts: dict[int, int] = {}
         self._last = 0
-        self._results: Callable[[], list[Tensor]] | None = None
         self._note_gathered()
 
     def wrap(self, implementation: Any) -> Any:
@@ -109,14 +99,18 @@ class Observer:
 
     # What was quantized
 
+    def cast(self, weight: Tensor, cast: Tensor) -> None:
+        """`cast` is a copy of `weight`, made to be quantized next."""
+        self._casts[cast.data_ptr()] = weight.data_ptr()
+
+    def source(self, weight: Tensor) -> int:
+        """The address of what is quantized now, or was cast for it."""
+        return self._casts.pop(weight.data_ptr(), weight.data_ptr())
+
     def note(
-        self,
-        sample: Sample,
-        weight: Callable[[], Owner | None] | None = None,
-        gemm: str = "",
-        twin: Operand | None = None,
+        self, sample: Sample, source: int = 0, gemm: str = "", twin: Operand | None = None
     ) -> Operand:
-        operand = Operand(sample, weight, gemm, twin)
+        operand = Operand(sample, source, gemm, twin)
         self._operands.append(operand)
         self._by_address[sample.address] = operand
         return operand
@@ -128,8 +122,8 @@ class Observer:
             if gather is None:
                 continue
             for gemms, sample in samples_of_shard(self.sampler, gather):
-                operand = Operand(sample, None, "", None)
-                operand.owners = [(Owner([index], None), f"w {gemm}") for gemm in gemms]
+                operand = Operand(sample, 0, "", None)
+                operand.owners = [(index, f"w {gemm}") for gemm in gemms]
                 self._operands.append(operand)
 
     # What was multiplied
@@ -153,34 +147,29 @@ class Observer:
 
     def transposed(self, q: Tensor, q_t: Tensor) -> None:
         """A weight that is in FP8 already, transposed for dgrad."""
-        owner = self._find_by_address(q)
+        owner = self._find(q.data_ptr())
         if owner is not None:
             self._transposed[q_t.data_ptr()] = owner
 
-    def _owner_and_gemm(self, b: Tensor) -> tuple[Owner | None, str]:
-        """The owner of a right operand of fprop or dgrad, and which of the two it is."""
+    def _owner_and_gemm(self, b: Tensor) -> tuple[int | None, str]:
+        """The layer of a right operand of fprop or dgrad, and which of the two it is."""
         address = b.data_ptr()
         if address in self._transposed:
             return self._transposed.pop(address), "dgrad"
         # A weight is quantized for one GEMM. Later its memory may be that of a gathered weight.
         operand = self._by_address.pop(address, None)
-        owner = None if operand is None or operand.weight is None else operand.weight()
+        owner = self._find(operand.source) if operand is not None and operand.source else None
         if operand is None or owner is None:
-            return self._find_by_address(b), "fprop"
+            return self._find(address), "fprop"
         operand.owners.append((owner, f"w {operand.gemm}"))
         return owner, operand.gemm
 
-    def find(self, weight: Tensor) -> Owner | None:
-        """The layer of a weight that is quantized now."""
-        return self._find_by_address(weight) or self._find_by_values(weight)
-
-    def _find_by_address(self, weight: Tensor) -> Owner | None:
-        """The layer of a parameter, or of a gathered weight in FP8."""
-        address = weight.data_ptr()
+    def _find(self, address: int) -> int | None:
+        """The layer of the parameter, or of the gathered weight in FP8, at this address."""
         for index in self._outward():
             if address in _addresses(self.layers[index].weight):
                 self._last = index
-                return Owner([index], None)
+                return index
         return None
 
     def _outward(self) -> Iterator[int]:
@@ -189,48 +178,23 @@ class Observer:
         for step in range(count):
             yield (self._last + (step + 1) // 2 * (1 if step % 2 else -1)) % count
 
-    def _find_by_values(self, weight: Tensor) -> Owner | None:
-        key = weight.shape, weight.dtype
-        if key not in self._values:
-            candidates = [
-                (i, _some_values(layer.weight, weight.dtype))
-                for i, layer in enumerate(self.layers)
-                if layer.weight.shape == weight.shape and layer.weight.dtype != weight.dtype
-            ]
-            indices, values = [i for i, _ in candidates], [v for _, v in candidates]
-            self._values[key] = indices, torch.stack(values) if values else None
-        indices, table = self._values[key]
-        if table is None:
-            return None
-        return Owner(indices, (table == _some_values(weight)).all(1))
-
     # Results
 
-    def finish(self) -> None:
-        """Computes the results, and copies them to the CPU, without waiting for the device."""
-        self._trace_columns()
-        counts = [counts for _, counts in self._group_sizes]
-        self._results = copied_to_cpu([*self.sampler.results(), *self._matches(), *counts])
-
     def table(self) -> tuple[Tensor, list[list[Tensor]]]:
-        """The results; waits for the device to come to the end of `finish`.
+        """Computes the results; waits for the device.
 
         Returns:
             The statistics (layers, OPERANDS, Stat), float64, on the CPU, zero and -inf where there
             are none; and for each layer the tokens (E,) of each of its products of experts.
         """
-        if self._results is None:
-            self.finish()
-        assert self._results is not None
-        elements, scales, *others = self._results()
-        matches = self._matches()
-        index_of = self._indices(dict(zip(map(id, matches), others)))
-        places: set[tuple[int, int]] = set()
-        for operand in self._operands:
-            for owner, role in operand.owners:
-                if index_of(owner) >= 0:
-                    cell = index_of(owner) * len(OPERANDS) + OPERANDS.index(role)
-                    places.add((cell, operand.sample.position))
+        self._trace_columns()
+        of_products = [counts for _, counts in self._group_sizes]
+        elements, scales, *counts = _on_cpu([*self.sampler.results(), *of_products])
+        places = {
+            (owner * len(OPERANDS) + OPERANDS.index(role), operand.sample.position)
+            for operand in self._operands
+            for owner, role in operand.owners
+        }
         cells, positions = torch.tensor(sorted(places), dtype=torch.int64).view(-1, 2).unbind(1)
         results = in_absolute_units(elements, scales)[positions]
         table = torch.zeros(len(self.layers) * len(OPERANDS), len(Stat), dtype=torch.float64)
@@ -239,9 +203,8 @@ class Observer:
         of_maxima = cells[:, None].expand(-1, 2)
         table[:, MAXIMA] = table[:, MAXIMA].scatter_reduce(0, of_maxima, results[:, MAXIMA], "amax")
         sizes: list[list[Tensor]] = [[] for _ in self.layers]
-        for (owner, _), counts in zip(self._group_sizes, others[len(matches) :], strict=True):
-            if index_of(owner) >= 0:
-                sizes[index_of(owner)].append(counts)
+        for (owner, _), of_experts in zip(self._group_sizes, counts, strict=True):
+            sizes[owner].append(of_experts)
         return table.view(len(self.layers), len(OPERANDS), len(Stat)), sizes
 
     def _trace_columns(self) -> None:
@@ -254,53 +217,16 @@ class Observer:
                 g.owners.append((owner, "g wgrad"))
                 x.owners.append((owner, "x wgrad"))
 
-    def _owners(self) -> Iterator[Owner]:
-        for operand in self._operands:
-            yield from (owner for owner, _ in operand.owners)
-        yield from (owner for owner, _ in self._group_sizes)
 
-    def _matches(self) -> list[Tensor]:
-        """The tensors that tell the owners that were found by their values."""
-        found = {id(o.matches): o.matches for o in self._owners() if o.matches is not None}
-        return list(found.values())
-
-    def _indices(self, matches: dict[int, Tensor]) -> Callable[[Owner], int]:
-        """The layer of an owner, or -1; `matches` are those tensors on the CPU, by their id."""
-        lists = {key: each.tolist() for key, each in matches.items()}
-
-        def index_of(owner: Owner) -> int:
-            if owner.matches is None:
-                return owner.layers[0]
-            of_layers = zip(owner.layers, lists[id(owner.matches)])
-            return next((index for index, match in of_layers if match), -1)
-
-        return index_of
-
-
-def copied_to_cpu(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Starts copies to the CPU; the function that is returned waits for them."""
+def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies to the CPU, of which only the last waits for the device."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-    if not any(tensor.is_cuda for tensor in tensors):
-        return lambda: copies
-    done = torch.cuda.Event()
-    done.record()
-
-    def wait() -> list[Tensor]:
-        done.synchronize()
-        return copies
-
-    return wait
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.current_stream().synchronize()
+    return copies
 
 
 def _addresses(weight: Any) -> tuple[int, ...]:
     if isinstance(weight, GatheredWeight):
         return tuple(q.data_ptr() for q in (weight.q, weight.q_columns) if q is not None)
     return (weight.data_ptr(),)
-
-
-def _some_values(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Some values, first cast to `dtype`, as integers, of which NaN equals NaN."""
-    values = weight.detach().flatten()
-    values = values[:: max(1, values.numel() // COMPARED)][:COMPARED].to(dtype or weight.dtype)
-    bits = values.view(torch.int16 if values.itemsize == 2 else torch.int32)
-    return bits.masked_fill(values.isnan(), -1)

@@ -6,7 +6,6 @@ same, as data-parallel ranks do with a weight, do not change a share. The spread
 scales is over all ranks, and tokens per expert are those of all experts.
 """
 
-import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -80,13 +79,10 @@ class Report:
             return self
         sums = torch.cat([self.table[..., SUMS].flatten(), self.tokens[:, :2].flatten()])
         maxima = torch.cat([self.table[..., MAXIMA].flatten(), self.tokens[:, 2:].flatten()])
-        # On a stream of its own, which does not wait for the step that the GPU is working on.
-        on_gpu = device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(device)) if on_gpu else contextlib.nullcontext():
-            sums, maxima = sums.to(device), maxima.to(device)
-            dist.all_reduce(sums)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
-            sums, maxima = sums.cpu(), maxima.cpu()
+        sums, maxima = sums.to(device), maxima.to(device)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        sums, maxima = sums.cpu(), maxima.cpu()
         combined = Report(self.names, self.table.clone(), self.tokens.clone())
         for part, table, tokens in (
             (sums, combined.table[..., SUMS], combined.tokens[:, :2]),

@@ -3,22 +3,17 @@
 from typing import Any
 
 
-def write_scalars(logger: Any, scalars: dict[str, float], step: int, current_step: int) -> None:
+def write_scalars(logger: Any, scalars: dict[str, float], step: int) -> None:
     """Writes what was measured in `step`.
 
-    A TensorBoard logger would make an event for each of a thousand scalars; they go into one. W&B
-    ignores steps before the last one that it has seen, so it gets the scalars under the current
-    step, and the scalar `health_step`.
+    A TensorBoard logger would make an event for each of a thousand scalars; they go into one.
 
     Args:
         logger: of torchtitan, 0.2 or 0.3: one logger or a container of several.
-        current_step: the step that the run is in when it writes.
     """
     for each in getattr(logger, "_loggers", [logger]):
         if hasattr(each, "writer"):
             _write_event(each, scalars, step)
-        elif hasattr(each, "wandb"):
-            each.log({**scalars, "health_step": step}, current_step)
         else:
             each.log(scalars, step)
 

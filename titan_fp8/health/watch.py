@@ -5,7 +5,6 @@ read and written, or the operands that a GEMM has read. The other ops pass unsee
 """
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,11 @@ class WatchedOps:
 
     def __init__(self, implementation: Any, observer: "Observer"):
         self._implementation, self._observer = implementation, observer
+
+    def note_cast(self, w: Tensor, cast: Tensor) -> None:
+        """A weight has been cast, to be quantized next (`ops/quantize.py`)."""
+        if self._observer.observing() and not _is_captured(w):
+            self._observer.cast(w, cast)
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self._implementation, name)
@@ -152,8 +156,7 @@ def _weight(
         return op(w, dtype, **options)  # A shard, which shards.py samples.
     q, s = op(w, **options)
     sample = observer.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
-    owner = observer.find(w)
-    observer.note(sample, weight=lambda: owner, gemm=gemm)
+    observer.note(sample, source=observer.source(w), gemm=gemm)
     return q, s
 
 
@@ -164,14 +167,8 @@ def _rows_or_weight(observer: "Observer", op: Op, x: Tensor, **options: Any) -> 
         sample = observer.sampler.take_weight(x, q, s)
     else:
         sample = observer.sampler.take_rows(_sampled(observer, x), q, s)
-    find = functools.partial(_find_alive, observer, weakref.ref(x))
-    observer.note(sample, weight=find, gemm="fprop")
+    observer.note(sample, source=observer.source(x), gemm="fprop")
     return q, s
-
-
-def _find_alive(observer: "Observer", reference: Callable[[], Tensor | None]) -> Any:
-    weight = reference()
-    return None if weight is None else observer.find(weight)
 
 
 def _transpose(observer: "Observer", op: Op, q: Tensor) -> Tensor:

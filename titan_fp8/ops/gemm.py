@@ -7,10 +7,10 @@ a and b are e4m3, their scales sa and sb FP32. `offs` (E,) are the group ends an
 that they are multiples of 128 (`layouts.py`). Rows of no group are zero in the result. `out_dtype`
 is bfloat16 or float32.
 
-The composite ops `*_fprop` and `*_dgrad` take the weight in high precision and quantize it
-themselves. If quantizing a weight were an op of its own, torch.compile's partitioner would see that
-dgrad's copy depends on no gradient, move it to forward and keep an FP8 copy of every weight until
-backward.
+The composite ops `*_fprop` and `*_dgrad` take the weight in high precision, cast it to `w_dtype` if
+that is given, and quantize it themselves. If quantizing a weight were an op of its own,
+torch.compile's partitioner would see that dgrad's copy depends on no gradient, move it to forward
+and keep an FP8 copy of every weight until backward.
 """
 
 import torch
@@ -29,6 +29,7 @@ from titan_fp8.ops.operands import (
     fp32,
     high,
 )
+from titan_fp8.ops.quantize import cast_weight
 from titan_fp8.ops.registry import composite, implementation, primitive
 
 _X = fp8(M, K), fp32(M, blocks(K))
@@ -167,13 +168,14 @@ def blockwise_fprop(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    w_dtype: torch.dtype | None = None,
     *,
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> Tensor:
     """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
     impl = implementation(a, emulate)
-    b = impl.quantize_128x128(w.contiguous(), scale_fmt=scale_fmt)
+    b = impl.quantize_128x128(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
@@ -185,13 +187,14 @@ def blockwise_dgrad(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    w_dtype: torch.dtype | None = None,
     *,
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> Tensor:
     """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
     impl = implementation(a, emulate)
-    b = impl.quantize_128x128_t(w.contiguous(), scale_fmt=scale_fmt)
+    b = impl.quantize_128x128_t(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
@@ -206,14 +209,15 @@ def blockwise_dgrad_pair(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    w_dtype: torch.dtype | None = None,
     *,
     scale_fmt: str = "fp32",
     emulate: bool = False,
 ) -> Tensor:
     """dx = a W + a2 W2 for operands as in `blockwise_dgrad`, rounded once; returns (M, K)."""
     impl = implementation(a, emulate)
-    b = impl.quantize_128x128_t(w.contiguous(), scale_fmt=scale_fmt)
-    b2 = impl.quantize_128x128_t(w2.contiguous(), scale_fmt=scale_fmt)
+    b = impl.quantize_128x128_t(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
+    b2 = impl.quantize_128x128_t(cast_weight(impl, w2, w_dtype), scale_fmt=scale_fmt)
     return impl.blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, offs, aligned, out_dtype)
 
 
@@ -225,12 +229,14 @@ def rowwise_fprop(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    w_dtype: torch.dtype | None = None,
     *,
     emulate: bool = False,
 ) -> Tensor:
     """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
     impl = implementation(a, emulate)
-    return impl.rowwise_mm(a, sa, *impl.quantize_row(w.contiguous()), offs, aligned, out_dtype)
+    b = impl.quantize_row(cast_weight(impl, w, w_dtype))
+    return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
 @composite(a=fp8(M, N), sa=fp32(M), w=high(E, N, K))
@@ -241,10 +247,11 @@ def rowwise_dgrad(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    w_dtype: torch.dtype | None = None,
     *,
     emulate: bool = False,
 ) -> Tensor:
     """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
     impl = implementation(a, emulate)
-    b = impl.quantize_weight_col_t(w.contiguous())
+    b = impl.quantize_weight_col_t(cast_weight(impl, w, w_dtype))
     return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)

@@ -7,6 +7,7 @@ is written transposed. The last dimension of inputs is a multiple of 16. `layout
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +129,21 @@ def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, 
     """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""
     *lead, n, k = w.shape
     return new_fp8(w, (*lead, k, n)), new_scale(w, (*lead, k))
+
+
+# Of both recipes
+
+
+def cast_weight(impl: Any, w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight as a quantizer of `impl` reads it: of this dtype, by default its own, contiguous.
+
+    Autocast casts weights. Ops cast them here, because an observer knows a layer by the memory of
+    its parameter, and a copy has another address.
+    """
+    cast = w.to(dtype or w.dtype).contiguous()
+    if cast is not w and hasattr(impl, "note_cast"):
+        impl.note_cast(w, cast)
+    return cast
 
 
 # Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from titan_fp8.ops.operands import MT_OF_M, E, H, K, M, N, blocks, fp8, fp32, high
-from titan_fp8.ops.quantize import quantize_1x128, quantize_1x128_128x1_t, quantize_128x1_t
+from titan_fp8.ops.quantize import (
+    cast_weight,
+    quantize_1x128,
+    quantize_1x128_128x1_t,
+    quantize_128x1_t,
+)
 from titan_fp8.ops.registry import composite, implementation, primitive
 
 Operand = tuple[Tensor, Tensor]
@@ -72,7 +77,7 @@ def blockwise_swiglu(
     impl = implementation(x, emulate)
 
     def quantized(w: Tensor) -> Operand:
-        return impl.quantize_128x128(w.to(x.dtype).contiguous(), scale_fmt=scale_fmt)
+        return impl.quantize_128x128(cast_weight(impl, w, x.dtype), scale_fmt=scale_fmt)
 
     return experts_forward(impl, x, (w1, w2, w3), quantized, offs, aligned, scale_fmt)
 
@@ -110,7 +115,7 @@ def blockwise_swiglu_backward(
     impl, weights = implementation(g, emulate), (w1, w2, w3)
 
     def quantized(w: Tensor) -> Operand:
-        return impl.quantize_128x128_t(w.to(g.dtype).contiguous(), scale_fmt=scale_fmt)
+        return impl.quantize_128x128_t(cast_weight(impl, w, g.dtype), scale_fmt=scale_fmt)
 
     kept = a, b, x_q_t, x_s_t
     dtypes = dx_dtype, (w1.dtype, w2.dtype, w3.dtype)

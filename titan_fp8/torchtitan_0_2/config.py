@@ -59,7 +59,9 @@ class TitanFP8Linear:
     nothing is converted, for the baseline."""
 
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
-    """Modules whose qualified name contains one of these are left in high precision."""
+    """Linears whose qualified name contains one of these are left in high precision. The default
+    list means the output layer and the routers; in models of Hugging Face the output layer is the
+    one that they name, such as lm_head."""
 
     emulate: bool = False
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""

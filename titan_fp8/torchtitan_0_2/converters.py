@@ -22,7 +22,7 @@ from titan_fp8.checks import ConversionReport, permutation_of
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.gradient_copies import copy_by_kernel
-from titan_fp8.linear import FP8Linear, convert_linears
+from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import (
     health,
@@ -155,11 +155,12 @@ class LinearConverter(_Converter):
     def convert(self, model: nn.Module) -> None:
         section = self.job_config.quantize.linear.titan_fp8
         self.prepare(section.recipe, section.emulate)
+        is_default = section.filter_fqns == [*DEFAULT_FILTER_FQNS]
         with errors_prefixed(f"[{LINEAR}]"):
             report = convert_linears(
                 model,
                 recipe=section.recipe,
-                filter_fqns=section.filter_fqns,
+                filter_fqns=None if is_default else section.filter_fqns,
                 emulate=section.emulate,
             )
         log_conversion("linears", section.recipe, report)

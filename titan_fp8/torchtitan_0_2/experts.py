@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import GroupedExperts
 
@@ -25,6 +26,7 @@ from titan_fp8.checks import (
     check_patterns,
     check_recipe,
     check_shards,
+    check_types,
     why_no_fp8_grouped_mm,
 )
 from titan_fp8.layouts import BLOCK
@@ -85,9 +87,13 @@ class FP8GroupedExperts(GroupedExperts):
             weights = tuple(w.to_local() for w in weights)
         aligned = aligned and token_group_alignment() % BLOCK == 0
         run = run_experts
-        if self.compile_backend is not None:
+        # Inside a compiled region the experts are part of that region.
+        if self.compile_backend is not None and not torch.compiler.is_compiling():
             run = compiled_run_experts(self.compile_backend)
-        return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
+        try:
+            return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
+        except ValueError as error:
+            raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's; ValueError if a shard's dims are not multiples of 16."""
@@ -109,7 +115,7 @@ def convert_experts(
     """Turns the GroupedExperts of a torchtitan `model` into FP8GroupedExperts, in place.
 
     Args:
-        model: any module, on any device, meta too, before it is parallelized.
+        model: any module, on any device, meta too, best before it is parallelized.
         recipe: as in `titan_fp8.fp8_linear`, or "bf16": nothing is converted.
         fqns: grouped experts whose qualified name contains one of these are converted.
         emulate: as in `titan_fp8.fp8_linear`.
@@ -120,15 +126,18 @@ def convert_experts(
         The report on every grouped experts module of the model.
 
     Raises:
-        ValueError: a bad recipe or emulate; an empty fqns or string in it; a pattern that converts
-            nothing.
+        ValueError: a bad model, recipe, emulate or compile_backend; an empty fqns or string in it;
+            a pattern that converts nothing; a DTensor whose shards are too small for FP8 GEMMs.
     """
+    check_types((nn.Module,), model=model)
     check_recipe("recipe", recipe)
     check_bool("emulate", emulate)
+    check_types((str, type(None)), compile_backend=compile_backend)
     check_patterns("fqns", fqns)
     if not fqns:
         raise ValueError("fqns = []: it would convert nothing; name the experts to convert")
-    report = ConversionReport()
+    shards_are_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
+    report, to_convert = ConversionReport(), []
     convertible: set[str] = set()
     for name, module in list(model.named_modules()):
         if not _is_grouped_experts(module):
@@ -143,6 +152,13 @@ def convert_experts(
         if reason is not None:
             report.left.append((name, shape, reason))
             continue
+        if not shards_are_gathered:
+            for parameter, p in module.named_parameters():
+                check_shards(f"{name}.{parameter}", p, None)
+        to_convert.append((module, name))
+        report.converted.append((name, shape, recipe))
+    check_fqns(fqns, convertible, report)
+    for module, name in to_convert:
         module.__class__ = FP8GroupedExperts
         module.recipe, module.emulate, module.fqn = recipe, emulate, name
         # If our ops fuse the feed-forward, nothing is left to the compiler, and calling compiled
@@ -152,8 +168,6 @@ def convert_experts(
         # Compared by name, since importing the class takes the deep_ep package.
         parent = model.get_submodule(name.rpartition(".")[0])
         module.dispatch_aligns = type(parent).__name__ != "DeepEPMoE"
-        report.converted.append((name, shape, recipe))
-    check_fqns(fqns, convertible, report)
     return report
 
 

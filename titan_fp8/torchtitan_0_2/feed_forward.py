@@ -8,9 +8,8 @@ from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.moe import moe
 from torchtitan.models.qwen3.model import model as qwen3
 
-from titan_fp8.feed_forward import FP8FeedForward
+from titan_fp8.feed_forward import FP8FeedForward, can_fuse
 from titan_fp8.linear import FP8Linear
-from titan_fp8.recipe import get_recipe
 
 
 class Llama3FeedForward(FP8FeedForward, llama3.FeedForward):
@@ -49,7 +48,4 @@ def fuse_feed_forwards(model: nn.Module) -> int:
 def _can_fuse(feed_forward: Any) -> bool:
     """Whether the linears are FP8Linears without bias, of equal settings and a fused recipe."""
     linears = (feed_forward.w1, feed_forward.w2, feed_forward.w3)
-    if not all(type(linear) is FP8Linear and linear.bias is None for linear in linears):
-        return False
-    settings = {(linear.recipe, linear.emulate) for linear in linears}
-    return len(settings) == 1 and get_recipe(linears[0].recipe).feed_forward is not None
+    return all(type(linear) is FP8Linear for linear in linears) and can_fuse(*linears)

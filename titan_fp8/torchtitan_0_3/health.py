@@ -54,7 +54,6 @@ def _reporting(train_step: Callable) -> Callable:
             # one is in a pipeline, and a report of all ranks would wait forever.
             if str(error).startswith(NOT_FINITE) and not self.parallel_dims.pp_enabled:
                 monitor.after_step(self.step, self.model_parts, write, self.device)
-                monitor.flush(self.step)
             raise
         monitor.after_step(self.step, self.model_parts, write, self.device)
 

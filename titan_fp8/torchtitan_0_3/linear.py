@@ -52,6 +52,7 @@ class FP8Linear(linear.FP8Linear, Linear):
     wrapper: Callable[..., Any] | None = None
     """The forward that torchtitan has put before this class's, to redistribute tensors."""
     tensor_parallel: bool = False
+    health_freq: int
     fsdp_all_gather: bool
 
     def __init__(self, config: Config):

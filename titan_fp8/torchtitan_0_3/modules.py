@@ -21,8 +21,9 @@ from torchtitan.protocols.module import Module
 
 from titan_fp8 import feed_forward
 from titan_fp8.linear import shared_input
-from titan_fp8.recipe import get_recipe
 from titan_fp8.torchtitan_0_3.linear import FP8Linear, replace
+
+_FORWARD = FP8Linear.forward
 
 
 class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
@@ -38,6 +39,7 @@ class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
         """Whether calling `linear` does more than FP8Linear.forward."""
         return (
             type(linear) is not self.linear_class
+            or FP8Linear.forward is not _FORWARD
             # Without tensor parallelism torchtitan's wrapper has nothing to redistribute.
             or linear.tensor_parallel
             or vars(linear).get("forward") is not linear.wrapper
@@ -121,10 +123,7 @@ def _convert(model: Module.Config, cls: type, classes: dict[type, Any], suits: A
 def _can_fuse(config: FeedForward.Config) -> bool:
     """Whether the linears are FP8Linears without bias, of equal settings and a fused recipe."""
     linears = (config.w1, config.w2, config.w3)
-    if not all(type(x) is FP8Linear.Config and not x.bias for x in linears):
-        return False
-    settings = {(linear.recipe, linear.emulate) for linear in linears}
-    return len(settings) == 1 and get_recipe(config.w1.recipe).feed_forward is not None
+    return all(type(x) is FP8Linear.Config for x in linears) and feed_forward.can_fuse(*linears)
 
 
 def _has_fp8_linears(config: Module.Config) -> bool:

@@ -30,7 +30,8 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
         high precision.
 
         Raises:
-            ValueError: another key, or what the converters refuse.
+            ValueError: another key, `permutation` for a model without experts, or what the
+                converters refuse.
         """
         for key in settings:
             if key not in KEYS:
@@ -43,9 +44,14 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
         if experts.get("fqns") == []:
             experts["recipe"] = BF16
             del experts["fqns"]
-        asked = "fqns" in experts or "permutation" in experts
+        has_experts = any(config.traverse(GroupedExperts.Config))
+        if "permutation" in settings and not has_experts:
+            raise ValueError(
+                f"{module}.{recipe}: permutation = {settings['permutation']!r}: this model has no "
+                "grouped experts; leave the key out"
+            )
         FP8LinearConverter.Config(recipe=recipe, **linear).build().convert(config)
-        if asked or any(config.traverse(GroupedExperts.Config)):
+        if "fqns" in settings or has_experts:
             FP8GroupedExpertsConverter.Config(**experts).build().convert(config)
         return config
 
