@@ -124,7 +124,18 @@ class ShardGather:
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], None]:
-        """FSDP2's extension: the tensors to gather, and no metadata for `fsdp_post_all_gather`."""
+        """FSDP2's extension: the tensors to gather, and no metadata for `fsdp_post_all_gather`.
+
+        Raises:
+            RuntimeError: the layer's recipe has changed since FSDP2 has sharded it.
+        """
+        layer: Any = module
+        if (layer.recipe, layer.emulate) != (self.recipe, self.emulate):
+            raise RuntimeError(
+                f"{layer.fqn}: recipe is {layer.recipe!r}, emulate {layer.emulate}, and FSDP2 "
+                f"gathers its weights for {self.recipe!r}, emulate {self.emulate}: both must stay "
+                "as they were when FSDP2 was applied"
+            )
         if self.shard is None:
             device = self.param.device
             # Its scales are written in place, which later steps cannot do to inference tensors.

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 
 import gloo
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -421,3 +422,15 @@ def test_small_shards_keep_their_memory():
 
 def test_small_shards_that_are_replaced():
     gloo.spawn(compare, 3, evaluate_averages)
+
+
+def change_recipe(rank: int) -> None:
+    model = shard(build("rowwise", fp8=True))
+    model(batch(0)).sum().backward()
+    model[1][1].recipe = "blockwise_pow2"
+    with pytest.raises(RuntimeError, match=r"1\.1: recipe is 'blockwise_pow2'.*for 'rowwise'"):
+        model(batch(0))
+
+
+def test_a_recipe_that_changes_after_a_gather_is_an_error():
+    gloo.spawn(change_recipe, 2)
