@@ -316,6 +316,24 @@ def test_only_its_own_files_are_deleted(package, tmp_path, prepare):
         assert (tmp_path / "out" / name).read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["stamp", "report.txt", "tokenizer/tokenizer.json"])
+def test_files_of_others_in_the_place_of_its_own_are_kept(package, tmp_path, prepare, name):
+    mine = tmp_path / "out" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(SystemExit, match=f"{mine} is of others"):
+        prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
+    assert mine.read_text() == "mine"
+
+
+def test_a_lock_of_others_is_kept(package, tmp_path, prepare):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/lock").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").write_text("mine")
+    assert "is new" in prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_a_file_next_to_the_text_is_refused(package, tmp_path, prepare, part):
     """Before anything is deleted, and also if the data is prepared: it would be read, too."""
