@@ -248,6 +248,7 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {converters} does not list "
                 f'"{name}": list it there, or remove the section and its flags'
+                + (", as for models without experts" if name == GROUPED_MM else "")
             )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
         logger.warning(
