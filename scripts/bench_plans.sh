@@ -12,7 +12,7 @@ if [[ " $* " != *" --list "* && " $* " != *" --help "* && " $* " != *" -h "* ]];
     export NGPU=${NGPU:-4}
     [[ $NGPU =~ ^[0-9]+$ && $(count_gpus) -ge $NGPU ]] ||
         die "NGPU=$NGPU: this machine has fewer GPUs"
-    [[ -f data/stamp ]] || "$python" scripts/prepare_data.py data
+    [[ -f data/stamp ]] || attended "$python" scripts/prepare_data.py data
 fi
 export BENCH_COMMAND="NGPU=${NGPU:-4} ./scripts/bench_plans.sh $*"
 exec "$python" scripts/bench_plans.py "$@"

@@ -99,7 +99,10 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         BadArguments: they cannot.
     """
     toml = CONFIGS / f"{args.model}.toml"
-    without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
+    try:
+        text = tomllib.loads(toml.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadArguments(f"{toml}: {error}") from None
     # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
     try:
         config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
@@ -133,7 +136,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         warmup=steps // 10,
         every=every,
         tokens=batch * training["seq_len"],
-        config=digest(without_flags),
+        config=digest(json.dumps(text, sort_keys=True).encode()),
         text=digest(*(file.read_bytes() for file in read)),
         tokenizer=digest(tokenizer.read_bytes() if tokenizer.is_file() else b""),
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],

@@ -104,6 +104,23 @@ def test_train_refuses(arguments: list[str], variables: dict[str, str], message:
     assert message in result.stderr
 
 
+@pytest.mark.parametrize("function", ["", ":"])
+def test_train_wants_a_function_of_a_python_config(function: str) -> None:
+    result = run("scripts/train.sh", f"configs/torchtitan_0_3.py{function}")
+    assert result.returncode == 2
+    assert f"configs/torchtitan_0_3.py{function} names no function" in result.stderr
+
+
+def test_train_names_a_toml_that_is_not_utf_8(tmp_path: Path) -> None:
+    """And takes one whose name looks like an option."""
+    (tmp_path / "-x.toml").write_bytes(b"# \xe9\n")
+    command = [str(ROOT / "scripts/train.sh"), "-x.toml"]
+    env = {**os.environ, "TITAN_FP8_PYTHON": sys.executable}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert f"{tmp_path}/-x.toml cannot be read as UTF-8" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
