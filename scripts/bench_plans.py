@@ -18,6 +18,7 @@ The loss is the mean of the last five that were logged.
 import argparse
 import itertools
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_common
+from converge_jobs import end_with_parent
 from summarize_trace import busy, complete_events, gathered_bytes, gpu_events
 from tables import Row
 from titan_logs import COLOR, SPEED_FROM_STEP, InputError, read_run
@@ -178,6 +180,7 @@ def run(plan: Plan, recipe: str, steps: int, folder: Path) -> str | None:
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
+            preexec_fn=end_with_parent,
         )
     return None if done.returncode == 0 else last_error(log)
 
@@ -298,4 +301,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Or Python would kill torchrun, which could not end its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

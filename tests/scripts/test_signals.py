@@ -1,6 +1,6 @@
 """Signals: a script that is ended ends all processes that it has started.
 
-quickstart.sh runs with torchrun and two ranks that only sleep.
+They run torchrun, but its two ranks only sleep.
 """
 
 import os
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import bench_plans
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +37,9 @@ def start(tmp_path):
 
     def call(*command: str, prepare: int = 0) -> subprocess.Popen:
         variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank", "PREPARE": prepare}
+        script = [tmp_path / "scripts" / command[0], *command[1:]]
         return subprocess.Popen(
-            [tmp_path / "scripts" / command[0], *command[1:]],
+            [sys.executable, *script] if command[0].endswith(".py") else script,
             env=os.environ | {name: str(value) for name, value in variables.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -105,3 +107,14 @@ def test_quickstart_keeps_folders_of_others(start, tmp_path):
     script = start("quickstart.sh")
     assert script.wait(60) == 2 and "is not of a quickstart" in script.stdout.read()
     assert mine.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_bench_plans_ends_its_run(start, tmp_path, number):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/stamp").touch()
+    script = start("bench_plans.py", next(iter(bench_plans.PLANS)))
+    wait_until(lambda: len([*tmp_path.glob("rank.[0-9]*")]) == 2)
+    script.send_signal(number)
+    assert script.wait(60) == -number
+    wait_until(lambda: not running(tmp_path))
