@@ -14,6 +14,7 @@ from typing import Any
 from converge_arms import ARMS, SETTINGS, Settings, read_settings, write_settings
 from converge_jobs import LOG, ROOT, left_behind
 from converge_stats import read_held_out
+from tables import printable
 from torchtitan.config import ConfigManager
 
 from titan_fp8.recipe import BF16
@@ -142,6 +143,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )
     results = (args.out or ROOT / "outputs/converge" / args.model).resolve()
+    if str(results) != printable(results):
+        raise BadArguments(f"--out {printable(results)}: TensorBoard reads only names in UTF-8")
     return Experiment(toml, config, results, settings, not args.no_checkpoints)
 
 

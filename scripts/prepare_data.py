@@ -47,10 +47,11 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import tokenizers
+from tables import printable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
-SMALLEST_VOCABULARY = 258  # the bytes, and the two tokens below
+VOCABULARIES = range(258, 2**31)  # at least the bytes and the two tokens below
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 VALIDATION_EVERY = 20
 PIECE = 400  # characters
@@ -89,11 +90,6 @@ class Part:
 
 def fail(path: Path | str, error: OSError) -> NoReturn:
     sys.exit(f"prepare_data: {path}: {error.strerror}")
-
-
-def printable(name: str) -> str:
-    """A name with a backslash and a code for each byte that is not UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def digest(text: str) -> bytes:
@@ -314,7 +310,7 @@ def prepare(args: argparse.Namespace) -> str:
             sys.exit(f"prepare_data: the {name} part has no text (left out: {counts or 'nothing'})")
     filled = all((out / name).is_file() for name in OUTPUTS)
     if filled and stamp.exists() and stamp.read_bytes() == fingerprint(args, parts).encode():
-        return f"data: {printable(str(out))} is prepared\n"
+        return f"data: {printable(out)} is prepared\n"
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
@@ -333,7 +329,7 @@ def prepare(args: argparse.Namespace) -> str:
     write(out / "report.txt", [report])
     write(out / UNFINISHED, [fingerprint(args, parts)])
     (out / UNFINISHED).rename(stamp)
-    return f"data: {printable(str(out))} is new\n{report}"
+    return f"data: {printable(out)} is new\n{report}"
 
 
 def parse() -> argparse.Namespace:
@@ -353,8 +349,9 @@ def parse() -> argparse.Namespace:
         parser.error(f"OUT is a file, {args.out}: name a folder")
     if args.held_out and not args.folders:
         parser.error("--held-out needs --from")
-    if args.vocab_size < SMALLEST_VOCABULARY:
-        parser.error(f"--vocab-size must be at least {SMALLEST_VOCABULARY}, not {args.vocab_size}")
+    if args.vocab_size not in VOCABULARIES:
+        allowed = f"{VOCABULARIES[0]} to {VOCABULARIES[-1]}"
+        parser.error(f"--vocab-size must be {allowed}, not {args.vocab_size}")
     if args.piece < 1:
         parser.error(f"--piece must be at least 1, not {args.piece}")
     return args

@@ -4,6 +4,7 @@ A shell script takes the place of train.sh (convergence_jobs.py).
 """
 
 import json
+import os
 import re
 
 import converge
@@ -215,6 +216,7 @@ def test_folders_of_others_in_an_experiment_are_kept(root, run):
         (["--", "--validation.freq", "0"], "100 steps are no multiple of validation.freq = 0"),
         (["--", "--validation.freq", "-20"], "100 steps are no multiple of validation.freq = -20"),
         (["--out", "configs/m.toml"], "--out"),
+        (["--out", os.fsdecode(b"\xe9")], "TensorBoard reads only names in UTF-8"),
         (["--", "--checkpoint.no_enable"], "use --no-checkpoints"),
         (
             ["--", "--job.custom_config_module", "titan_fp8.plugin"]

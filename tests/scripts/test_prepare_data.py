@@ -190,7 +190,8 @@ def test_another_text_or_option_makes_it_anew(package, tmp_path, prepare, change
     [
         (["--from", "nowhere"], "no such folder: nowhere"),
         (["--held-out", "."], "--held-out needs --from"),
-        (["--vocab-size", "257"], "--vocab-size must be at least 258, not 257"),
+        (["--vocab-size", "257"], "--vocab-size must be 258 to 2147483647, not 257"),
+        (["--vocab-size", "9" * 20], f"--vocab-size must be 258 to 2147483647, not {'9' * 20}"),
         (["--piece", "0"], "--piece must be at least 1, not 0"),
         ([__file__], f"OUT is a file, {__file__}"),
     ],

@@ -225,8 +225,9 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: model.converters is no list, names a converter that does not exist, or names a converter of titan_fp8 twice; or a section of titan_fp8 is set, by the file
-            or by a flag, and its converter is not listed.
+        ValueError: model.converters is no list, names a converter that does not exist, or names a
+            converter of titan_fp8 twice; or a section of titan_fp8 is set, by the file or by a
+            flag, and its converter is not listed.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):

@@ -142,7 +142,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         config = self.config
         if not any(model_config.traverse(GroupedExperts.Config)):
             raise ValueError(
-                f"{EXPERTS} is for MoE models, and this one has no experts: leave it out of converters"
+                f"{EXPERTS} is for MoE models, and this one has no experts: leave it out"
             )
         prepare(config.recipe, config.emulate)
         with errors_prefixed(f"{EXPERTS}:"):
