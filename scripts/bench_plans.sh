@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train production models under many parallel plans in bf16 and in FP8, and print one table:
 #
-#   NGPU=2|4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
+#   NGPU=1|2|4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
 #
 # bench_plans.py says what the columns are.
 set -euo pipefail
