@@ -192,18 +192,19 @@ def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_tables(name: str, value: object, kind: Any) -> None:
-    """Checks that a TOML has tables where `kind`, a dataclass, has dataclasses.
+    """Checks that a TOML has a table where `kind`, the type of a field, is a dataclass.
 
     tyro would take the table's default in place of another value.
     """
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return
     if not isinstance(value, kind):
         raise ValueError(
             f"[{name}] is {value!r}: allowed is a table. To train without FP8, say recipe = "
             f'"{BF16}" in [{LINEAR}], or list no converter of titan_fp8 in model.converters'
         )
     for each in fields(kind):
-        if is_dataclass(each.type):
-            _check_tables(f"{name}.{each.name}", getattr(value, each.name), each.type)
+        _check_tables(f"{name}.{each.name}", getattr(value, each.name), each.type)
 
 
 def _check_names(config: Any) -> None:
