@@ -2,7 +2,7 @@
 
     NGPU=4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
 
-Without a PLAN it runs all that use NGPU GPUs (2 or 4). Every run is compiled and has op-level
+Without a PLAN it runs all that use NGPU GPUs (1, 2 or 4). Every run is compiled and has op-level
 activation checkpointing. FSDP2 gathers weights in FP8, unless "+bf16_all_gather" follows the
 recipe. Results are in outputs/bench_plans: a folder for each run, and the table as result.json,
 which render_benchmarks.py reads. A run that fails is reported in the table, the others go on, and
@@ -18,6 +18,7 @@ The loss is the mean of the last five that were logged.
 import argparse
 import itertools
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_common
+from converge_jobs import end_with_parent
 from summarize_trace import busy, complete_events, gathered_bytes, gpu_events
 from tables import Row
 from titan_logs import COLOR, SPEED_FROM_STEP, InputError, read_run
@@ -99,6 +101,7 @@ class Plan:
 LLAMA, LLAMA_70B, DEEPSEEK = "llama3_8b", "llama3_70b", "deepseek_v3_16b"
 MOE = {"batch": 4, "tokens": 4096, "balanced": True}
 PLANS = {
+    "llama3-8b": Plan(LLAMA, "8B", dtype="bfloat16"),
     "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
     "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
     "llama3-8b-fsdp2-2048-kept": Plan(LLAMA, "8B", shard=2, tokens=2048, reshard="never"),
@@ -178,6 +181,7 @@ def run(plan: Plan, recipe: str, steps: int, folder: Path) -> str | None:
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
+            preexec_fn=end_with_parent,
         )
     return None if done.returncode == 0 else last_error(log)
 
@@ -268,7 +272,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not args.plans and not args.list:
         args.plans = [name for name, plan in PLANS.items() if str(plan.gpus) == gpus]
         if not args.plans:
-            parser.error(f"NGPU={gpus}: there are plans for 2 and for 4 GPUs")
+            parser.error(f"NGPU={gpus}: there are plans for 1, 2 and 4 GPUs")
     return args
 
 
@@ -298,4 +302,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # Or Python would kill torchrun, which could not end its ranks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

@@ -28,6 +28,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from tables import printable
 from titan_logs import InputError, Run, read_run
 
 FP32_STEP = 2.0**-23  # relative error of the ratio of two losses rounded to FP32
@@ -91,6 +92,7 @@ def compare(base: Run, run: Run, last: int) -> Gap:
         spans = f"{span(ours)} and {span(theirs)}"
         raise InputError(f"{run.label} and {base.label} have no step in common: {spans}")
     losses, base_losses = (np.array([loss[step] for step in steps]) for loss in (ours, theirs))
+    last = min(last, int(steps[-1] - steps[0]) + 2)  # more would make no window, too
     whole = np.flatnonzero(steps - last >= steps[0] - 1)
     ends = whole if whole.size else np.array([len(steps) - 1])
     starts = np.searchsorted(steps, steps[ends] - last, side="right")
@@ -108,7 +110,7 @@ def distinct_labels(paths: list[Path]) -> list[str]:
     size = 1
     while len({p[-size:] for p in parts}) < len(set(parts)):
         size += 1
-    names = ["/".join(p[-size:]) for p in parts]
+    names = [printable("/".join(p[-size:])) for p in parts]
     seen = [names[:i].count(name) for i, name in enumerate(names)]
     return [
         f"{name} ({count + 1})" if count else name for name, count in zip(names, seen, strict=True)
@@ -254,7 +256,7 @@ def report(args: argparse.Namespace) -> bool:
     for label, fault in faults.items():
         print(f"FAIL  {label}: {fault}" if fault else f"ok    {label}")
     draw(gaps, noise, allowed, args.last, args.out)
-    print(f"plot: {args.out}")
+    print(f"plot: {printable(args.out)}")
     return not any(faults.values())
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converge_arms import ARMS, Settings, read_settings, write_settings
-from converge_jobs import ROOT, left_behind
+from converge_arms import ARMS, SETTINGS, Settings, read_settings, write_settings
+from converge_jobs import LOG, ROOT, left_behind
 from converge_stats import read_held_out
+from tables import printable
 from torchtitan.config import ConfigManager
 
 from titan_fp8.recipe import BF16
@@ -27,6 +28,8 @@ CONFIGS = ROOT / "configs/convergence"
 DATA_DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
 DEGREES = (*DATA_DEGREES, "tensor_parallel_degree", "pipeline_parallel_degree")
 DEGREES += ("context_parallel_degree",)
+SEEDS = {n: f"seed_ulp_{n}" if n else "seed" for n in {arm.perturbed for arm in ARMS.values()}}
+"""The folders of the checkpoints that arms start from, by `perturbed`."""
 
 
 class BadArguments(Exception):
@@ -64,8 +67,7 @@ class Experiment:
         return self.results / name
 
     def seed(self, perturbed: int) -> Path:
-        name = f"seed_ulp_{perturbed}" if perturbed else "seed"
-        return self.results / name / "checkpoint/step-0"
+        return self.results / SEEDS[perturbed] / "checkpoint/step-0"
 
     def is_done(self, name: str) -> bool:
         return self.settings.steps in read_held_out(self.folder(name))
@@ -98,7 +100,10 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         BadArguments: they cannot.
     """
     toml = CONFIGS / f"{args.model}.toml"
-    without_flags = json.dumps(tomllib.loads(toml.read_text()), sort_keys=True).encode()
+    try:
+        text = tomllib.loads(toml.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadArguments(f"{toml}: {error}") from None
     # As the jobs will read it. torchtitan exits with 2 after flags that it does not know.
     try:
         config = ConfigManager().parse_args(["--job.config_file", str(toml), *args.flags]).to_dict()
@@ -132,12 +137,14 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         warmup=steps // 10,
         every=every,
         tokens=batch * training["seq_len"],
-        config=digest(without_flags),
+        config=digest(json.dumps(text, sort_keys=True).encode()),
         text=digest(*(file.read_bytes() for file in read)),
         tokenizer=digest(tokenizer.read_bytes() if tokenizer.is_file() else b""),
         flags=[*args.flags, *(["--checkpoint.no_enable"] if args.no_checkpoints else [])],
     )
     results = (args.out or ROOT / "outputs/converge" / args.model).resolve()
+    if str(results) != printable(results):
+        raise BadArguments(f"--out {printable(results)}: TensorBoard reads only names in UTF-8")
     return Experiment(toml, config, results, settings, not args.no_checkpoints)
 
 
@@ -159,18 +166,35 @@ def check_arm(name: str, config: dict[str, Any], steps: int) -> None:
         )
 
 
+def refuse_other_files(results: Path) -> None:
+    """Raises BadArguments if files of others are where the jobs of an experiment write and delete.
+
+    A results folder has SETTINGS from the start, and a job's folder has its log.
+    """
+    names = {path.name for path in results.iterdir()} - {"lock", f"{SETTINGS}.part"}
+    if names and SETTINGS not in names:
+        raise BadArguments(
+            f"{results} is not empty and holds no experiment (no {SETTINGS}): name another --out"
+        )
+    for name in names & {*ARMS, *SEEDS.values()}:
+        folder = results / name
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / LOG).is_file()):
+            raise BadArguments(f"{folder} is not of this experiment (no {LOG}): move it away")
+
+
 @contextlib.contextmanager
 def opened(experiment: Experiment) -> Iterator[None]:
     """Makes the results folder, and keeps other calls of converge.sh from writing to it.
 
     Raises:
-        BadArguments: the folder cannot be made, another call writes to it, or it holds another
-            experiment.
+        BadArguments: the folder cannot be made, another call writes to it, it holds another
+            experiment, or files that no experiment has written.
     """
     results, settings = experiment.results, experiment.settings
     try:
         results.mkdir(parents=True, exist_ok=True)
-        file = (results / "lock").open("w")
+        refuse_other_files(results)
+        file = (results / "lock").open("a")
     except OSError as error:
         raise BadArguments(f"--out {results}: {error.strerror}") from None
     with file as lock:

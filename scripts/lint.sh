@@ -4,9 +4,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
-prepare_env
+prepare_env dev
 status=0
 for check in "ruff check ." "ruff format --check ." "mypy"; do
-    "$python" -m $check || status=1 # unquoted on purpose: the words are arguments
+    attended "$python" -m $check || status=1 # unquoted on purpose: the words are arguments
 done
 exit $status

@@ -24,6 +24,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from tables import printable
 from titan_logs import HEALTH, InputError, merge, read_events, refuse_mixture
 
 from titan_fp8.health.report import kind_of
@@ -228,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     except (InputError, OSError) as error:
         print(f"plot_health: error: {error}", file=sys.stderr)
         return 2
-    print(f"plot: {args.out}")
+    print(f"plot: {printable(args.out)}")
     return 0
 
 

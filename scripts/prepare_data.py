@@ -26,8 +26,9 @@ The result depends only on the text, the suffixes of its files, the names of the
 options, the versions of Python and tokenizers, and this file, not on where the folders are.
 OUT/stamp records all of these and is written last. If it matches and no file is missing, nothing is
 done, even if other files were left out than the report says. Otherwise the files above are
-replaced, and no other file in OUT is touched. Another file beside a text.jsonl ends the script
-before it changes anything, because torchtitan would read it as text; hidden files are allowed.
+replaced, and no other file in OUT is touched. Two things end the script before it changes anything:
+one of these files without a stamp of this script, and another file beside a text.jsonl, which
+torchtitan would read as text; hidden files are allowed.
 """
 
 import argparse
@@ -46,10 +47,11 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import tokenizers
+from tables import printable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 512
-SMALLEST_VOCABULARY = 258  # the bytes, and the two tokens below
+VOCABULARIES = range(258, 2**31)  # at least the bytes and the two tokens below
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 VALIDATION_EVERY = 20
 PIECE = 400  # characters
@@ -57,6 +59,7 @@ LARGEST_FILE = 256 * 1024  # bytes
 TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenizer nothing new
 OUTPUTS = ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "tokenizer/tokenizer.json")
 OUTPUTS += ("tokenizer/tokenizer_config.json", "report.txt")
+UNFINISHED = "stamp.part"  # the stamp until all of them are written
 # Folders that are not part of the standard library or not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
@@ -87,11 +90,6 @@ class Part:
 
 def fail(path: Path | str, error: OSError) -> NoReturn:
     sys.exit(f"prepare_data: {path}: {error.strerror}")
-
-
-def printable(name: str) -> str:
-    """A name with a backslash and a code for each byte that is not UTF-8."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def digest(text: str) -> bytes:
@@ -229,11 +227,19 @@ def write_corpus(texts: list[str], folder: Path) -> None:
     write(folder / "text.jsonl", (json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def refuse_other_files(folder: Path) -> None:
-    """Ends the script if the folder has other files, which torchtitan would read, too."""
-    for path in sorted(folder.iterdir()) if folder.exists() else []:
-        if path.name != "text.jsonl" and not path.name.startswith("."):
-            sys.exit(f"prepare_data: {path} would be read as text: move it, or name another OUT")
+def refuse_other_files(out: Path) -> None:
+    """Ends the script if OUT has files that it did not write and would delete, or read as text."""
+    stamp = out / "stamp"
+    ours = stamp.is_file() and stamp.read_bytes().startswith(b"Python ")
+    for name in () if ours or (out / UNFINISHED).exists() else ("stamp", *OUTPUTS):
+        if os.path.lexists(out / name):
+            sys.exit(f"prepare_data: {out / name} is of others: move it, or name another OUT")
+    for folder in (out / "corpus/train", out / "corpus/validation"):
+        for path in sorted(folder.iterdir()) if folder.exists() else []:
+            if path.name != "text.jsonl" and not path.name.startswith("."):
+                sys.exit(
+                    f"prepare_data: {path} would be read as text: move it, or name another OUT"
+                )
 
 
 def some(texts: list[str], characters: int) -> Iterator[str]:
@@ -296,8 +302,7 @@ def prepare(args: argparse.Namespace) -> str:
         What was done, to be printed.
     """
     out, stamp = args.out, args.out / "stamp"
-    for name in ("train", "validation"):
-        refuse_other_files(out / "corpus" / name)
+    refuse_other_files(out)
     parts = below(args.folders, args.held_out, out.resolve()) if args.folders else library()
     for name, part in zip(("training", "held-out"), parts):
         if not part.characters():
@@ -305,10 +310,11 @@ def prepare(args: argparse.Namespace) -> str:
             sys.exit(f"prepare_data: the {name} part has no text (left out: {counts or 'nothing'})")
     filled = all((out / name).is_file() for name in OUTPUTS)
     if filled and stamp.exists() and stamp.read_bytes() == fingerprint(args, parts).encode():
-        return f"data: {printable(str(out))} is prepared\n"
+        return f"data: {printable(out)} is prepared\n"
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
+    write(out / UNFINISHED, [])
     for name in ("stamp", *OUTPUTS):
         (out / name).unlink(missing_ok=True)
     write_corpus(train, out / "corpus" / "train")
@@ -321,8 +327,9 @@ def prepare(args: argparse.Namespace) -> str:
     report += describe(parts[1], validation, tokenizer)
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
     write(out / "report.txt", [report])
-    write(stamp, [fingerprint(args, parts)])
-    return f"data: {printable(str(out))} is new\n{report}"
+    write(out / UNFINISHED, [fingerprint(args, parts)])
+    (out / UNFINISHED).rename(stamp)
+    return f"data: {printable(out)} is new\n{report}"
 
 
 def parse() -> argparse.Namespace:
@@ -342,8 +349,9 @@ def parse() -> argparse.Namespace:
         parser.error(f"OUT is a file, {args.out}: name a folder")
     if args.held_out and not args.folders:
         parser.error("--held-out needs --from")
-    if args.vocab_size < SMALLEST_VOCABULARY:
-        parser.error(f"--vocab-size must be at least {SMALLEST_VOCABULARY}, not {args.vocab_size}")
+    if args.vocab_size not in VOCABULARIES:
+        allowed = f"{VOCABULARIES[0]} to {VOCABULARIES[-1]}"
+        parser.error(f"--vocab-size must be {allowed}, not {args.vocab_size}")
     if args.piece < 1:
         parser.error(f"--piece must be at least 1, not {args.piece}")
     return args
@@ -353,7 +361,7 @@ def main() -> None:
     try:
         args = parse()
         args.out.mkdir(parents=True, exist_ok=True)
-        with (args.out / "lock").open("w") as lock:
+        with (args.out / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may run at once
             message = prepare(args)
     except OSError as error:

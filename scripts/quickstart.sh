@@ -14,7 +14,8 @@
 # Results are in outputs/quickstart/MODEL, for torchtitan 0.3 in MODEL_torchtitan_0.3: a folder for
 # each run with its log and TensorBoard events, and the comparison as loss.png. The exit status is
 # that of the comparison. With fewer than 20 steps a gap of up to 100 % passes. Later calls reuse
-# the environment, the corpus, the tokenizer and the seed checkpoint.
+# the environment, the corpus, the tokenizer and the seed checkpoint, and replace the runs; a second
+# call at the same time is refused.
 #
 # Routing amplifies any rounding. So deepseek_v3 trains its baseline a second time, in FP32, and
 # accepts an FP8 run whose gap is within the tolerance or within that of the FP32 run.
@@ -72,16 +73,28 @@ export HF_HUB_OFFLINE=1 LOG_RANK=0
 
 # launch FOLDER [flag ...]: trains, prints one line per step and writes the whole log to FOLDER.
 launch() {
+    local folder=$1
+    if [[ -e $folder && ! -f $folder/train.log ]]; then
+        rmdir "$folder" 2>/dev/null || die "$folder is not of a quickstart: move it away"
+    fi
+    rm -rf "$folder"
+    mkdir "$folder"
+    attended train_and_log "$@" ||
+        { tail -n 40 "$folder/train.log" >&2 && die "this run failed: $folder/train.log"; }
+}
+
+train_and_log() { # FOLDER [flag ...]
     local folder=$1 name
     name=$(basename "$folder")
-    shift
-    rm -rf "$folder"
-    mkdir -p "$folder"
-    ./scripts/train.sh "$config" "$dump_folder" "$folder" "$@" 2>&1 | tee "$folder/train.log" |
-        sed -u -n -E -e 's/\x1b\[[0-9;]*m//g; s/^.* - (INFO|WARNING) - //' \
-            -e "/^(validate )?step: /{s/ +(grad_norm|memory):.*//; s/^/$name  /p}" \
-            -e "/emulated/s/^/$name  /p" ||
-        { tail -n 40 "$folder/train.log" >&2 && die "this run failed: $folder/train.log"; }
+    : >"$folder/train.log"
+    ./scripts/train.sh "$config" "$dump_folder" "$@" 2>&1 |
+        (
+            trap '' HUP INT TERM # until the end of what train.sh writes
+            tee "$folder/train.log" |
+                sed -u -n -E -e 's/\x1b\[[0-9;]*m//g; s/^.* - (INFO|WARNING) - //' \
+                    -e "/^(validate )?step: /{s/ +(grad_norm|memory):.*//; s/^/$name  /p}" \
+                    -e "/emulated/s/^/$name  /p"
+        )
 }
 
 # train NAME [flag ...]: trains from the seed checkpoint, in the recipe of the TOML by default.
@@ -95,6 +108,9 @@ train() {
         --checkpoint.initial_load_path "$root/$seed/checkpoint/step-0" "$@"
 }
 
+mkdir -p "$runs"
+exec {lock}>>"$runs/lock"
+flock -n "$lock" || die "another quickstart is writing to $runs: wait for it, or use another clone"
 emulate=
 capability='import torch; print(torch.cuda.get_device_capability()[0])'
 [[ $gpus -eq 0 || $("$python" -c "$capability") == 9 ]] || emulate=true
@@ -114,7 +130,7 @@ if [[ ! -f $seed/checkpoint/step-0/.metadata ]]; then
         --checkpoint.enable --checkpoint.create_seed_checkpoint
 fi
 
-rm -f "$runs/loss.png"
+[[ ! -f $runs/bf16/train.log ]] || rm -f "$runs/loss.png"
 compare=("$runs/bf16" "$runs/blockwise" --out "$runs/loss.png")
 train bf16 "${bf16[@]}"
 train blockwise "${fp8[@]}"
@@ -127,4 +143,4 @@ if [[ $steps -lt 20 ]]; then
     compare+=(--tolerance 100)
 fi
 echo "== comparison"
-"$python" scripts/compare_loss.py "${compare[@]}"
+attended "$python" scripts/compare_loss.py "${compare[@]}"

@@ -16,12 +16,14 @@ def round_stochastically(x: Tensor, seed: Tensor) -> Tensor:
 
     Args:
         x: FP32, (n,), n < 2^31.
-        seed: int32, (). The random bits depend on it and on an element's position only.
+        seed: int32, (2,). The random bits depend on it and on an element's position only.
 
     Returns:
         bf16, (n,). Inf and NaN stay what they are.
     """
-    random = _hash(torch.arange(x.numel(), dtype=torch.int32, device=x.device) ^ _hash(seed))
+    random = _hash(torch.arange(x.numel(), dtype=torch.int32, device=x.device))
+    for word in seed.unbind():
+        random = _hash(random ^ word)
     # bf16 is the upper half of FP32. A random lower half carries into it as often as it should.
     bits = (x.view(torch.int32) + (random & 0xFFFF)) & -0x10000
     return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
@@ -53,8 +55,8 @@ class StochasticAdamW(torch.optim.AdamW):
     """torch.optim.AdamW, except that new weights are rounded to bf16 stochastically.
 
     The moments are bf16, rounded to nearest, which needs a beta2 of at most 0.99: with 0.999 the
-    second moment would hardly change. The random bits depend on `rounding_seed`, the step,
-    the number of the parameter and the position in the local shard, so runs repeat.
+    second moment would hardly change. The random bits depend on `rounding_seed`, which is 0 to 127,
+    the step, the number of the parameter and the position in the local shard, so runs repeat.
     """
 
     def __init__(self, params: Any, rounding_seed: int = 0, **options: Any):
@@ -63,6 +65,7 @@ class StochasticAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        first = 0  # the number of a group's first parameter
         for group in self.param_groups:
             numbers = None
             for index, p in enumerate(group["params"]):
@@ -75,22 +78,29 @@ class StochasticAdamW(torch.optim.AdamW):
                     state["exp_avg_sq"] = torch.zeros_like(p)
                 state["step"] += 1
                 if numbers is None:
-                    numbers, seed = self._numbers(group, int(state["step"]), _local(p).device)
+                    step, device = int(state["step"]), _local(p).device
+                    numbers = self._numbers(group, step, device)
+                    seeds = self._seeds(step, first, len(group["params"]), device)
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                _update(*(_local(x).view(-1) for x in tensors), numbers, seed + index)
+                _update(*(_local(x).view(-1) for x in tensors), numbers, seeds[index])
+            first += len(group["params"])
 
-    def _numbers(
-        self, group: dict[str, Any], step: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def _numbers(self, group: dict[str, Any], step: int, device: torch.device) -> Tensor:
         beta1, beta2 = group["betas"]
         numbers = [group["lr"], beta1, beta2, group["eps"], group["weight_decay"]]
         numbers += [1 - beta1**step, 1 - beta2**step]
-        # Every parameter of every step has another seed.
-        first = step * len(group["params"]) + (self.rounding_seed << 24)
-        seed = torch.full((), first, dtype=torch.int32, device=device)
         # The CPU would wait for a copy from memory that is not pinned.
         host = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True), seed
+        return host.to(device, non_blocking=True)
+
+    def _seeds(self, step: int, first: int, count: int, device: torch.device) -> Tensor:
+        """Seeds (count, 2) of parameters from the number `first`, int32.
+
+        No other parameter, step (below 2^31) or `rounding_seed` has them.
+        """
+        numbers = torch.arange(first, first + count, dtype=torch.int32, device=device)
+        numbers += self.rounding_seed << 24
+        return torch.stack((torch.full_like(numbers, step), numbers), dim=1)
 
 
 def _local(x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tables import printable
+
 KINDS = {
     "NCCL": r"nccl",
     "inductor": r"^triton_(?!tem_)",  # templates (tem) are FlexAttention
@@ -103,7 +105,7 @@ def main() -> None:
     total, gaps = busy(gpu)
     compute, _ = busy([e for e in gpu if kind_of(e) != "NCCL"])
     count = max(1, len({e["name"] for e in steps}))
-    print(f"{args.trace}: {count} step(s), total ms")
+    print(f"{printable(args.trace)}: {count} step(s), total ms")
     print(f"  GPU busy {total / 1e3:8.1f}, without NCCL kernels {compute / 1e3:.1f}")
     idle = sum(gap for gap, _ in gaps)
     print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")

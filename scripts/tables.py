@@ -1,4 +1,7 @@
-"""Tables of benchmark results, as text for a terminal and as Markdown for docs/benchmarks.md."""
+"""Tables of benchmark results, as text for a terminal and as Markdown for docs/benchmarks.md.
+
+Also names of files as text.
+"""
 
 from collections.abc import Sequence
 
@@ -13,6 +16,11 @@ FORMATS = {
     "gap %": "+.3f",
 }
 """How the numbers of a column are written, where it is not with three significant digits."""
+
+
+def printable(name: object) -> str:
+    """A name, such as a path, with a backslash and a code for each byte that is not UTF-8."""
+    return str(name).encode(errors="backslashreplace").decode()
 
 
 def cell(column: str, value: object) -> str:

@@ -13,8 +13,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
-prepare_env
-./scripts/lint.sh
+prepare_env dev
+attended ./scripts/lint.sh
 pytest=("$python" -m pytest -q --durations 20 --dist worksteal)
 if [[ $# -gt 0 ]]; then
     everything=tests
@@ -28,35 +28,35 @@ with_oldest_triton() {
     [[ "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]] || return 0
     folder=$root/build/triton-$oldest
     if [[ ! -d $folder ]]; then
-        rm -rf "$folder.part"
-        "$python" -m pip install -q --no-deps --target "$folder.part" "triton==$oldest" ||
+        "$python" -m pip install -q --no-deps --target "$temporary/triton" "triton==$oldest" ||
             die "could not install triton $oldest"
-        mv "$folder.part" "$folder"
+        mv "$temporary/triton" "$folder"
     fi
     PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" -n 1 tests/kernels
 }
 
 with_torchtitan_0_3() {
-    prepare_torchtitan_0_3
+    prepare_torchtitan_0_3 test
     "$python" -m pytest -q --durations 20 -n 1 --dist worksteal tests
 }
 
-logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -r "$logs"' EXIT
-(with_oldest_triton) >"$logs/triton" 2>&1 &
+mkdir -p build
+temporary=$(mktemp -d -p build)
+trap 'rm -r "$temporary"' EXIT
+start with_oldest_triton >"$temporary/triton.log" 2>&1
 triton=$!
-(with_torchtitan_0_3) >"$logs/torchtitan" 2>&1 &
+start with_torchtitan_0_3 >"$temporary/torchtitan.log" 2>&1
 torchtitan=$!
 failed=0
-"${pytest[@]}" -n 3 tests || failed=1
+attended "${pytest[@]}" -n 3 tests || failed=1
 wait "$triton" || failed=1
 echo "== tests/kernels with the oldest supported Triton"
-cat "$logs/triton"
+cat "$temporary/triton.log"
 wait "$torchtitan" || failed=1
 echo "== tests/torchtitan_0_3 with torchtitan 0.3"
-cat "$logs/torchtitan"
+cat "$temporary/torchtitan.log"
 
 if [[ $failed == 0 && $(count_gpus) -gt 0 ]]; then
-    ./scripts/test_gpu.sh || failed=1
+    attended ./scripts/test_gpu.sh || failed=1
 fi
 exit $failed

@@ -89,7 +89,14 @@ def read_events(path: Path, health: bool = False) -> list[Scalar]:
 
     Args:
         health: read those of health, too, under the names of their tags.
+
+    Raises:
+        InputError: the path is not UTF-8.
     """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{path}: TensorBoard reads only names in UTF-8: rename it") from None
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0})
     present = events.Reload().Tags()[SCALARS]
     tags = {name: tag for name, tag in TAGS.items() if tag in present}

@@ -3,7 +3,7 @@
 #
 #   ./scripts/train.sh CONFIG [--section.key value ...]
 #
-# CONFIG is a TOML file for torchtitan 0.2 or, as FILE.py:FUNCTION, a Python config for 0.3.
+# CONFIG is FILE.toml for torchtitan 0.2 or, as FILE.py:FUNCTION, a Python config for 0.3.
 # Arguments after it go to torchtitan. Relative paths in them and in CONFIG are relative to the root
 # of the repository. The environment has the variables of torchtitan's run_train.sh:
 #
@@ -23,12 +23,13 @@ usage="usage: ./scripts/train.sh CONFIG [--section.key value ...]"
 file=${1%.py:*}
 [[ $file == "$1" ]] || file+=.py
 [[ -f "$file" ]] || die "no such config: $1 ($usage)"
-folder=$(cd "$(dirname "$file")" && pwd)
-config=$folder/$(basename "$file")
+[[ $1 != *.py && $1 != *.py: ]] || die "$1 names no function of the file: FILE.py:FUNCTION ($usage)"
+folder=$(cd -- "$(dirname -- "$file")" && pwd)
+config=$folder/$(basename -- "$file")
 arguments=(--job.config_file "$config")
 prepare=prepare_env
 if [[ $file != "$1" ]]; then
-    arguments=(--module "$(basename "$file" .py)" --config "${1##*:}")
+    arguments=("--module=$(basename -- "$file" .py)" "--config=${1##*:}")
     prepare=prepare_torchtitan_0_3
     export PYTHONPATH="$PYTHONPATH:$folder"
 fi
@@ -39,6 +40,8 @@ nodes=${NNODES:-1}
     die "NNODES=$nodes needs MASTER_ADDR, the machine where all meet"
 cd "$root"
 "$prepare"
+"$python" -c 'import sys; open(sys.argv[1], encoding="utf-8").read()' "$config" 2>/dev/null ||
+    die "$config cannot be read as UTF-8"
 
 gpus=$(count_gpus)
 if [[ $gpus -gt 0 ]]; then
@@ -66,7 +69,7 @@ fi
 
 # The debug configs use the text in data: the offline corpus, unless other text is there.
 if grep -q '"\./data/corpus' "$config" && [[ ! -f data/stamp ]]; then
-    "$python" scripts/prepare_data.py data
+    attended "$python" scripts/prepare_data.py data
 fi
 
 export LOG_RANK=${LOG_RANK:-0}

@@ -9,8 +9,9 @@ each, and on CPUs without bf16 kernels multiplies bf16 matrices in FP32 (cpu_bf1
 runs `torchtitan.train`. Importing this module changes nothing.
 
 `main` also adds the flags that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the command
-line sets them. Two things do not run on the CPU: context parallelism, because PyTorch's attention
-op for the CPU has no sharding strategy, and torchtitan's profiling, which fails without a GPU.
+line sets them, and logs them: they override the config. Two things do not run on the CPU: context
+parallelism, because PyTorch's attention op for the CPU has no sharding strategy, and torchtitan's
+profiling, which fails without a GPU.
 """
 
 import functools
@@ -109,6 +110,11 @@ def _warning_of_unseeded_start(load: Callable) -> Callable:
 
 def main() -> None:
     """Runs `python -m torchtitan.train` with the same arguments, on the CPU."""
+    if torch.cuda.is_available() and torch.version.hip:
+        sys.exit(
+            "titan_fp8.cpu_host: this machine has an AMD GPU, which titan_fp8 does not support: "
+            "hide it with HIP_VISIBLE_DEVICES= to train on the CPU, or train on NVIDIA GPUs"
+        )
     if torch.cuda.is_available():
         sys.exit("titan_fp8.cpu_host: this machine has a GPU; run `-m torchtitan.train` instead")
     prepare()
@@ -116,6 +122,10 @@ def main() -> None:
     for flag, values in adapter.FLAGS.items():
         if not any(arg.startswith(flag) for arg in sys.argv):
             sys.argv += [flag, *values]
+            _logger.warning(
+                f"titan_fp8: the CPU needs {' '.join((flag, *values))}, which overrides the "
+                "config; the command line may say otherwise"
+            )
     adapter.train()
 
 

@@ -1,9 +1,8 @@
 """Parallel plans on GPUs, compiled and launched from the command line: the losses of one GPU.
 
-`scripts/bench_train.sh` runs FSDP2 with and without expert parallelism. These tests run what it
-does not: tensor, pipeline and context parallelism on two GPUs, and FlexAttention inside op-level
-checkpoints. All runs of a model start from the same seed checkpoint and see the same batches, so
-their losses differ by rounding only.
+Tensor, pipeline and context parallelism on two GPUs, and FlexAttention inside op-level checkpoints;
+`scripts/bench_plans.sh` measures plans at full size. All runs of a model start from the same seed
+checkpoint and see the same batches, so their losses differ by rounding only.
 """
 
 import re

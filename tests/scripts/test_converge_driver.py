@@ -4,6 +4,7 @@ A shell script takes the place of train.sh (convergence_jobs.py).
 """
 
 import json
+import os
 import re
 
 import converge
@@ -167,7 +168,7 @@ def test_flags_count_for_the_driver(root, run):
 
 
 def test_a_broken_evaluation_is_named(root, run):
-    (results(root) / "bf16").mkdir(parents=True)
+    assert run("--arms", "bf16")[0] == 0
     (results(root) / "bf16/held_out.jsonl").write_text('{"step": 20}\n')
     status, text = run("--arms", "bf16")
     assert status == 2 and "bf16/held_out.jsonl, line 1" in text
@@ -178,6 +179,27 @@ def test_without_checkpoints_every_arm_starts_anew(root, run):
     assert calls(root) == ["bf16"]
     command = (results(root) / "bf16/train.log").read_text()
     assert "--checkpoint.no_enable" in command and "initial_load_path" not in command
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-checkpoints"]])
+@pytest.mark.parametrize("name", ["seed/notes", "bf16/notes", "notes", "lock"])
+def test_files_of_others_are_kept(root, run, flags, name):
+    file = results(root) / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    status, text = run("--arms", "bf16", *flags)
+    refused = f"{results(root)} is not empty and holds no experiment"
+    assert (status, refused in text) == ((0, False) if name == "lock" else (2, True))
+    assert file.read_text() == "mine"
+
+
+def test_folders_of_others_in_an_experiment_are_kept(root, run):
+    assert run("--arms", "bf16", "--no-checkpoints")[0] == 0
+    (results(root) / "blockwise").mkdir()
+    (results(root) / "blockwise/notes").touch()
+    status, text = run("--arms", "bf16,blockwise", "--no-checkpoints")
+    assert status == 2 and f"{results(root) / 'blockwise'} is not of this experiment" in text
+    assert (results(root) / "blockwise/notes").exists()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +216,7 @@ def test_without_checkpoints_every_arm_starts_anew(root, run):
         (["--", "--validation.freq", "0"], "100 steps are no multiple of validation.freq = 0"),
         (["--", "--validation.freq", "-20"], "100 steps are no multiple of validation.freq = -20"),
         (["--out", "configs/m.toml"], "--out"),
+        (["--out", os.fsdecode(b"\xe9")], "TensorBoard reads only names in UTF-8"),
         (["--", "--checkpoint.no_enable"], "use --no-checkpoints"),
         (
             ["--", "--job.custom_config_module", "titan_fp8.plugin"]

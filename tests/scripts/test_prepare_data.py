@@ -190,7 +190,8 @@ def test_another_text_or_option_makes_it_anew(package, tmp_path, prepare, change
     [
         (["--from", "nowhere"], "no such folder: nowhere"),
         (["--held-out", "."], "--held-out needs --from"),
-        (["--vocab-size", "257"], "--vocab-size must be at least 258, not 257"),
+        (["--vocab-size", "257"], "--vocab-size must be 258 to 2147483647, not 257"),
+        (["--vocab-size", "9" * 20], f"--vocab-size must be 258 to 2147483647, not {'9' * 20}"),
         (["--piece", "0"], "--piece must be at least 1, not 0"),
         ([__file__], f"OUT is a file, {__file__}"),
     ],
@@ -314,6 +315,24 @@ def test_only_its_own_files_are_deleted(package, tmp_path, prepare):
     assert "is new" in prepare(*call, VOCABULARY + 1)
     for name in ("notes", "corpus/test.jsonl", "tokenizer/notes", "corpus/train/.hidden"):
         assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["stamp", "report.txt", "tokenizer/tokenizer.json"])
+def test_files_of_others_in_the_place_of_its_own_are_kept(package, tmp_path, prepare, name):
+    mine = tmp_path / "out" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(SystemExit, match=f"{mine} is of others"):
+        prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
+    assert mine.read_text() == "mine"
+
+
+def test_a_lock_of_others_is_kept(package, tmp_path, prepare):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/lock").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").write_text("mine")
+    assert "is new" in prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])

@@ -1,4 +1,4 @@
-"""render_benchmarks.py and tabulate_runs.py: from results to docs/benchmarks.md."""
+"""render_benchmarks.py: from results to docs/benchmarks.md."""
 
 import importlib
 import json
@@ -7,8 +7,6 @@ from pathlib import Path
 import bench_common
 import pytest
 import render_benchmarks
-import tabulate_runs
-from loss_runs import curve, dump
 from tables import markdown_table
 
 WHERE = {
@@ -70,7 +68,7 @@ def docs(tmp_path: Path) -> Path:
     ]
     results = {
         "gemm": ("GEMMs", "Speed alone.", {"copy bandwidth": "4180 GB/s", "seed": 0}, gemms),
-        "train_x": ("Training", "All of it.", {}, [{"run": "bf16", "tokens/s": 10316.4}]),
+        "plans_x": ("Training", "All of it.", {}, [{"run": "bf16", "tokens/s": 10316.4}]),
     }
     for name, (title, about, facts, rows) in results.items():
         result = {"title": title, "about": about, **WHERE, "facts": facts, "rows": rows}
@@ -97,41 +95,6 @@ def test_the_page_of_this_repository_is_up_to_date() -> None:
 def test_a_table_needs_equal_columns() -> None:
     with pytest.raises(ValueError, match="same columns"):
         markdown_table([{"a": 1}, {"b": 1}])
-
-
-def test_runs_are_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_common, "environment", lambda: WHERE)
-    steps = range(1, 101)
-    runs = [
-        dump(tmp_path, "bf16", curve(steps), tps=dict.fromkeys(range(6, 101), 1000.0), memory=80.0),
-        dump(tmp_path, "blockwise", curve(steps, 0.25), tps=1250.0, memory=70.0),
-        dump(tmp_path, "emulated", curve(range(1, 41), -0.5), tps=9.0, memory=70.0),
-    ]
-    (runs[2] / "train.log").write_text("titan_fp8: FP8 is emulated")
-    file = tmp_path / "result.json"
-    options = ["--json", str(file), "--title", "Training", "--about", "Few steps.", "--last", "20"]
-    tabulate_runs.main([*map(str, runs), *options])
-    result = json.loads(file.read_text())
-    assert result["about"] == "Few steps."
-    assert "median from step 6 on" in result["facts"]["tokens/s"]
-    bf16, blockwise, emulated = result["rows"]
-    assert bf16 == pytest.approx(
-        {"run": "bf16", "tokens/s": 1000.0, "x bf16": None, "GiB": 80.0, "steps": 100}
-        | {"loss": 7.095, "gap %": None}
-    )
-    assert (blockwise["tokens/s"], blockwise["x bf16"], blockwise["GiB"]) == (1250.0, 1.25, 70.0)
-    assert blockwise["gap %"] == pytest.approx(0.25, abs=1e-4)
-    assert emulated["tokens/s"] is emulated["x bf16"] is None and emulated["steps"] == 40
-    assert emulated["gap %"] == pytest.approx(-0.5, abs=1e-4)
-    row = "| blockwise | 1,250 | 1.25 | 70.0 | 100 | 7.1127 | +0.250 |"
-    assert row in render_benchmarks.section(result)
-
-
-def test_a_missing_run_is_named(tmp_path, capsys) -> None:
-    options = ["--json", str(tmp_path / "x.json"), "--title", "Training", "--about", "None."]
-    with pytest.raises(SystemExit) as stopped:
-        tabulate_runs.main([str(tmp_path / "nowhere"), *options])
-    assert stopped.value.code == 2 and "nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -104,26 +104,21 @@ def test_train_refuses(arguments: list[str], variables: dict[str, str], message:
     assert message in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "variables", "message"),
-    [
-        ([], {}, "usage: ./scripts/bench_train.sh"),
-        (
-            ["llama3_8b", "bf16", "bf16:43", "bf16:44"],
-            {},
-            "only one run may repeat bf16 as noise, not bf16:43 bf16:44",
-        ),
-        (["llama3_8b", "--steps=0"], {}, "--steps needs a positive number, not '0'"),
-        (["llama3_8b", "--steps", "5", ""], {}, "'' is no RUN"),
-        (["llama3_8b", "--steps=5", "--help"], {}, "'--help' is no RUN"),
-        (["deepseek_v3_16b", "bf16:x"], {}, "'bf16:x' is no RUN"),
-        (["deepseek_v3_16b"], {"NGPU": "3"}, "NGPU must be 2, 4 or 8 for deepseek_v3_16b, not '3'"),
-    ],
-)
-def test_bench_train_refuses(arguments: list[str], variables: dict[str, str], message: str) -> None:
-    result = run("scripts/bench_train.sh", *arguments, **variables)
+@pytest.mark.parametrize("function", ["", ":"])
+def test_train_wants_a_function_of_a_python_config(function: str) -> None:
+    result = run("scripts/train.sh", f"configs/torchtitan_0_3.py{function}")
     assert result.returncode == 2
-    assert message in result.stderr
+    assert f"configs/torchtitan_0_3.py{function} names no function" in result.stderr
+
+
+def test_train_names_a_toml_that_is_not_utf_8(tmp_path: Path) -> None:
+    """And takes one whose name looks like an option."""
+    (tmp_path / "-x.toml").write_bytes(b"# \xe9\n")
+    command = [str(ROOT / "scripts/train.sh"), "-x.toml"]
+    env = {**os.environ, "TITAN_FP8_PYTHON": sys.executable}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert f"{tmp_path}/-x.toml cannot be read as UTF-8" in result.stderr
 
 
 def test_scripts_name_an_unusable_python() -> None:

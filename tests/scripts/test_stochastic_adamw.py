@@ -21,8 +21,8 @@ from titan_fp8.linear import FP8Linear
 LR = 5e-5
 
 
-def seed(number: int) -> Tensor:
-    return torch.tensor(number, dtype=torch.int32)
+def seed(number: int, step: int = 9) -> Tensor:
+    return torch.tensor([step, number], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
@@ -40,8 +40,29 @@ def test_rounding_repeats_and_depends_on_the_seed():
     y = round_stochastically(x, seed(3))
     assert torch.equal(y, round_stochastically(x, seed(3)))
     # A number at a random place between its neighbors is rounded differently in a third of cases.
-    different = (y != round_stochastically(x, seed(4))).float().mean().item()
-    assert different == pytest.approx(1 / 3, abs=0.02)
+    for other in (seed(4), seed(3, step=8), seed(9, step=3)):
+        different = (y != round_stochastically(x, other)).float().mean().item()
+        assert different == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_every_parameter_of_every_step_and_run_has_a_seed_of_its_own(monkeypatch):
+    """Also 300 parameters, in two groups, after 60,000 steps, with the last `rounding_seed`."""
+    seeds, calls = set(), 0
+    monkeypatch.setattr(
+        "stochastic_adamw._update", lambda *args: seeds.add(tuple(args[-1].tolist()))
+    )
+    for rounding_seed in (0, 1, 126, 127):
+        groups = [{"params": [Parameter(torch.ones(1)) for _ in range(150)]} for _ in range(2)]
+        optimizer = StochasticAdamW(groups, rounding_seed, lr=LR)
+        parameters = [p for group in groups for p in group["params"]]
+        for step in (1, 2, 55_924, 55_925, 55_926, 10**6):
+            for p in parameters:
+                p.grad = torch.ones(1)
+                moments = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+                optimizer.state[p] = {"step": torch.tensor(step - 1.0), **moments}
+            optimizer.step()
+            calls += len(parameters)
+    assert len(seeds) == calls
 
 
 def test_bf16_numbers_and_special_values_stay():

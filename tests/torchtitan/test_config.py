@@ -14,6 +14,7 @@ import torch
 from titan import BOTH, GROUPED_MM, LINEAR, parse, run_module, toml
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.protocols import model_converter
 
 from titan_fp8.recipe import RECIPE_NAMES as RECIPES
 
@@ -137,13 +138,17 @@ def test_an_unknown_key_is_named(tmp_path):
         parse(tmp_path, HEAD + f'[{LINEAR}]\nrecipes = "rowwise"\n')
 
 
-@pytest.mark.parametrize("section", BOTH)
-def test_a_section_that_is_not_a_table_is_named(tmp_path, section):
-    parent, _, name = section.rpartition(".")
-    with pytest.raises(ValueError, match=name):
-        parse(tmp_path, HEAD + f'[{parent}]\n{name} = "rowwise"\n')
-    with pytest.raises(ValueError, match=rf"\[{parent}\] is \[1\]"):
-        parse(tmp_path, toml("llama3", ()) + f"[quantize]\n{parent.split('.')[1]} = [1]\n")
+@pytest.mark.parametrize("table", ["quantize", *BOTH, *(s.rpartition(".")[0] for s in BOTH)])
+@pytest.mark.parametrize("value", ["false", "true", "3", '"rowwise"', "[1]", "[{emulate = true}]"])
+def test_a_value_in_place_of_a_table_is_refused(tmp_path, table, value):
+    """Whoever writes false means off, so the message says how."""
+    parent, _, name = table.rpartition(".")
+    text = f"[{parent}]\n{name} = {value}\n" if parent else f"{name} = {value}\n"
+    with pytest.raises(ValueError) as caught:
+        parse(tmp_path, text + HEAD)
+    written = {"false": "False", "true": "True"}.get(value, value[:2].replace('"', "'"))
+    assert f"[{table}] is {written}" in str(caught.value)
+    assert "allowed is a table" in str(caught.value) and 'recipe = "bf16"' in str(caught.value)
 
 
 FLAG_MISTAKES = [
@@ -218,6 +223,7 @@ def test_a_flag_whose_converter_is_not_listed_is_refused(tmp_path, section, flag
     "listed, message",
     [
         (f'"{LINEAR}"', f"model.converters = '{LINEAR}': allowed is a list of strings"),
+        (f'["{LINEAR}", ["q"]]', f"model.converters = ['{LINEAR}', ['q']]: allowed is a list of"),
         (f'["{LINEAR}", "{LINEAR}"]', f"lists '{LINEAR}' twice"),
     ],
 )
@@ -227,10 +233,14 @@ def test_a_list_of_converters_that_is_none_is_refused(tmp_path, listed, message)
         parse(tmp_path, head)
 
 
-@pytest.mark.parametrize("name", ["quantize.linear.titanfp8", "quantize.linears.titan_fp8"])
+@pytest.mark.parametrize(
+    "name",
+    ["quantize.linear.titanfp8", "quantize.linears.titan_fp8", "titan_fp8", f" {LINEAR}", "", "q"],
+)
 @pytest.mark.parametrize("flags", [False, True])
 def test_a_misspelled_converter_is_refused(tmp_path, name, flags):
-    args = ("--model.converters", f"{GROUPED_MM},{name}") if flags else ()
+    args = ["--experimental.custom_import", "json"]  # which registers no converter
+    args += ["--model.converters", f"{GROUPED_MM},{name}"] if flags else []
     with pytest.raises(ValueError) as caught:
         parse(tmp_path, toml("llama3", () if flags else (GROUPED_MM, name)), *args)
     message = str(caught.value)
@@ -239,11 +249,18 @@ def test_a_misspelled_converter_is_refused(tmp_path, name, flags):
     assert {repr(LINEAR), repr(GROUPED_MM), "'quantize.linear.float8'"} <= set(allowed)
 
 
-def test_another_projects_converters_may_be_listed(tmp_path):
-    names = [LINEAR, "theirs", "quantize.theirs"]
+def test_another_projects_converters_may_be_listed(tmp_path, monkeypatch):
+    registry = model_converter._registry_model_converter_cls
+    monkeypatch.setattr(model_converter, "_registry_model_converter_cls", dict(registry))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "their_module.py").write_text(
+        "from torchtitan.protocols.model_converter import register_model_converter\n"
+        "register_model_converter(object, 'theirs')\n"
+    )
+    names = [LINEAR, "theirs"]
     config = parse(tmp_path, toml("llama3", names), "--experimental.custom_import", "their_module")
     assert config.model.converters == names
-    assert parse(tmp_path, toml("llama3", names[:2])).model.converters == names[:2]
+    del sys.modules["their_module"]
 
 
 def test_a_converter_listed_by_flag_has_its_section(tmp_path):

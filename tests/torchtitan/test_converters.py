@@ -145,23 +145,22 @@ def test_a_filter_that_matches_nothing_is_an_error(tmp_path, patterns):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "bf16"])
-@pytest.mark.parametrize(
-    "model, patterns",
-    [
-        ("deepseek_v3", "expertz"),
-        ("deepseek_v3", "experts,layers.99"),
-        ("deepseek_v3", "shared_experts"),
-        ("llama3", "experts"),
-    ],
-)
-def test_fqns_that_convert_nothing_are_an_error(tmp_path, model, patterns, recipe):
+@pytest.mark.parametrize("patterns", ["expertz", "experts,layers.99", "shared_experts"])
+def test_fqns_that_convert_nothing_are_an_error(tmp_path, patterns, recipe):
     flags = (f"--{GROUPED_MM}.fqns", patterns, f"--{GROUPED_MM}.recipe", recipe)
     with pytest.raises(ValueError) as caught:
-        converted(job(tmp_path, model, *flags))
+        converted(job(tmp_path, "deepseek_v3", *flags))
     message = str(caught.value)
     assert f"[{GROUPED_MM}] fqns = {patterns.split(',')!r}" in message
     assert f"{patterns.split(',')[-1]!r} converts nothing" in message
-    assert ("layers.1.moe.experts" in message) == (model == "deepseek_v3")
+    assert "layers.1.moe.experts" in message
+
+
+def test_a_model_without_experts_needs_no_converter_of_experts(tmp_path):
+    with pytest.raises(ValueError) as caught:
+        converted(job(tmp_path, "llama3"))
+    for words in (f"model.converters = {[*BOTH]}", "drop it there", f"[{GROUPED_MM}]", "llama3"):
+        assert words in str(caught.value)
 
 
 def test_biased_experts_are_refused_with_the_reason(tmp_path):

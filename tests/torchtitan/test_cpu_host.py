@@ -93,10 +93,22 @@ def test_unseeded_sharded_start_is_warned_of(
     ],
 )
 def test_main_prefers_foreach(
-    given: list[str], used: list[str], monkeypatch: pytest.MonkeyPatch
+    given: list[str],
+    used: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """And says so, since it overrides the config."""
     calls = []
     monkeypatch.setattr(torchtitan.train, "main", lambda trainer: calls.append(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["cpu_host", *given])
     cpu_host.main()
     assert calls == [given + used]
+    assert ("optimizer.implementation foreach, which overrides" in caplog.text) == bool(used)
+
+
+def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    with pytest.raises(SystemExit, match="AMD GPU, which titan_fp8 does not support: hide it"):
+        cpu_host.main()

@@ -8,9 +8,11 @@ checks its values when it is built. Checks that need the whole configuration run
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
 
+import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -29,7 +31,7 @@ from titan_fp8.checks import (
     check_recipe,
 )
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
-from titan_fp8.recipe import RECIPE_NAMES
+from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
@@ -172,7 +174,7 @@ class JobConfig:
 
 
 def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `tyro.cli`, which torchtitan calls for the merged configuration, to check the result.
+    """Wraps `tyro.cli`, which torchtitan calls for the merged configuration, to check it.
 
     Configurations without titan_fp8's sections pass: a process that has loaded the plugin may parse
     a job that does not load it.
@@ -180,29 +182,43 @@ def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(cli)
     def parse(f: Any, *, args: Sequence[str] | None = None, **options: Any) -> Any:
+        if isinstance(default := options.get("default"), TorchtitanConfig):
+            kinds = {each.name: each.type for each in fields(f)}
+            _check_tables("quantize", default.quantize, kinds["quantize"])
         config = cli(f, args=args, **options)
-        if isinstance(config, TorchtitanConfig):
-            for name in ("linear", "grouped_mm"):
-                table = getattr(config.quantize, name)
-                if not is_dataclass(table):
-                    raise ValueError(
-                        f"[quantize.{name}] is {table!r}: allowed is a table of converters"
-                    )
-            if hasattr(config.quantize.linear, "titan_fp8"):
-                check_merged(config, args or ())
+        if isinstance(config, TorchtitanConfig) and hasattr(config.quantize.linear, "titan_fp8"):
+            check_merged(config, args or ())
         return config
 
     return parse
 
 
-def _check_names(converters: Sequence[str]) -> None:
+def _check_tables(name: str, value: object, kind: Any) -> None:
+    """Checks that a TOML has a table where `kind`, the type of a field, is a dataclass.
+
+    tyro would take the table's default in place of another value.
+    """
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"[{name}] is {value!r}: allowed is a table. To train without FP8, say recipe = "
+            f'"{BF16}" in [{LINEAR}], or list no converter of titan_fp8 in model.converters'
+        )
+    for each in fields(kind):
+        _check_tables(f"{name}.{each.name}", getattr(value, each.name), each.type)
+
+
+def _check_names(config: Any) -> None:
+    if module := config.experimental.custom_import:
+        with contextlib.suppress(ImportError):  # torchtitan imports it later, and says so
+            importlib.import_module(module)
     registered = model_converter._registry_model_converter_cls
-    allowed = [name for name in registered if name.startswith("quantize.")]
-    for name in converters:
-        if name.startswith("quantize.") and name not in allowed:
+    for name in config.model.converters:
+        if name not in registered:
             raise ValueError(
-                f"model.converters = {converters}: there is no {name!r}; allowed are "
-                + ", ".join(map(repr, sorted(allowed)))
+                f"model.converters = {config.model.converters}: there is no {name!r}; allowed are "
+                + ", ".join(map(repr, sorted(registered)))
             )
 
 
@@ -212,15 +228,14 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: model.converters is no list, names a quantizing converter that does not exist,
-            or names a converter of titan_fp8 twice; or a section of titan_fp8 is set, by the file
-            or by a flag, and its converter is not listed.
+        ValueError: model.converters is no list, names a converter that does not exist, or names a
+            converter of titan_fp8 twice; or a section of titan_fp8 is set, by the file or by a
+            flag, and its converter is not listed.
     """
     converters = config.model.converters
-    _check_list("model.converters", converters)
-    # The module of custom_import, which torchtitan imports later, may register others.
-    if not config.experimental.custom_import:
-        _check_names(converters)
+    if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
+        raise ValueError(f"model.converters = {converters!r}: allowed is a list of strings")
+    _check_names(config)
     sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
@@ -229,8 +244,6 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
         if converters.count(name) > 1:
             raise ValueError(f"model.converters = {converters} lists {name!r} twice")
         section, default = parent.titan_fp8, kind(origin=Origin.DEFAULT)
-        if not isinstance(section, kind):
-            raise ValueError(f"[{name}] is {section!r}: allowed is a table of its keys")
         # A flag that repeats a default leaves no other trace.
         has_flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in args)
         # A section of the file differs from the default at least in its origin.
@@ -239,6 +252,7 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {converters} does not list "
                 f'"{name}": list it there, or remove the section and its flags'
+                + (", as for models without experts" if name == GROUPED_MM else "")
             )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
         logger.warning(

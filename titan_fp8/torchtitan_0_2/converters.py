@@ -33,7 +33,11 @@ from titan_fp8.torchtitan_0_2 import (
 )
 from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
-from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
+from titan_fp8.torchtitan_0_2.experts import (
+    FP8GroupedExperts,
+    convert_experts,
+    is_grouped_experts,
+)
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.moe import route_by_gathers
 from titan_fp8.torchtitan_0_2.moe_block import compile_up_to_experts
@@ -181,6 +185,7 @@ class GroupedMMConverter(_Converter):
     def convert(self, model: nn.Module) -> None:
         section = self.job_config.quantize.grouped_mm.titan_fp8
         recipe = experts_recipe(self.job_config.quantize)
+        self.check_model(model)
         self.prepare(recipe, section.emulate)
         with errors_prefixed(f"[{GROUPED_MM}]"):
             report = convert_experts(
@@ -200,6 +205,16 @@ class GroupedMMConverter(_Converter):
             self.permute_by_gathers(model, requested=section.permutation is not None)
             if recipe != BF16 and self.compiles:
                 self.compile_blocks(model)
+
+    def check_model(self, model: nn.Module) -> None:
+        """ValueError for a model without experts."""
+        if not any(map(is_grouped_experts, model.modules())):
+            job = self.job_config.model
+            raise ValueError(
+                f"model.converters = {job.converters}: {GROUPED_MM!r} is for MoE models, and "
+                f"{job.name} {job.flavor} has no experts: drop it there, and the section "
+                f"[{GROUPED_MM}] if there is one"
+            )
 
     def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
         """Converts the MoE layers; warns if the user `requested` it and the model has none."""

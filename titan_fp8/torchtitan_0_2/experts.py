@@ -140,7 +140,7 @@ def convert_experts(
     report, to_convert = ConversionReport(), []
     convertible: set[str] = set()
     for name, module in list(model.named_modules()):
-        if not _is_grouped_experts(module):
+        if not is_grouped_experts(module):
             continue
         shape = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters())
         hits = {pattern for pattern in fqns if pattern in name}
@@ -171,7 +171,7 @@ def convert_experts(
     return report
 
 
-def _is_grouped_experts(module: nn.Module) -> bool:
+def is_grouped_experts(module: nn.Module) -> bool:
     """Whether `module`, of any class, has stacked expert weights (E, N, K) of its own."""
     return any(p.dim() == 3 for p in module.parameters(recurse=False))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torchtitan.components import lora
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -139,6 +140,10 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Converts in place and returns its argument; logs a report on every experts module."""
         config = self.config
+        if not any(model_config.traverse(GroupedExperts.Config)):
+            raise ValueError(
+                f"{EXPERTS} is for MoE models, and this one has no experts: leave it out"
+            )
         prepare(config.recipe, config.emulate)
         with errors_prefixed(f"{EXPERTS}:"):
             check_model(model_config, config)

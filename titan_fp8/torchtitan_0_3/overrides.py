@@ -24,19 +24,25 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
     """Registers the override `module`.`recipe`, and returns its function."""
 
     def convert(config: BaseModel.Config, /, **settings: Any) -> BaseModel.Config:
-        """Converts the linears, and the experts if the model has any or `fqns` is given.
+        """Converts the linears, and the experts if the model has any.
 
         `settings` are the fields of the two converters, KEYS. With `fqns = []` the experts stay in
         high precision.
 
         Raises:
-            ValueError: another key, `permutation` for a model without experts, or what the
+            ValueError: another key, a key of experts for a model without any, or what the
                 converters refuse.
         """
-        for key in settings:
+        has_experts = any(config.traverse(GroupedExperts.Config))
+        for key, value in settings.items():
             if key not in KEYS:
                 raise ValueError(
                     f"{module}.{recipe}: {key!r} is no key: allowed are {', '.join(KEYS)}"
+                )
+            if key in ("fqns", "permutation") and value != [] and not has_experts:
+                raise ValueError(
+                    f"{module}.{recipe}: {key} = {value!r} is for MoE models, and this one has no "
+                    "experts: leave it out"
                 )
         linear = {key: settings[key] for key in settings if key not in ("fqns", "permutation")}
         experts = {key: settings[key] for key in settings if key != "filter_fqns"}
@@ -44,14 +50,8 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
         if experts.get("fqns") == []:
             experts["recipe"] = BF16
             del experts["fqns"]
-        has_experts = any(config.traverse(GroupedExperts.Config))
-        if "permutation" in settings and not has_experts:
-            raise ValueError(
-                f"{module}.{recipe}: permutation = {settings['permutation']!r}: this model has no "
-                "grouped experts; leave the key out"
-            )
         FP8LinearConverter.Config(recipe=recipe, **linear).build().convert(config)
-        if "fqns" in settings or has_experts:
+        if has_experts:
             FP8GroupedExpertsConverter.Config(**experts).build().convert(config)
         return config
 

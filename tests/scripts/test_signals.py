@@ -1,0 +1,120 @@
+"""Signals: a script that is ended ends all processes that it has started.
+
+They run torchrun, but its two ranks only sleep.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import bench_plans
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLEEP = "import os, time; open(f'{os.environ[\"RANKS\"]}.{os.getpid()}', 'w'); time.sleep(300)"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts scripts in a copy of the repository, where Python is a stub, and ends what is left."""
+    for folder in ("scripts", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / "rank.py").write_text(SLEEP)
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+        case "$*" in
+            *prepare_data*) exec sleep $PREPARE ;;
+            *distributed.run*) exec {sys.executable} -m torch.distributed.run \
+                --nproc_per_node 2 {tmp_path}/rank.py ;;
+            *device_count*) echo 0 ;;
+        esac""")
+    python.chmod(0o755)
+
+    def call(*command: str, prepare: int = 0) -> subprocess.Popen:
+        variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank", "PREPARE": prepare}
+        script = [tmp_path / "scripts" / command[0], *command[1:]]
+        return subprocess.Popen(
+            [sys.executable, *script] if command[0].endswith(".py") else script,
+            env=os.environ | {name: str(value) for name, value in variables.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    yield call
+    for pid in running(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def running(folder: Path) -> list[int]:
+    """The processes of scripts in this folder: they have its name in their environment."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"RANKS={folder}/rank".encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+        except OSError:  # of another user, or ended
+            continue
+    return found
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path, number):
+    script = start("quickstart.sh")
+    wait_until(lambda: len([*tmp_path.glob("rank.[0-9]*")]) == 2)
+    assert len(running(tmp_path)) > 5  # ranks, torchrun, tee, sed and shells
+    script.send_signal(number)
+    assert script.wait(60) == 128 + number
+    wait_until(lambda: not running(tmp_path))
+
+
+def test_train_ends_what_prepares_the_data(start, tmp_path):
+    script = start("train.sh", str(ROOT / "configs/llama3_debug.toml"), prepare=300)
+    wait_until(lambda: len(running(tmp_path)) >= 3)
+    script.terminate()
+    assert script.wait(10) == 128 + signal.SIGTERM
+    wait_until(lambda: not running(tmp_path))
+
+
+def test_a_second_quickstart_is_refused(start, tmp_path):
+    first = start("quickstart.sh")
+    wait_until(lambda: [*tmp_path.glob("rank.[0-9]*")])
+    second = start("quickstart.sh", "--steps", "5")
+    assert second.wait(60) == 2
+    assert "another quickstart is writing to outputs/quickstart/llama3" in second.stdout.read()
+    assert first.poll() is None
+
+
+def test_quickstart_keeps_folders_of_others(start, tmp_path):
+    config = (ROOT / "configs/llama3_debug.toml").read_bytes()
+    checksum = subprocess.run("cksum", input=config, capture_output=True).stdout.split()[0].decode()
+    mine = tmp_path / f"outputs/quickstart/llama3/seed-{checksum}/mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    script = start("quickstart.sh")
+    assert script.wait(60) == 2 and "is not of a quickstart" in script.stdout.read()
+    assert mine.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_bench_plans_ends_its_run(start, tmp_path, number):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/stamp").touch()
+    script = start("bench_plans.py", next(iter(bench_plans.PLANS)))
+    wait_until(lambda: len([*tmp_path.glob("rank.[0-9]*")]) == 2)
+    script.send_signal(number)
+    assert script.wait(60) == -number
+    wait_until(lambda: not running(tmp_path))
