@@ -22,10 +22,8 @@ weights of FP8 layers, and FSDP2 is shown an extension for them, a `ShardGather`
       v
     GatheredWeight     what the layer multiplies by (`gathered_weight.py`)
 
-Rowwise recipes quantize rows for fprop and columns for dgrad. Backward's gathers move both, as many
-bytes as in bf16, because a forward that is recomputed in backward reads rows. Forward's gathers
-move the rows alone, half of that, if FSDP2 frees the weight after forward and the unit has not run
-since the last backward (`columns_buffer.py`).
+Rowwise recipes quantize rows for fprop and columns for dgrad. Each gather moves both, as many bytes
+as in bf16.
 
 The ranks that share a 128x128 block or a column agree on its scale by a collective. By itself every
 gather quantizes, with a collective for each weight. The adapters avoid that: after a step of the
@@ -55,9 +53,6 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
     compiled layer, or not called at all before a layer is compiled; and compiled autograd.
     torchtitan does none of these, except that its SimpleFSDP, AutoParallel and graph_trainer never
     call `fully_shard`. The adapters leave their models alone.
-
-    Rowwise weights are not gathered for backward, which is an error there, if a unit is prefetched
-    after its forward in eval mode, or while a second forward of the model waits for its backward.
 
     Args:
         model: before FSDP2, tensor or expert parallelism is applied, on any device.

@@ -50,20 +50,8 @@ class GatheredWeight(Tensor):
 
     @property
     def for_dgrad(self) -> tuple[Tensor, Tensor]:
-        """q, which the op of dgrad transposes, and the scales of the transpose.
-
-        Raises:
-            RuntimeError: FSDP2 has gathered this weight for forward, that is, its rows alone.
-        """
-        if self.q_columns is None:
-            return self.q, self.s_t
-        if not self.q_columns.untyped_storage().size():
-            raise RuntimeError(
-                f"backward reads a rowwise weight of shape {tuple(self.shape)}, of which FSDP2 has "
-                "gathered only the rows, for forward: FSDP2 must gather it again before backward, "
-                "or set fsdp_all_gather = false"
-            )
-        return self.q_columns, self.s_t
+        """q, which the op of dgrad transposes, and the scales of the transpose."""
+        return self.q if self.q_columns is None else self.q_columns, self.s_t
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         columns = [] if self.q_columns is None else ["q_columns"]

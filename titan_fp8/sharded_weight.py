@@ -35,7 +35,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-from titan_fp8.columns_buffer import ColumnsBuffer
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
@@ -55,7 +54,6 @@ class ShardGather:
         layouts: what FSDP2 gathers of it, as the dtype `ShardSpec.carrier`.
         together: the ShardGathers of the model, if `requantize` has been called; else None.
         fresh: whether a gather in training mode may reuse `layouts`.
-        columns: chooses the layouts of each gather; None: each moves all.
     """
 
     def __init__(self, param: FSDPParam):
@@ -65,7 +63,6 @@ class ShardGather:
         self.layouts: tuple[Tensor, ...] = ()
         self.together: list[ShardGather] | None = None
         self.fresh = False
-        self.columns: ColumnsBuffer | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # A copy of the layer is marked, and not sharded by FSDP2.
@@ -146,8 +143,6 @@ class ShardGather:
             self.fresh = False
         elif not self.fresh:
             quantize([each for each in self.together or [] if each.is_due] or [self])
-        if self.columns is not None:
-            return self.columns.layouts_to_gather(self.layouts), None
         return self.layouts, None
 
     def fsdp_post_all_gather(
@@ -163,8 +158,6 @@ class ShardGather:
         FSDP2 frees and refills the memory of `all_gather_outputs` in place, and the scales are
         updated in place, so `out` is already new.
         """
-        if self.columns is not None:
-            self.columns.restore()
         if out is not None:
             return None
         assert self.shard is not None

@@ -1,21 +1,17 @@
-"""FSDP2's gathers of rowwise weights, rows alone in forward, in unusual orders; on gloo ranks."""
+"""FSDP2's gathers of rowwise weights, of rows and of columns, in unusual orders; on gloo ranks."""
 
 import contextlib
 from collections.abc import Callable
-from unittest import mock
 
 import gloo
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 from torch.utils.checkpoint import checkpoint
 
-from titan_fp8 import convert_linears, fsdp, requantize
-from titan_fp8.columns_buffer import ColumnsBuffer
+from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
 
 DIM, STEPS = 64, 4
@@ -60,17 +56,6 @@ def sharded(fp8: bool) -> Model:
 def batch(step: int) -> Tensor:
     seed = 10 * step + dist.get_rank()
     return torch.randn(2, 24, DIM, generator=torch.Generator().manual_seed(seed))
-
-
-def columns_gathered(model: Model, calls: list[int]) -> None:
-    """Appends the bytes of the first block's columns in each of its forwards."""
-
-    def look(layer: nn.Module, _: object) -> None:
-        columns = getattr(layer.weight, "q_columns", None)
-        if columns is not None and not is_bw():
-            calls.append(columns.untyped_storage().size())
-
-    model.blocks[0][1].register_forward_pre_hook(look)
 
 
 # What a step computes
@@ -165,12 +150,9 @@ WAYS += (with_changing_resharding, unsharded_by_hand, after_assigning_weights, p
 WAYS += (after_weights_that_replace_these_for_a_while, prefetched_after_its_forward)
 
 
-def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], list[int]]:
-    """Gradients and losses, and what `columns_gathered` finds."""
-    model, found, calls = sharded(fp8), [], []
-    columns_gathered(model, calls)
-    if early:
-        requantize.requantize([model])
+def train(way: Callable, fp8: bool) -> list[Tensor]:
+    """Gradients and losses."""
+    model, found = sharded(fp8), []
     for step in range(STEPS):
         loss = way(model, step).float().square().mean()
         loss.backward()
@@ -181,47 +163,15 @@ def train(way: Callable, fp8: bool, early: bool = False) -> tuple[list[Tensor], 
                     p -= 0.1 * p.grad
         found.append(loss.detach())
         model.zero_grad()
-        requantize.requantize([model])
-    return found, calls
+        fsdp.requantize([model])
+    return found
 
 
 def compare(rank: int) -> None:
     for way in WAYS:
-        want, _ = train(way, fp8=False)
-        got, calls = train(way, fp8=True)
+        want, got = (train(way, fp8) for fp8 in (False, True))
         assert len(got) == len(want) and all(map(torch.equal, got, want)), way.__name__
-        if way in (plainly, in_one_checkpoint, prefetched, prefetched_after_its_forward):
-            assert calls == [DIM * DIM, *(STEPS - 1) * [0]], (way.__name__, calls)
 
 
 def test_gradients_are_those_of_gathers_in_high_precision():
     gloo.spawn(compare, 2)
-
-
-def plan_early(rank: int) -> None:
-    with mock.patch.object(requantize, "ColumnsBuffer", wraps=ColumnsBuffer) as made:
-        _, calls = train(plainly, fp8=True, early=True)
-    assert calls == [DIM * DIM, *(STEPS - 1) * [0]]
-    assert made.call_count == 4  # One for each weight, also for that of a unit of two modules.
-
-
-def test_a_model_may_be_planned_before_it_has_run():
-    gloo.spawn(plan_early, 2)
-
-
-def read_columns_that_were_not_gathered(rank: int) -> None:
-    """A backward inside a unit's own forward finds the rows that were gathered for forward."""
-    model = sharded(fp8=True)
-
-    def differentiate(_: nn.Module, __: object, out: Tensor) -> None:
-        out.float().sum().backward(retain_graph=True)
-
-    model(batch(0)).float().sum().backward()
-    requantize.requantize([model])
-    model.blocks[0][1].register_forward_hook(differentiate)
-    with pytest.raises(RuntimeError, match="FSDP2 has gathered only the rows"):
-        model(batch(1))
-
-
-def test_columns_that_were_not_gathered_are_an_error():
-    gloo.spawn(read_columns_that_were_not_gathered, 2)
