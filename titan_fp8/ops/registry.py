@@ -43,6 +43,7 @@ from torch.autograd import _profiler_enabled, forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8 import reference
+from titan_fp8.layouts import E4M3
 from titan_fp8.ops.operands import Accepted, Check
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -177,7 +178,7 @@ def _define(
     def checked(*args: Any, **options: Any) -> Any:
         check(*args, **options)
         laid_out = [
-            t.contiguous() if i in contiguous and t is not None else t for i, t in enumerate(args)
+            _for_kernels(t) if i in contiguous and t is not None else t for i, t in enumerate(args)
         ]
         return compute(*laid_out, **options)
 
@@ -221,6 +222,12 @@ def _define(
     overload._op = _without_dispatcher(call, dispatch, parameters, overload._schema)
     if fp8:
         FP8_OPS.add(overload)
+
+
+def _for_kernels(t: Tensor) -> Tensor:
+    """t, contiguous, and at a multiple of 16 bytes if it is FP8, which is read by TMA."""
+    t = t.contiguous()
+    return t.clone() if t.dtype == E4M3 and t.data_ptr() % 16 else t
 
 
 def register(
