@@ -1,4 +1,4 @@
-"""The ops on a GPU: what they refuse, no gradients, and their names in the profiler."""
+"""The ops on a GPU: what they refuse, strides, addresses, gradients, and the profiler."""
 
 import pytest
 import torch
@@ -43,6 +43,25 @@ def test_strides_make_no_difference():
         want = ops.blockwise_dgrad_fp8(g, sg, wq, sw_t, offs.contiguous())
         got = ops.blockwise_dgrad_fp8(g, sg, permuted, sw_t.mT.contiguous().mT, offs)
         assert torch.equal(got, want)
+
+
+def moved(t: torch.Tensor) -> torch.Tensor:
+    """A copy of t, one element past a multiple of 16 bytes."""
+    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+
+
+def test_addresses_make_no_difference():
+    x, w = normal(256, 512), normal(384, 512)
+    (q, s), (wq, ws) = ops.quantize_1x128(x), ops.quantize_128x128(w)
+    bytes_of = lambda t: moved(t.view(torch.uint8)).view(t.dtype)  # noqa: E731
+    for _ in range(3):
+        want = ops.blockwise_mm(q, s, wq, ws)
+        assert torch.equal(ops.blockwise_mm(bytes_of(q), s, bytes_of(wq), moved(ws)), want)
+        transposed = [ops.transpose_fp8(t).view(torch.uint8) for t in (wq, bytes_of(wq))]
+        assert torch.equal(*transposed)
+        for t in (x, w.float()):
+            for got, expected in zip(ops.quantize_1x128(moved(t)), ops.quantize_1x128(t)):
+                assert torch.equal(got.float(), expected.float())
 
 
 def test_no_output_has_a_gradient():

@@ -233,6 +233,11 @@ def test_what_torch_func_cannot_do_is_an_error_in_words(name):
     for transform in (torch.func.grad, torch.func.jacrev):
         with pytest.raises(RuntimeError, match="inside transforms of torch.func: use Tensor.b"):
             transform(lambda w: product(x, w).sum())(w)
+    compiled = torch.compile(
+        lambda w: torch.func.grad(lambda w: product(x, w).sum())(w), backend="eager"
+    )
+    with pytest.raises(RuntimeError, match="no gradient inside transforms of torch.func: use fp8_"):
+        compiled(w.detach())
     several = torch.randn(3, 8, 16)
     with pytest.raises(RuntimeError, match="is_grads_batched must be False"):
         torch.autograd.grad(product(x, w), x, several, is_grads_batched=True)

@@ -92,6 +92,13 @@ def test_no_output_has_a_gradient(call):
                 assert y.dtype == E4M3 or forward_ad.unpack_dual(y).tangent is None
 
 
+def test_transforms_of_torch_func_get_no_zeros():
+    x, quantize = torch.randn(4, 16), ops.quantize_row.default
+    with pytest.raises(RuntimeError, match="no gradient inside transforms of torch.func"):
+        torch.func.grad(lambda x: quantize(x)[1].sum())(x)
+    assert torch.func.vmap(quantize)(x[None])[1].shape == (1, 4)
+
+
 def refused(op, name, t, is_first):
     """What an argument must not be in place of t."""
     allowed = INTEGERS if op in PERMUTATION and not t.is_floating_point() else [t.dtype]

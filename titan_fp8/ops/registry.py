@@ -36,13 +36,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from titan_fp8 import reference
+from titan_fp8.layouts import E4M3
 from titan_fp8.ops.operands import Accepted, Check
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -177,7 +178,7 @@ def _define(
     def checked(*args: Any, **options: Any) -> Any:
         check(*args, **options)
         laid_out = [
-            t.contiguous() if i in contiguous and t is not None else t for i, t in enumerate(args)
+            _for_kernels(t) if i in contiguous and t is not None else t for i, t in enumerate(args)
         ]
         return compute(*laid_out, **options)
 
@@ -223,6 +224,12 @@ def _define(
         FP8_OPS.add(overload)
 
 
+def _for_kernels(t: Tensor) -> Tensor:
+    """t, contiguous, and at a multiple of 16 bytes if it is FP8, which is read by TMA."""
+    t = t.contiguous()
+    return t.clone() if t.dtype == E4M3 and t.data_ptr() % 16 else t
+
+
 def register(
     name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload:
@@ -261,6 +268,8 @@ def _without_dispatcher(
     required = len(positional) - len(defaults)
 
     def call_overload(*args: Any, **options: Any) -> Any:
+        if peek_interpreter_stack() is not None:
+            _refuse_gradient((*args, *options.values()))
         given = len(args) - required  # of those with defaults
         plain = given >= 0 and _PLAIN.issuperset(map(type, args))
         if not plain or torch.compiler.is_compiling():
@@ -322,6 +331,20 @@ def needs_dispatcher(args: Sequence[Any]) -> bool:
     if _PLAIN.issuperset(map(type, args)):
         return False
     return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+
+
+def _refuse_gradient(args: Sequence[Any]) -> None:
+    """Raises RuntimeError if a transform of torch.func would differentiate an op, and get zeros.
+
+    torch.compile calls this, too, when it traces the autograd functions inside a transform.
+    """
+    transform = peek_interpreter_stack().key()
+    tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    if transform == TransformType.Jvp or (transform == TransformType.Grad and tracked):
+        raise RuntimeError(
+            "titan_fp8 ops have no gradient inside transforms of torch.func: use fp8_linear, "
+            "fp8_grouped_mm and Tensor.backward or torch.autograd.grad"
+        )
 
 
 def mode_ignores_ops() -> bool:

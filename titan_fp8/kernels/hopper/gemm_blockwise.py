@@ -283,15 +283,19 @@ def _column_major(s: Tensor) -> Tensor:
     A copy if its layout differs: hooks for saved tensors may return a contiguous one.
     """
     rows, blocks = s.shape
-    if s.stride() == (1, round_up(rows, 4)):
+    if s.stride() == (1, round_up(rows, 4)) and s.data_ptr() % 16 == 0:
         return s
     return scales_1x128(s, rows, blocks * BLOCK).copy_(s)
 
 
 def _row_major(s: Tensor) -> Tensor:
-    """128x128 scales (..., n, k) in the layout of the quantizers; a copy if theirs differs."""
+    """128x128 scales (..., n, k) in the layout of the quantizers; a copy if theirs differs.
+
+    TMA also needs them to start at a multiple of 16 bytes.
+    """
     *lead, n, k = s.shape
     pitch = round_up(k, 4)
-    if s.stride() == ((n * pitch, pitch, 1) if lead else (pitch, 1)):
+    strides = (n * pitch, pitch, 1) if lead else (pitch, 1)
+    if s.stride() == strides and s.data_ptr() % 16 == 0:
         return s
     return s.new_empty(*lead, n, pitch)[..., :k].copy_(s)
