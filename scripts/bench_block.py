@@ -13,7 +13,6 @@ from titan_fp8.graph_passes import FewerOps
 from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS
 from titan_fp8.recipe import BF16
 from titan_fp8.recomputation import with_recomputable_quantizers
-from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
 
@@ -34,7 +33,6 @@ def converted(block: nn.Module, kind: str, compiled: bool) -> Callable[..., Tens
     """
     if kind != BF16:
         titan_fp8.convert_linears(block, recipe=kind)
-        share_attention_inputs(block)
         fuse_feed_forwards(block)
         if compiled:
             RECOMPUTABLE_QUANTIZERS.apply(with_recomputable_quantizers)

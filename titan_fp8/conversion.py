@@ -56,10 +56,9 @@ def log_conversion(what: str, recipe: str, report: ConversionReport) -> None:
 def revert(model: nn.Module) -> list[str]:
     """Turns what titan_fp8 has converted back into the modules of before, in place.
 
-    Linears, experts, feed-forwards, attention, MoE layers and blocks get back their own classes.
-    Parameters, buffers, hooks and modes stay the objects that they are. Call it after training, for
-    what does not know FP8 modules, such as torchao's `quantize_`, or to convert again by another
-    recipe.
+    Linears, experts, feed-forwards, MoE layers and blocks get back their own classes. Parameters,
+    buffers, hooks and modes stay the objects that they are. Call it after training, for what does
+    not know FP8 modules, such as torchao's `quantize_`, or to convert again by another recipe.
 
     Not reverted, because the results are the same: what a converter has replaced in torchtitan
     itself, and the dispatchers of torchtitan 0.3.

@@ -5,8 +5,7 @@
 
 Both run one autograd function; a dense product has one group. Forward quantizes x along its rows
 for fprop and along its columns for wgrad, from one read, and saves the FP8 columns for backward
-instead of x. If several products read one input, it is quantized once: torch.compile merges the
-equal calls, and eager code passes a `SharedInput`.
+instead of x. If several products read one input, torch.compile merges the equal calls.
 
 A weight in high precision is quantized by the op that multiplies by it: in forward, and again in
 backward, from the parameter as it is then. No FP8 copy of it outlives its GEMM, so nothing stale is
@@ -37,7 +36,6 @@ from titan_fp8.checks import (
 )
 from titan_fp8.gemms import (
     Operand,
-    SharedInput,
     Spec,
     dgrad,
     fprop,
@@ -167,48 +165,38 @@ def _forward(
     return fprop(x_rows, w, offs, spec), *x_columns
 
 
-class _Operands(NamedTuple):
-    """The operands of a product that are already quantized.
-
-    Attributes:
-        x_rows, x_columns: those of x; x_columns is () if backward computes no dW.
-        w_rows, w_columns: those of the weight; () if it is in high precision.
-    """
-
-    x_rows: Operand
-    x_columns: Operand
-    w_rows: Operand = ()
-    w_columns: Operand = ()
-
-
 class _FP8Product(Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
-    Without `operands`, forward quantizes x, and its columns if `for_wgrad`. With them it does not
-    read x; w is None if the weight is quantized, too.
+    `for_wgrad`: backward computes dW, so the columns of x are needed. `x_quantized`: the rows and
+    columns of x; None if forward is to quantize it.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_MK: Tensor,
-        w: Tensor | None,
+        w: Weight,
         bias: Tensor | None,
         offs: Tensor | None,
-        operands: _Operands | None,
+        x_quantized: tuple[Operand, Operand] | None,
         for_wgrad: bool,
         spec: Spec,
     ) -> Tensor:
         ctx.spec, ctx.x_dtype = spec, x_MK.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if operands is None:
-            assert w is not None
+        if isinstance(w, QuantizedWeight):
+            x_rows, _ = x_quantized or quantize_operands(x_MK, offs, True, False, spec)
+            y_MN = fprop(x_rows, w.rows, offs, spec)
+            ctx.save_for_backward(offs, None, *w.columns)
+        elif x_quantized is None:
             x_MK = x_MK.to(spec.dtype).contiguous()
-            y_MN, *columns = _forward(x_MK, w, offs, for_wgrad, spec)
-            ctx.save_for_backward(offs, w, *columns)
+            y_MN, *x_columns = _forward(x_MK, w, offs, for_wgrad, spec)
+            ctx.save_for_backward(offs, w, *x_columns)
         else:
-            y_MN = fprop(operands.x_rows, operands.w_rows if w is None else w, offs, spec)
-            ctx.save_for_backward(offs, w, *operands.w_columns, *operands.x_columns)
+            x_rows, x_columns = x_quantized
+            y_MN = fprop(x_rows, w, offs, spec)
+            ctx.save_for_backward(offs, w, *(x_columns if for_wgrad else ()))
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
@@ -236,37 +224,29 @@ class _FP8Product(Function):
         return dx_MK, dw, db, *(None for _ in others)
 
 
-def products(
-    x: Tensor,
-    weights: tuple[Weight, ...],
+def product(
+    x_MK: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     offs: Tensor | None,
     spec: Spec,
-    shared: SharedInput | None = None,
-) -> list[Tensor]:
-    """y (M, N) of x (..., K) and each of the weights; x is quantized once for all of them."""
-    x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    trained = [isinstance(w, Tensor) and w.requires_grad for w in weights]
-    for_wgrad = torch.is_grad_enabled() and any(trained)
-    if len(weights) == 1 and shared is None and isinstance(weights[0], Tensor):
+    x_quantized: tuple[Operand, Operand] | None = None,
+) -> Tensor:
+    """y (M, N) of x (M, K) and a weight, as `fp8_linear` and `fp8_grouped_mm` describe them.
+
+    Args:
+        x_quantized: `quantize_operands` of x, for products that share it; or None. The columns are
+            needed if backward computes the gradient of the weight.
+    """
+    trained = isinstance(weight, Tensor) and weight.requires_grad
+    needs_no_grad = not torch.is_grad_enabled() and forward_ad._current_level < 0
+    if needs_no_grad and isinstance(weight, Tensor) and x_quantized is None:
         # An autograd function would only take time. But it refuses forward-mode AD.
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
-            x_MK = x_MK.to(spec.dtype).contiguous()
-            (y_MN,) = _forward(x_MK, weights[0], offs, False, spec)
-            return [y_MN if bias is None else y_MN + bias.to(spec.dtype)]
-        return [_FP8Product.call(x_MK, weights[0], bias, offs, None, for_wgrad, spec)]
-    if shared is None:
-        x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
-    else:
-        x_rows, x_columns = shared.operands(x_MK, for_wgrad, spec)
-    outputs = []
-    for weight, needs_dw in zip(weights, trained, strict=True):
-        if isinstance(weight, QuantizedWeight):
-            w, operands = None, _Operands(x_rows, (), weight.rows, weight.columns)
-        else:
-            w, operands = weight, _Operands(x_rows, x_columns if needs_dw else ())
-        outputs.append(_FP8Product.call(x_MK, w, bias, offs, operands, needs_dw, spec))
-    return outputs
+        x_MK = x_MK.to(spec.dtype).contiguous()
+        (y_MN,) = _forward(x_MK, weight, offs, False, spec)
+        return y_MN if bias is None else y_MN + bias.to(spec.dtype)
+    for_wgrad = torch.is_grad_enabled() and trained
+    return _FP8Product.call(x_MK, weight, bias, offs, x_quantized, for_wgrad, spec)
 
 
 def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
@@ -286,7 +266,6 @@ def fp8_linear(
     *,
     recipe: str = "blockwise",
     emulate: bool = False,
-    shared: SharedInput | None = None,
 ) -> Tensor:
     """`torch.nn.functional.linear` with its three GEMMs in FP8; differentiable.
 
@@ -298,7 +277,6 @@ def fp8_linear(
         recipe: a name of `titan_fp8.recipe.RECIPES`, such as "blockwise" (DeepSeek-V3,
             arXiv 2412.19437) or "rowwise".
         emulate: compute the same numerics in FP32 arithmetic, on any device. CPU tensors always do.
-        shared: `SharedInput(x)`, the same for every product that reads x, or None.
 
     Returns:
         y (..., N), in the dtype of F.linear. Gradients have the dtypes of their tensors.
@@ -313,7 +291,6 @@ def fp8_linear(
     check_types(x=x)
     check_types(WEIGHTS, weight=weight)
     check_types(OPTIONAL, bias=bias)
-    check_types((SharedInput, type(None)), shared=shared)
     if x.dim() < 1 or len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
@@ -321,13 +298,13 @@ def fp8_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
-    if shared is not None and shared.x is not x:
-        raise ValueError("shared is the SharedInput of another tensor: it must be that of x")
     w = check_weight("weight", weight, recipe)
     check_devices(x, weight=weight, bias=bias)
     spec = Spec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
-    (y_MN,) = products(x, (weight,), bias, None, spec, shared)
-    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], weight.shape[0])
+    if x.dim() == 2:
+        return product(x, weight, bias, None, spec)
+    y_MN = product(x.reshape(-1, x.shape[-1]), weight, bias, None, spec)
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
 def fp8_grouped_mm(
@@ -373,5 +350,4 @@ def fp8_grouped_mm(
     w = check_weight("weight", weight, recipe)
     check_devices(x, weight=weight, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, weight=w))
-    (y_MN,) = products(x, (weight,), None, offs, spec)
-    return y_MN
+    return product(x, weight, None, offs, spec)

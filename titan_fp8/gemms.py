@@ -190,24 +190,3 @@ def product_backward(
     del g_rows, weight
     columns = (x_columns,) if x_scale is None else (x_columns, x_scale)
     return dx, wgrad(g_columns, columns, offs, spec, dw_dtype)
-
-
-class SharedInput:
-    """Quantizes x once for products that read it one after the other.
-
-    x must not change until the last of them has run. Under torch.compile there is nothing to share:
-    the compiler merges equal quantizations.
-    """
-
-    def __init__(self, x: Tensor):
-        self.x = x
-        self._operands: dict[tuple[bool, Spec], tuple[Operand, Operand]] = {}
-
-    def operands(self, x_MK: Tensor, for_wgrad: bool, spec: Spec) -> tuple[Operand, Operand]:
-        """`quantize_operands` of x_MK, which is x as a matrix."""
-        if torch.compiler.is_compiling():
-            return quantize_operands(x_MK, None, True, for_wgrad, spec)
-        key = for_wgrad, spec
-        if key not in self._operands:
-            self._operands[key] = quantize_operands(x_MK, None, True, for_wgrad, spec)
-        return self._operands[key]

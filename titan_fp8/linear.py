@@ -20,9 +20,7 @@ them:
     Replicate     Shard(d < -1)  Shard(d)    Shard(d)         Partial
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -42,7 +40,6 @@ from titan_fp8.checks import (
 )
 from titan_fp8.functional import fp8_linear
 from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.gemms import SharedInput
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16
 
@@ -53,21 +50,6 @@ Logits and routing are sensitive to rounding; DeepSeek-V3 keeps both in high pre
 """
 _OUTPUT_NAMES = ("output", "lm_head")
 """What torchtitan and Hugging Face call the output layer."""
-
-_shared: ContextVar[SharedInput | None] = ContextVar("shared", default=None)
-
-
-@contextlib.contextmanager
-def shared_input(x: Tensor) -> Iterator[None]:
-    """Inside this context all FP8Linears that are called with x, the same object, quantize it once.
-
-    For modules that own such linears, as attention owns wq, wk and wv. x must not change inside.
-    """
-    token = _shared.set(SharedInput(x))
-    try:
-        yield
-    finally:
-        _shared.reset(token)
 
 
 class FP8Linear(nn.Linear):
@@ -89,12 +71,8 @@ class FP8Linear(nn.Linear):
         return self._local_product(x, self.weight, self.bias)
 
     def _local_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        shared = None if torch.compiler.is_compiling() else _shared.get()
-        if shared is not None and shared.x is not x:
-            shared = None
-        recipe, emulate = self.recipe, self.emulate
         try:
-            return fp8_linear(x, weight, bias, recipe=recipe, emulate=emulate, shared=shared)
+            return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
         except NotImplementedError as error:

@@ -267,8 +267,7 @@ GRADIENT_REDUCTION = Patch(
     relies_on=(
         Target("torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter"),
     ),
-    why="FSDP2 reduces bf16 gradients in FP32 by sending FP32, and handles what one rank has whole "
-    "in the same way (gradient_reduction.py).",
+    why="FSDP2 reduces bf16 gradients in FP32 by sending FP32 (gradient_reduction.py).",
     without="FSDP2 sends FP32, twice as many bytes.",
     versions=TORCH,
     gain="Reductions on one host send half of the bytes. Llama3-8B, FSDP on 2 H200s, 2,048 tokens "

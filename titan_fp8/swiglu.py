@@ -32,7 +32,7 @@ from titan_fp8.functional import (
     Weight,
     check_weight,
     no_double_backward,
-    products,
+    product,
 )
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
@@ -163,12 +163,13 @@ def fp8_swiglu(
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
     can_fuse &= len({isinstance(w, GatheredWeight) for w in weights.values()}) == 1
+    trained = [w is not None and w.requires_grad for w in in_high_precision.values()]
+    for_wgrad = torch.is_grad_enabled() and (trained[0] or trained[2])
     if any(isinstance(w, QuantizedWeight) for w in weights.values()) or not can_fuse:
-        a_MH, b_MH = products(x_MK, (w1, w3), None, offs, spec)
-        (y_MN,) = products(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
+        x_quantized = quantize_operands(x_MK, offs, True, for_wgrad, spec)
+        a_MH, b_MH = (product(x_MK, w, None, offs, spec, x_quantized) for w in (w1, w3))
+        y_MN = product(F.silu(a_MH) * b_MH, w2, None, offs, spec)
     else:
-        trained = [w is not None and w.requires_grad for w in in_high_precision.values()]
-        for_wgrad = torch.is_grad_enabled() and (trained[0] or trained[2])
         y_MN = _FP8SwiGLU.call(x_MK, w1, w2, w3, offs, spec, for_wgrad)
     return y_MN.view(*x.shape[:-1], w2.shape[-2])
 

@@ -85,17 +85,6 @@ def test_launches_of_a_product(launches, recipe, grouped):
     assert got == LAUNCHES[recipe, grouped], dict(launches)
 
 
-def test_a_shared_input_is_quantized_once(launches):
-    x, *weights = (
-        torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-        for shape in ((M, K), (N, K), (N, K), (N, K))
-    )
-    shared = titan_fp8.gemms.SharedInput(x)
-    for w in weights:
-        titan_fp8.fp8_linear(x, w, shared=shared)
-    assert launches.total() == 1 + 2 * len(weights), dict(launches)
-
-
 ALLOCATIONS = {"blockwise": (7, 8), "rowwise": (8, 10)}
 """recipe -> allocations of forward and of backward."""
 

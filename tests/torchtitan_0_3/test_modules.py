@@ -1,4 +1,4 @@
-"""What converted modules compute: feed-forwards, attention, experts and their dispatch."""
+"""What converted modules compute: linears, feed-forwards, experts and their dispatch."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ import torch
 from count import Count
 from health_runs import assert_complete, layers_in
 from torch import Tensor, nn
-from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
@@ -21,8 +20,8 @@ from titan_fp8.health import Monitor
 from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 from titan_fp8.torchtitan_0_3.experts import FP8Experts
+from titan_fp8.torchtitan_0_3.feed_forward import FP8FeedForward
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
-from titan_fp8.torchtitan_0_3.modules import FP8FeedForward, SharedInputQKVLinear
 
 K, H, E, TOP_K = 64, 96, 4, 2
 
@@ -114,15 +113,6 @@ def test_a_wrapper_that_has_nothing_to_redistribute_is_no_reason_to_call():
     with Count() as count:
         module(x)
     assert count.calls["swiglu_1x128"] == 1
-
-
-def test_projections_of_one_input_quantize_it_once():
-    config = QKVLinear.Config(head_dim=16, wq=linear(64, K), wkv=linear(32, K))
-    module = convert(config, FP8LinearConverter.Config())
-    assert type(module) is SharedInputQKVLinear
-    with Count() as count:
-        module(inputs().view(2, 10, K))
-    assert count.calls["quantize_1x128_128x1_t"] == 1 and count.calls["blockwise_fprop"] == 3
 
 
 def routed(

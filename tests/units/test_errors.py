@@ -13,7 +13,6 @@ from titan_fp8 import (
     fp8_linear,
     quantize_weight,
 )
-from titan_fp8.gemms import SharedInput
 from titan_fp8.swiglu import fp8_swiglu
 
 
@@ -46,11 +45,6 @@ def offs_elsewhere():
     return fp8_grouped_mm(
         torch.ones(4, 32, device="meta"), torch.ones(2, 16, 32, device="meta"), offs
     )
-
-
-def shared_elsewhere():
-    x = torch.ones(4, 32)
-    return fp8_linear(x, torch.ones(16, 32), shared=SharedInput(x.clone()))
 
 
 ALLOWED = "allowed are 'blockwise', 'rowwise', 'rowwise_with_gw_hp'"
@@ -90,13 +84,11 @@ ERRORS = [
     (lambda: fp8_linear([1], torch.ones(16, 32)), "x is [1]: allowed is a Tensor"),
     (lambda: fp8_linear(torch.ones(4, 32), None), "weight is None: allowed is a Tensor or Qua"),
     (linear(bias=0.0), "bias is 0.0: allowed is a Tensor or None"),
-    (linear(shared=3), "shared is 3: allowed is a SharedInput or None"),
     (lambda: fp8_grouped_mm(None, None, None), "x is None: allowed is a Tensor"),
     (lambda: fp8_swiglu(torch.ones(4, 32), *[torch.ones(32, 32)] * 2, 3), "w3 is 3: allowed is a"),
     (lambda: quantize_weight([[1]]), "weight is [[1]]: allowed is a Tensor"),
     (lambda: convert_linears("llama3"), "model is 'llama3': allowed is a Module"),
     (lambda: convert_experts(None), "model is None: allowed is a Module"),
-    (shared_elsewhere, "shared is the SharedInput of another tensor"),
     (weight_elsewhere, "weight is on meta and x on cpu: must be the same"),
     (offs_elsewhere, "offs is on cpu and x on meta: must be the same"),
 ]  # fmt: skip

@@ -1,7 +1,6 @@
 """What an observer measures of the operands of FP8 products, against the oracle's quantizers."""
 
 import collections
-import contextlib
 import functools
 
 import numpy as np
@@ -27,7 +26,6 @@ from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.health import Layer, Observer, observer, sampling, watch
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import Stat
-from titan_fp8.linear import shared_input
 from titan_fp8.ops import observe, registry
 from titan_fp8.swiglu import fp8_swiglu
 
@@ -246,10 +244,7 @@ def mlp(recipe: str) -> tuple[nn.Module, list[Layer]]:
             self.wq, self.wk, self.wo = (nn.Linear(128, 128, bias=False) for _ in range(3))
 
         def forward(self, x):
-            traced = torch.compiler.is_compiling()
-            with contextlib.nullcontext() if traced else shared_input(x):
-                y = self.wq(x) * self.wk(x)
-            return x + self.wo(y)
+            return x + self.wo(self.wq(x) * self.wk(x))
 
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())

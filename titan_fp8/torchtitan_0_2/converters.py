@@ -29,7 +29,6 @@ from titan_fp8.torchtitan_0_2 import (
     permutation,
     token_exchange,
 )
-from titan_fp8.torchtitan_0_2.attention import share_attention_inputs
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import (
     FP8GroupedExperts,
@@ -157,7 +156,6 @@ class LinearConverter(_Converter):
                 emulate=section.emulate,
             )
         log_conversion("linears", section.recipe, report)
-        share_attention_inputs(model)
         if fused := fuse_feed_forwards(model):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
         if section.fsdp_all_gather and section.recipe != BF16:

@@ -34,8 +34,8 @@ from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, convert_experts
+from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
-from titan_fp8.torchtitan_0_3.modules import fuse_feed_forwards, share_attention_inputs
 
 LINEAR = "FP8LinearConverter"
 EXPERTS = "FP8GroupedExpertsConverter"
@@ -88,7 +88,6 @@ class FP8LinearConverter(QuantizationConverter):
         gather_in_fp8(LINEAR, config, model_config, report)
         if config.health_freq and report.converted:
             health.observe(model_config, report, config.health_freq)
-        share_attention_inputs(model_config)
         if fused := fuse_feed_forwards(model_config):
             logger.info(f"titan_fp8: {fused} feed-forwards run fused")
         if config.recipe != BF16 and not report.converted:

@@ -1,0 +1,69 @@
+"""torchtitan 0.3's feed-forwards, fused (`titan_fp8/feed_forward.py`)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+from torch import nn
+from torchtitan.config.override import derive
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.protocols.module import Module
+
+from titan_fp8 import feed_forward
+from titan_fp8.torchtitan_0_3.linear import FP8Linear, replace
+
+_FORWARD = FP8Linear.forward
+
+
+class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
+    """The feed-forward of dense blocks and of shared experts."""
+
+    linear_class = FP8Linear
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        pass
+
+    def must_be_called(self, linear: nn.Module) -> bool:
+        """Whether calling `linear` does more than FP8Linear.forward."""
+        return (
+            type(linear) is not self.linear_class
+            or FP8Linear.forward is not _FORWARD
+            # Without tensor parallelism torchtitan's wrapper has nothing to redistribute.
+            or linear.tensor_parallel
+            or vars(linear).get("forward") is not linear.wrapper
+            or feed_forward.call_does_more(linear)
+            or spmd.is_type_checking()
+        )
+
+
+class FP8SigmoidGatedFeedForward(SigmoidGatedFeedForward, FP8FeedForward):
+    """The feed-forward with a gate, which multiplies the output."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SigmoidGatedFeedForward.Config):
+        pass
+
+
+_FUSED: dict[type, Any] = {
+    FeedForward.Config: FP8FeedForward.Config,
+    SigmoidGatedFeedForward.Config: FP8SigmoidGatedFeedForward.Config,
+}
+
+
+def fuse_feed_forwards(model: Module.Config) -> int:
+    """Fuses the feed-forwards of a model's config, in place, and returns how many."""
+    found = [
+        each
+        for each in model.traverse(FeedForward.Config)
+        if type(each[1]) in _FUSED and _can_fuse(each[1])
+    ]
+    for _, config, parent, attribute in found:
+        replace(parent, attribute, derive(config, _FUSED[type(config)]))
+    return len(found)
+
+
+def _can_fuse(config: FeedForward.Config) -> bool:
+    """Whether the linears are FP8Linears without bias, of equal settings and a fused recipe."""
+    linears = (config.w1, config.w2, config.w3)
+    return all(type(x) is FP8Linear.Config for x in linears) and feed_forward.can_fuse(*linears)
