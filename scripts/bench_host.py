@@ -5,8 +5,8 @@
 The other benchmarks replay CUDA graphs, so they see the GPU alone. Here a layer is called as a
 model calls it, forward and backward. The tensors of the first rows are so small that the GPU waits
 for the CPU; the other rows are layers and a block of production size. A time is the median of
-ROUNDS loops of CALLS calls each; bf16 and the recipes take turns. As in jobs with FP8 layers, the
-compiler merges FP8 ops.
+ROUNDS loops of CALLS calls each; bf16 and the recipes take turns. As in jobs with FP8 layers,
+autograd's multithreading is off, for bf16 as well, and the compiler merges FP8 ops.
 
 "x bf16" is the speed relative to bf16 in the same mode: below 1 is slower.
 """
@@ -109,6 +109,7 @@ def main() -> None:
     if not chosen:
         arguments.error(f"--only {args.only!r} is in no name of a case; these are {[*cases()]}")
     require_hopper(arguments)
+    torch.autograd.set_multithreading_enabled(False)
     rows: list[Row] = []
     for name, make in chosen.items():
         torch._dynamo.reset()

@@ -25,10 +25,6 @@ saved there either, because Inductor calls GEMMs without dispatch.
 An op that a mode sees takes the CPU about 20 us longer. `outside_checkpoint` takes the mode of such
 a block away while code runs that calls many ops of which few are saved; it calls those in
 `inside_checkpoint`. The recomputation does the same, so it finds what forward has saved.
-
-FSDP2's hooks on experts run inside the checkpoint of their block and mark ranges for the profiler.
-torch 2.13 counts the calls of each op in forward and in the recomputation, where FSDP2 marks other
-ranges, so the ops of a range have to be ignored (`without_profiler_ops`).
 """
 
 import contextlib
@@ -53,15 +49,6 @@ from titan_fp8.ops.registry import mode_ignores_ops
 from titan_fp8.recipe import RECIPES, op_of
 
 _FPROPS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
-_PROFILER_OPS = {
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-}
-
-
-def without_profiler_ops(ignored: set) -> set:
-    """PyTorch's set of ops that op-level checkpointing ignores, with those of the profiler."""
-    return ignored | _PROFILER_OPS
 
 
 def with_fp8_policy(checkpoint_wrapper: Callable) -> Callable:

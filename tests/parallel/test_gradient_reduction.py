@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradient_kernel import Experts, SumGradients
+from titan import one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -92,6 +93,21 @@ def patched_gradients(ranks, dtype, factor, force_sum=False) -> tuple[list[Tenso
     """What `gradients` gives with the patch, and what FSDP2's function was called with."""
     with patched() as seen:
         return gradients(ranks, dtype, factor, force_sum), seen
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 2.0, 3.0])
+def test_bf16_gradients_of_what_one_rank_has_whole_stay_in_bf16(factor):
+    with one_process():
+        expected = gradients((1,), BF16, factor, False)
+        found, seen = patched_gradients((1,), BF16, factor)
+    assert seen == 2 * [(BF16, "DefaultReduceScatter")]
+    assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {BF16}
+
+
+def test_fp32_gradients_of_what_one_rank_has_whole_stay_in_fp32():
+    with one_process():
+        _, seen = patched_gradients((1,), FP32, 3.0)
+    assert seen == 2 * [(FP32, "DefaultReduceScatter")]
 
 
 def compare_exchange(rank: int, mesh: tuple[int, ...], dtype: torch.dtype, factor: float) -> None:

@@ -37,6 +37,7 @@ from torchtitan.tools import utils
 
 import titan_fp8
 from titan_fp8 import recomputation
+from titan_fp8.torchtitan_0_2 import input_stream
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 OPS = torch.ops.titan_fp8
@@ -164,6 +165,15 @@ def test_emulation_is_announced_once_a_run(tmp_path, caplog):
     assert caplog.text.count("emulated") == 1
 
 
+@pytest.mark.parametrize("section", BOTH)
+@pytest.mark.parametrize(("recipe", "threads"), [("rowwise", False), ("bf16", True)])
+def test_backward_of_fp8_jobs_runs_in_the_thread_that_calls_it(tmp_path, section, recipe, threads):
+    config = job(tmp_path, "deepseek_v3", f"--{section}.recipe", recipe, converters=(section,))
+    with torch.autograd.set_multithreading_enabled(True):
+        converted(config)
+        assert torch._C._is_multithreading_enabled() == threads
+
+
 @pytest.fixture
 def a_gpu(monkeypatch):
     """Makes torch report a GPU of some compute capability."""
@@ -175,6 +185,7 @@ def a_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+        monkeypatch.setattr(input_stream, "install", lambda: None)
 
     return pretend
 

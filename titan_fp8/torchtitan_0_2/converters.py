@@ -15,6 +15,7 @@ from titan_fp8 import (
     activation_checkpointing,
     gradient_reduction,
     graph_passes,
+    profiler_ranges,
     recomputation,
 )
 from titan_fp8.checks import ConversionReport, permutation_of
@@ -25,6 +26,7 @@ from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import (
     health,
+    input_stream,
     patches,
     permutation,
     token_exchange,
@@ -58,20 +60,29 @@ class _Converter(QuantizationConverter):
         self.compiles = compile_config.enable and "model" in compile_config.components
 
     def prepare(self, recipe: str, emulate: bool) -> None:
-        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16."""
+        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16.
+
+        Also turns autograd's multithreading off.
+        """
         if recipe == BF16:
             return
         check_device(utils.device_type, emulate)
+        if utils.device_type == "cuda":
+            input_stream.install()
         self.check_schedule()
         self.check_health()
+        # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU
+        # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
+        torch.autograd.set_multithreading_enabled(False)
         health.install(self.job_config)
         if self.uses_fsdp2:
             patches.GRADIENT_COPIES.apply(copy_by_kernel)
             patches.GRADIENT_REDUCTION.apply(
                 gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
             )
+            patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
-        patches.CHECKPOINT_RANGES.apply(activation_checkpointing.without_profiler_ops)
+        patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
         if self.compiles and self.job_config.activation_checkpoint.mode in ("full", "selective"):
@@ -213,8 +224,8 @@ class GroupedMMConverter(_Converter):
             patches.TOKEN_EXCHANGE.apply(
                 lambda _: token_exchange.all_to_all_single,
                 lambda _: token_exchange.all_to_all_single_autograd,
-                lambda _: token_exchange.token_dispatch,
             )
+            patches.TOKEN_DISPATCH.apply(lambda _: token_exchange.token_dispatch)
         if layers:
             logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
         elif requested:

@@ -18,6 +18,7 @@ from titan_fp8 import (
     activation_checkpointing,
     gradient_reduction,
     graph_passes,
+    profiler_ranges,
     recomputation,
 )
 from titan_fp8.checks import (
@@ -180,7 +181,7 @@ def prepare(recipe: str, emulate: bool) -> None:
         return
     check_device(utils.device_type, emulate)
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
-    patches.CHECKPOINT_RANGES.apply(activation_checkpointing.without_profiler_ops)
+    patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
     patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     patches.FEWER_OPS.apply(graph_passes.FewerOps.after)
     patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
@@ -188,6 +189,7 @@ def prepare(recipe: str, emulate: bool) -> None:
     patches.GRADIENT_REDUCTION.apply(
         gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
     )
+    patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
 def check_model(model: Module.Config, settings: Settings) -> None:
