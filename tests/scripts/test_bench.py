@@ -1,7 +1,6 @@
 """The parts of the benchmarks that need no GPU, and summarize_trace.py."""
 
 import importlib
-import itertools
 import json
 import pkgutil
 
@@ -68,51 +67,6 @@ def test_benchmarks_need_a_hopper_gpu(name, capability, message, monkeypatch, ca
     with pytest.raises(SystemExit) as stop:
         bench_common.require_hopper(parser)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """What the GPU is told to do, in order; an event of it happens a ms after the one before."""
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append("event")
-            self.ms = len(log)
-
-        def elapsed_time(self, end):
-            return end.ms - self.ms
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-    return log
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_the_time_of_calls_on_the_gpu(log, wait):
-    calls = itertools.count()
-
-    def slow_at_first():
-        log.extend(["slow"] * (10 if next(calls) < 2 else 3))
-
-    functions = [slow_at_first, lambda: log.append("fast")]
-    assert bench_common.event_ms(functions[:1], 5, untimed=2, wait=wait) == 4
-    assert log.count("event") == 14 and log.count("wait") == (8 if wait else 1)
-    log.clear()
-    assert bench_common.event_ms(functions, 3, wait=wait) == 4
-    assert "".join(each[0] for each in log if each in ("slow", "fast")) == "sssfsss"
-
-
-def test_the_time_of_calls_with_the_host(log, monkeypatch):
-    monkeypatch.setattr(bench_common.time, "perf_counter", lambda: len(log) * 1e-6)
-    steps = [lambda: log.append("a"), lambda: log.extend("bb")]
-    # The wait at the end of a loop counts as well.
-    assert bench_common.call_us(steps, 4, 3) == pytest.approx([1.25, 2.25])
-    one_round = ["wait", *"aaaa", "wait", "wait", *"bbbbbbbb", "wait"]
-    assert log == [*"a" * 20, *"b" * 40, *one_round * 3]
 
 
 def test_the_bandwidth_of_a_kernel():
