@@ -14,7 +14,6 @@ from health_runs import assert_complete, layers_in
 TP, EP = "--parallelism.tensor_parallel_degree", "--parallelism.expert_parallel_degree"
 HSDP = ("--parallelism.data_parallel_replicate_degree", 2)
 PLANS = {
-    "llama3, FSDP2": ("llama3", "blockwise", ()),
     "llama3, HSDP": ("llama3", "blockwise_pow2", HSDP),
     "llama3, TP": ("llama3", "rowwise", (TP, 2)),
     "deepseek_v3, FSDP2, EP": ("deepseek_v3", "blockwise", (EP, 2)),
