@@ -57,9 +57,7 @@ def test_power_of_two_scales(monkeypatch):
             for layout in ((None, False), (OFFS, False), (OFFS, True)):
                 quantize_blockwise.quantize_128x1_t(x, *layout, scale_fmt=scale_fmt)
                 quantize_blockwise.quantize_1x128_128x1_t(x, *layout, scale_fmt=scale_fmt)
-                swiglu_quantize.swiglu_backward_1x128_128x1_t(
-                    x, x, x, *layout, scale_fmt=scale_fmt
-                )
+                swiglu_quantize.swiglu_backward_1x128_128x1_t(x, x, x, *layout, scale_fmt=scale_fmt)
             swiglu_quantize.swiglu_1x128(x, x, scale_fmt=scale_fmt)
     print(*compiled["ue8m0"], sep="\n")
     assert len(compiled["fp32"]) == len(compiled["ue8m0"]) == 13
