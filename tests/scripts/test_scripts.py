@@ -151,21 +151,6 @@ def test_a_finished_corpus_is_kept(data: Path) -> None:
     assert "is prepared" in prepare_data(data)
 
 
-def test_an_unfinished_preparation_is_done_again_and_the_corpus_is_the_same(
-    data: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "corpus" / "train").mkdir(parents=True)
-    (tmp_path / "corpus" / "train" / "text.jsonl").write_text("cut sho")
-    (tmp_path / "stamp").write_text("Python 3.1")
-    prepare_data(tmp_path)
-    for name in ["corpus/train/text.jsonl", "corpus/validation/text.jsonl"]:
-        assert (tmp_path / name).read_bytes() == (data / name).read_bytes()
-    first, second = (
-        json.loads((folder / "tokenizer/tokenizer.json").read_text()) for folder in (data, tmp_path)
-    )
-    assert first == second
-
-
 def test_corpus_is_the_standard_library_cut_in_pieces(data: Path) -> None:
     train, validation = texts(data, "train"), texts(data, "validation")
     assert len(train) > 10 * len(validation) > 0
