@@ -37,7 +37,7 @@ ALL = MODELS | {
 
 VOCABULARY = 512
 """Twice that of the tokenizer in tests, and a quarter of torchtitan's, which only takes time."""
-STEPS = 12
+STEPS = 6
 
 
 def converters(model: str, **fields: Any) -> list[Any]:
@@ -103,6 +103,7 @@ def flags(text: Path, folder: Path, *more: object) -> list[str]:
         "training.local_batch_size": 1,
         "training.steps": STEPS,
         "optimizer.implementation": "foreach",
+        "optimizer.param-groups.0.optimizer-kwargs.lr": 2e-3,
         "lr_scheduler.warmup_steps": 2,
         "debug.seed": 42,
         "parallelism.spmd_backend": "partial_dtensor",

@@ -9,8 +9,16 @@ from titan_fp8.kernels import permute
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("k", [ODD_ROW_LENGTHS[0], ROUTED_DIM, ODD_ROW_LENGTHS[-1]])
+@pytest.mark.parametrize(
+    "k, dtype",
+    [
+        (ODD_ROW_LENGTHS[0], torch.bfloat16),
+        (ROUTED_DIM, torch.bfloat16),
+        (ROUTED_DIM, torch.float32),
+        (ODD_ROW_LENGTHS[-1], torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
     compiled, top = [], TOP_K
     for name in ("permute_gather_kernel", "permute_combine_kernel", "permute_dot_kernel"):

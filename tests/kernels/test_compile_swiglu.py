@@ -15,9 +15,7 @@ GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
 SHARED = 228 * 1024 // 2 - 1024
 """Bytes of shared memory for each of two programs on an SM."""
 
-each_shape = pytest.mark.parametrize(
-    "shape", [shape for shape in (*SWIGLU, *ODD_SWIGLU) if shape[0]], ids=str
-)
+SHAPES = [shape for shape in (*SWIGLU, *ODD_SWIGLU) if shape[0]]
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def compiled(monkeypatch):
 
 
 @needs_cuobjdump
-@each_shape
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward(compiled, shape):
     x = torch.empty(shape, dtype=torch.bfloat16)
     swiglu.swiglu_1x128(x, x)
@@ -40,8 +38,11 @@ def test_forward(compiled, shape):
 
 
 @needs_cuobjdump
-@each_shape
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    "groups, shape",
+    [("dense", SWIGLU[0]), ("aligned", SWIGLU[0]), *(("unaligned", shape) for shape in SHAPES)],
+    ids=str,
+)
 def test_backward(compiled, groups, shape):
     x = torch.empty(shape, dtype=torch.bfloat16)
     swiglu.swiglu_backward_1x128_128x1_t(x, x, x, *GROUPS[groups])

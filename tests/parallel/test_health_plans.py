@@ -63,7 +63,6 @@ def test_every_plan_reports_every_operand(tmp_path, text):
 def compare_gathers(rank: int, folder: Path, text: Path) -> None:
     """With all rows sampled, shards of weights say what whole weights say."""
     for plan, recipe in (
-        (Plan("llama3", fsdp=2), "blockwise"),
         (Plan("llama3", fsdp=2), "rowwise"),
         (Plan("deepseek_v3", fsdp=2, ep=2), "blockwise"),
     ):

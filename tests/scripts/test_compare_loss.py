@@ -190,7 +190,7 @@ def test_labels_tell_runs_apart(tmp_path):
     assert re.match(r" +0/out +0.125/out +0.25/out\n", text)
 
 
-ODD = [{1: 8.1}, {1: math.nan}, {9: math.inf}, {95: math.inf}, {95: math.nan}, {100: 7.0}]
+ODD = [{1: math.nan}, {95: math.inf}]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)

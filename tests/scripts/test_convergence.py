@@ -3,10 +3,9 @@
 import json
 import shutil
 
-import converge_verdict
 import numpy as np
 import pytest
-from converge_arms import ARMS, Settings, write_settings
+from converge_arms import Settings, write_settings
 from convergence_runs import EVALUATIONS, LATE, NAN, NOISY, QUIET, STEPS, write_arm
 from loss_runs import dump
 
@@ -331,8 +330,7 @@ def test_text_that_was_read_twice_is_reported(results, judge):
     assert "blockwise read some text more than once" in judge()[1]
 
 
-@pytest.mark.parametrize("whole", ["blockwise", "bf16_ulp", "blockwise_resumed"])
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("whole, count", [("blockwise_resumed", 1), ("bf16_ulp", 8)])
 def test_arms_that_end_early_leave_a_plot(results, judge, monkeypatch, whole, count):
     """At step 100 in warm-up, or after it; the others are shown."""
     monkeypatch.undo()
@@ -377,12 +375,3 @@ def test_an_unconverted_arm_is_found_without_the_first_evaluation(results, judge
     file.write_text(first + "\n" + file.read_text())
     status, text = judge()
     assert status == 1 and "FAIL  rowwise: not judged: equal to bf16 at every step" in text
-
-
-def test_the_plots_are_drawn(results, monkeypatch):
-    monkeypatch.undo()
-    for name in ("bf16_order", "bf16_ulp", "blockwise", "control", "blockwise_resumed"):
-        write_arm(results, name, 2.0 if ARMS[name].role == "control" else QUIET)
-    (results / "blockwise_resumed/killed").touch()
-    assert converge_verdict.main([str(results)]) == 0
-    assert (results / "verdict.png").read_bytes().startswith(b"\x89PNG")

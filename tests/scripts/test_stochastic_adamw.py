@@ -150,6 +150,7 @@ def train_sharded(model: nn.Module, optimizers: OptimizersContainer, steps: rang
     return [p.detach().to_local().clone() for p in model.parameters()]
 
 
+@torch.compiler.set_stance("force_eager")  # Compiled code resumes in the test above.
 def resume_sharded(rank: int, folder: Path) -> None:
     model, optimizers = sharded_job()
     train_sharded(model, optimizers, range(3))

@@ -241,15 +241,14 @@ def test_bf16_parameters_are_rounded_stochastically(text, tmp_path):
     flags = [*small(text, tmp_path), *BF16, "--optimizer.rounding_seed", 5]
     bf16 = ["--training.dtype", "bfloat16"]
     with one_process():
-        for name in ("llama3_tiny", "deepseek_v3_tiny"):
-            with trainer(parse(name, *flags, *bf16)) as t:
-                (optimizer,) = t.optimizers.optimizers
-                assert isinstance(optimizer, StochasticAdamW) and optimizer.rounding_seed == 5
-                assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-                parameter = next(t.model_parts[0].parameters())
-                before = parameter.detach().clone()
-                t.train_step(t.batch_generator(t.dataloader))
-                assert not torch.equal(parameter, before)
+        with trainer(parse("deepseek_v3_tiny", *flags, *bf16)) as t:
+            (optimizer,) = t.optimizers.optimizers
+            assert isinstance(optimizer, StochasticAdamW) and optimizer.rounding_seed == 5
+            assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+            parameter = next(t.model_parts[0].parameters())
+            before = parameter.detach().clone()
+            t.train_step(t.batch_generator(t.dataloader))
+            assert not torch.equal(parameter, before)
         with trainer(parse("llama3_tiny", *small(text, tmp_path), *BF16)) as t:
             assert type(t.optimizers.optimizers[0]) is torch.optim.AdamW
 

@@ -4,6 +4,7 @@ A missing or changed target ends the run if the patch is required. Otherwise it 
 and training goes on with the same results. What each patch brings is tested with its replacement.
 """
 
+import dataclasses
 import logging
 import runpy
 from pathlib import Path
@@ -39,19 +40,6 @@ pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 EP = ("--parallelism.expert_parallel_degree", 2)
 ALL = (*EP, "--compile.enable", f"--{LINEAR}.health_freq", 2)
 """What all patches of a conversion take, but for one mode of checkpointing or another."""
-TARGETS = [
-    (patch, target) for patch in patches.PATCHES for target in (*patch.targets, *patch.relies_on)
-]
-IDS = [f"{patch.name}: {target.path}" for patch, target in TARGETS]
-
-
-def keep(original):
-    return original
-
-
-def apply(patch: Patch) -> bool:
-    """Applies it with replacements that change nothing."""
-    return patch.apply(*[keep] * len(patch.targets))
 
 
 def remove(monkeypatch, target: Target) -> None:
@@ -66,48 +54,9 @@ def change(monkeypatch, target: Target) -> None:
         monkeypatch.setattr(*target.locate(), lambda other: None)
 
 
-def expect_refusal(caplog, patch: Patch, target: Target, what: str) -> None:
-    caplog.clear()
-    if patch.required:
-        with pytest.raises(RuntimeError) as caught:
-            apply(patch)
-        message = str(caught.value)
-        assert patch.versions in message
-    else:
-        assert not apply(patch) and not apply(patch)
-        (record,) = caplog.records  # once
-        assert record.levelno == logging.WARNING
-        message = record.getMessage()
-    assert all(text in message for text in (patch.name, f"{target.path} {what}", patch.without))
-
-
-@pytest.mark.parametrize("patch, target", TARGETS, ids=IDS)
-def test_a_target_is_here_and_takes_what_the_replacement_relies_on(patch, target):
-    assert target.problem() is None
-
-
-@pytest.mark.parametrize("patch, target", TARGETS, ids=IDS)
-def test_a_target_that_is_missing(monkeypatch, caplog, patch, target):
-    remove(monkeypatch, target)
-    if target.may_be_absent:
-        assert target.problem() is None
-    else:
-        expect_refusal(caplog, patch, target, "is missing")
-
-
-@pytest.mark.parametrize(
-    "patch, target",
-    [(patch, target) for patch, target in TARGETS if target.parameters is not None],
-    ids=lambda value: getattr(value, "name", getattr(value, "path", None)),
-)
-def test_a_target_with_another_signature(monkeypatch, caplog, patch, target):
-    change(monkeypatch, target)
-    expect_refusal(caplog, patch, target, "takes (other), expected (")
-
-
-@pytest.mark.parametrize("path", ["titan_fp8.none:f", "torch:none.f", "torch.nn:Linear.none"])
-def test_a_module_or_class_that_is_missing(path):
-    assert Target(path).problem() == f"{path} is missing"
+@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)
+def test_targets_are_here_and_take_what_the_replacement_relies_on(patch):
+    assert not [t.problem() for t in (*patch.targets, *patch.relies_on) if t.problem()]
 
 
 class Owner:
@@ -115,14 +64,54 @@ class Owner:
 
     value = "original"
 
+    def function(self, x, y):
+        pass
 
-def patch_of(attribute: str, may_be_absent: bool = False) -> Patch:
-    target = Target(f"{__name__}:Owner.{attribute}", may_be_absent=may_be_absent)
-    return Patch("test", (target,), why="", without="", versions="", gain="", until="")
+
+VALUE = f"{__name__}:Owner.value"
+
+
+def patch_of(target: Target, relies_on: tuple[Target, ...] = (), required: bool = False) -> Patch:
+    fields = {"targets": (target,), "relies_on": relies_on, "required": required}
+    return dataclasses.replace(patches.CPU_HISTC, name="test", **fields)
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(
+    "path, parameters, problem",
+    [
+        (f"{__name__}:Owner.none", None, "is missing"),
+        ("torch:none.f", None, "is missing"),
+        ("titan_fp8.none:f", None, "is missing"),
+        (f"{__name__}:Owner.function", ("self", "x"), "takes (self, x, y), expected (self, x)"),
+        (f"{__name__}:Owner.function", ("z", ...), "takes (self, x, y), expected (z)"),
+    ],
+)
+def test_a_target_that_does_not_fit(caplog, path, parameters, problem, required):
+    """It ends the run or leaves one warning, which say what that means, and changes nothing."""
+    bad, good = Target(path, parameters), Target(VALUE)
+    for patch in (patch_of(bad, required=required), patch_of(good, (bad,), required)):
+        restore([])  # The log names each problem once.
+        caplog.clear()
+        if required:
+            with pytest.raises(RuntimeError) as caught:
+                patch.apply(lambda value: "replaced")
+            message = str(caught.value)
+        else:
+            assert not any(patch.apply(lambda value: "replaced") for _ in range(2))
+            (record,) = caplog.records
+            assert record.levelno == logging.WARNING
+            message = record.getMessage()
+        assert all(text in message for text in ("'test'", f"{path} {problem}", patch.without))
+        assert Owner.value == "original"
+
+
+def test_other_parameters_may_be_there():
+    assert Target(f"{__name__}:Owner.function", ("self", "y", ...)).problem() is None
 
 
 def test_the_last_replacement_counts_and_starts_from_the_original():
-    patch = patch_of("value")
+    patch = patch_of(Target(VALUE))
     assert patch.apply(lambda value: f"{value}, once") and Owner.value == "original, once"
     assert patch.apply(lambda value: f"{value}, twice") and Owner.value == "original, twice"
     Owner.value = "another's"
@@ -137,19 +126,17 @@ def test_the_last_replacement_counts_and_starts_from_the_original():
 
 
 def test_what_was_absent_is_absent_again():
-    patch = patch_of("new", may_be_absent=True)
+    patch = patch_of(Target(f"{__name__}:Owner.new", may_be_absent=True))
     for _ in range(2):
         assert patch.apply(lambda original: 1) and Owner.new == 1
     restore([patch])
     assert not hasattr(Owner, "new")
 
 
-def test_names_and_targets_are_unique_and_every_field_is_written():
+def test_no_target_is_replaced_by_two_patches():
     assert len({patch.name for patch in patches.PATCHES}) == len(patches.PATCHES)
     paths = [target.path for patch in patches.PATCHES for target in patch.targets]
     assert len(set(paths)) == len(paths)
-    for patch in patches.PATCHES:
-        assert all((patch.why, patch.without, patch.versions, patch.gain, patch.until)), patch.name
 
 
 @pytest.fixture
@@ -177,16 +164,16 @@ def test_the_plugin_does_not_load_without_its_check(monkeypatch):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("patch", patches.ON_CONVERSION, ids=lambda patch: patch.name)
-def test_a_conversion_goes_on_without_a_patch(monkeypatch, tmp_path, caplog, patch):
+def test_a_conversion_goes_on_without_patches(monkeypatch, tmp_path, caplog):
+    for patch in patches.ON_CONVERSION:
+        change(monkeypatch, patch.targets[-1])
     # Quantizers are recomputed by their own patch only where blocks are not checkpointed.
-    checkpointing = "op" if patch is not patches.RECOMPUTABLE_QUANTIZERS else "layer 2"
-    config = job(tmp_path, "deepseek_v3", *ALL, *CHECKPOINTING[checkpointing])
-    change(monkeypatch, patch.targets[-1])
-    model = converted(config)
-    assert of_type(model, titan_fp8.FP8Linear) and of_type(model, FP8GroupedExperts)
-    assert caplog.text.count(f"patch {patch.name!r} does not apply") == 1
-    assert caplog.text.count("does not apply") == 1
+    for checkpointing in ("op", "layer 2"):
+        config = job(tmp_path, "deepseek_v3", *ALL, *CHECKPOINTING[checkpointing])
+        model = converted(config)
+        assert of_type(model, titan_fp8.FP8Linear) and of_type(model, FP8GroupedExperts)
+    for patch in patches.ON_CONVERSION:
+        assert caplog.text.count(f"patch {patch.name!r} does not apply") == 1
 
 
 def without(monkeypatch, left_out: Patch) -> None:

@@ -14,7 +14,6 @@ from health_runs import assert_complete, layers_in
 TP, EP = "--parallelism.tensor_parallel_degree", "--parallelism.expert_parallel_degree"
 HSDP = ("--parallelism.data_parallel_replicate_degree", 2)
 PLANS = {
-    "llama3, FSDP2": ("llama3", "blockwise", ()),
     "llama3, HSDP": ("llama3", "blockwise_pow2", HSDP),
     "llama3, TP": ("llama3", "rowwise", (TP, 2)),
     "deepseek_v3, FSDP2, EP": ("deepseek_v3", "blockwise", (EP, 2)),
@@ -41,7 +40,7 @@ def test_the_loss_follows_that_of_bf16(model, recipe, plan, text, tmp_path):
     gap = abs(sum(fp8[-5:]) / sum(bf16[-5:]) - 1)
     assert gap < 0.01
     health = read("fp8")["health"]
-    assert health.keys() == {"6", "12"} and health == read("fp8", 1)["health"]
+    assert health.keys() == {"3", "6"} and health == read("fp8", 1)["health"]
     for metrics in health.values():
         assert len(layers_in(metrics)) == WEIGHTS[model]
         if TP in plan:
