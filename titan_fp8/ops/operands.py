@@ -153,7 +153,7 @@ class Check:
         aligned = args[self._aligned] if given > self._aligned else False
         for at, default, name in self._constants:
             value = args[at] if at < given else default
-            if isinstance(value, int):
+            if isinstance(value, (int, torch.SymInt)):
                 sizes[name] = value
             elif value is not None and value not in DTYPES:
                 raise self._error(f"{name} = {value}", *map(str, DTYPES))
