@@ -1,0 +1,245 @@
+"""Trains a config for a few steps in bf16 and in FP8, and says how fast it was.
+
+`--train` and scripts/bench_plans.py both run jobs by `run`: torchrun in a subprocess, as
+scripts/train.sh launches it, with torchtitan's own profiler. `python -m titan_fp8.plan.train BLOCKS
+...` is what each rank runs: torchtitan, with a model of BLOCKS blocks.
+
+Compute is the time in which kernels other than collectives run in one traced step, overlaps counted
+once, over the time of a step that is not traced. Collectives spin while they wait for a late rank,
+so their time says nothing. The step before the traced one is logged: torchtitan waits for the GPU,
+so no kernel of that step is in the trace.
+"""
+
+import argparse
+import contextlib
+import gzip
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_fp8 import cpu_host
+from titan_fp8.recipe import BF16
+
+TUNED = "bf16 tuned"
+"""bf16 with all that speeds a job up and is not FP8, by the flags NOT_FP8."""
+NOT_FP8 = ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
+STEPS, WARM_UP, LOG_EVERY, TRACED = 20, 5, 5, 6
+"""Steps: measured with those that warm up; logged every so many; after the last, to be traced."""
+COLLECTIVE = re.compile(r"nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I)
+LINE = re.compile(
+    r"(?<!validate )step: *(\d+) +loss: *(-?[\d.]+|-?nan|-?inf) .*?"
+    r"memory: *(-?[\d.]+)GiB.*?tps: *([\d,]+)"
+)
+Row = dict[str, Any]
+
+
+def arm_flags(arm: str, has_experts: bool) -> list[str]:
+    """torchtitan's flags of bf16, of TUNED, or of a recipe."""
+    recipe = BF16 if arm == TUNED else arm
+    flags = ["--quantize.linear.titan_fp8.recipe", recipe]
+    flags += ["--quantize.grouped_mm.titan_fp8.recipe", recipe] * has_experts
+    return flags + [*NOT_FP8] * (has_experts and arm == TUNED)
+
+
+def run(
+    config: str, flags: Sequence[str], ranks: int, blocks: int, steps: int, folder: Path
+) -> str | None:
+    """Trains so many steps and TRACED more; returns None, or the last error of a job that failed.
+
+    The job ends with this process if that gets SIGINT or SIGTERM.
+    """
+    on_gpu = torch.cuda.is_available()
+    values = {
+        "job.dump_folder": folder,
+        "training.steps": steps + TRACED * on_gpu,
+        "metrics.log_freq": LOG_EVERY,
+        "profiling.profile_freq": steps + TRACED,
+        "profiling.save_traces_folder": "traces",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--role", "rank"]
+    command += ["-m", "titan_fp8.plan.train", str(blocks), "--job.config_file", config, *flags]
+    command += [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    command += ["--checkpoint.no_enable", "--validation.no_enable"]
+    command += ["--profiling.enable_profiling"] * on_gpu
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "train.log"
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with log.open("w", encoding="utf-8") as file:
+        streams: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        job = subprocess.Popen(command, env=environment | os.environ, **streams)
+        try:
+            job.wait()
+        finally:
+            if job.poll() is None:
+                job.terminate()  # torchrun ends its ranks, after 30 s by force
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(60)
+                job.kill()
+            signal.signal(signal.SIGTERM, before)
+    if job.returncode == 0:
+        return None
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    memory = [line for line in errors if "OutOfMemoryError" in line]
+    return [*(lines or ["no output"])[-1:], *errors, *memory][-1].strip()[-200:]
+
+
+def read(folder: Path, steps: int, tokens: float) -> Row:
+    """What a finished job measured; `tokens` are those of a step and GPU.
+
+    Raises:
+        ValueError, OSError, EOFError, LookupError, TypeError: its log or trace is not whole.
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", (folder / "train.log").read_text(errors="replace"))
+    logged = [m.groups() for m in LINE.finditer(text) if int(m[1]) <= steps]
+    # Stages of a pipeline that compute no loss log a negative one.
+    losses = {int(step): float(loss) for step, loss, *_ in logged if not loss.startswith("-")}
+    speeds = [float(tps.replace(",", "")) for step, *_, tps in logged if int(step) > WARM_UP]
+    if not losses or not speeds:
+        raise ValueError(f"{folder}/train.log has no steps with a loss after step {WARM_UP}")
+    row: Row = {
+        "tokens/s": statistics.median(speeds),
+        "GiB": max(float(memory) for *_, memory, _ in logged),
+        "compute": None,
+        "loss": statistics.fmean([*losses.values()][-3:]),
+    }
+    for trace in sorted(folder.glob("traces/iteration_*/rank0_trace.json*"))[:1]:
+        row["compute"] = busy_us(compute_kernels(events(trace))) * row["tokens/s"] / tokens / 1e6
+    return row
+
+
+def events(trace: Path) -> list[dict[str, Any]]:
+    """The events of a trace that have a name, a start `ts` and a duration `dur` in us."""
+    with (gzip.open if trace.suffix == ".gz" else open)(trace, "rt") as file:
+        found = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
+    return [{**e, "name": str(e["name"]), **{k: float(e[k]) for k in ("ts", "dur")}} for e in found]
+
+
+def compute_kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels other than those of collectives."""
+    kernels = (e for e in events if e.get("cat") == "kernel")
+    return [e for e in kernels if not COLLECTIVE.search(e["name"])]
+
+
+def busy_us(events: list[dict[str, Any]]) -> float:
+    """The time in which any of the events runs."""
+    total, end = 0.0, -math.inf
+    for begin, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
+
+
+def fitted(config: Any, gpus: int) -> dict[str, int]:
+    """Values that fit the config's plan to at most so many GPUs: data parallelism is cut, expert
+    parallelism with it, and the global batch so that a rank has as many micro-batches."""
+    p, training = config.parallelism, config.training
+    inner = p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree
+    if gpus < inner:
+        raise ValueError(
+            "parallelism.tensor_parallel_degree, context_parallel_degree and pipeline_parallel_"
+            f"degree need {inner} GPUs together, and there are {gpus}: choose smaller ones"
+        )
+    replicas, shards, data = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, gpus // inner
+    wanted = max(1, data // replicas) if shards == -1 else shards
+    shard = min(wanted, data)
+    replicate = min(replicas, data // shard)
+    inside = shard * p.tensor_parallel_degree * p.context_parallel_degree
+    whole = training.global_batch_size
+    return {
+        "parallelism.data_parallel_replicate_degree": replicate,
+        "parallelism.data_parallel_shard_degree": shard,
+        "parallelism.expert_parallel_degree": math.gcd(
+            p.expert_parallel_degree, inside // p.expert_tensor_parallel_degree
+        ),
+        "training.global_batch_size": whole * replicate * shard // (replicas * wanted)
+        if whole > 0
+        else whole,
+    }
+
+
+def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]) -> int:
+    """Trains CONFIG in all arms on this machine's GPUs, and prints what each measured.
+
+    Returns:
+        1 if the fastest recipe is slower than the faster kind of bf16; else 0.
+
+    Raises:
+        ValueError: a job fails, or does not fit into memory however few blocks it has.
+    """
+    from titan_fp8.plan.model import degrees_of, read_rank
+
+    config = parse(options.config, flags)
+    values = fitted(config, options.ngpu or torch.cuda.device_count())
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if (before := getattr(getattr(config, section), name)) not in (value, -1):
+            print(f"cut: {key} = {value} instead of {before}")
+    flags = [*flags, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
+    config = parse(options.config, flags)
+    dims = degrees_of(config, None)
+    rank, gpus = read_rank(config, dims), dims.world_size
+    recipes = (options.recipes or config.quantize.linear.titan_fp8.recipe).split(",")
+    has_experts = "quantize.grouped_mm.titan_fp8" in config.model.converters
+    arms = [BF16, *[TUNED] * has_experts, *(recipe for recipe in recipes if recipe != BF16)]
+    whole = max(config.training.global_batch_size, config.training.local_batch_size * dims.dp_replicate * dims.dp_shard)
+    blocks, rows = rank.blocks, {}
+    folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
+    while len(rows) < len(arms):
+        arm = arms[len(rows)]
+        print(f"{arm}: {blocks} of {rank.blocks} blocks on {gpus} GPUs", file=sys.stderr)
+        own = folder / f"{arm.replace(' ', '_')}-{blocks}"
+        command = [*flags, *arm_flags(arm, has_experts)]
+        error = run(options.config, command, gpus, blocks, STEPS, own)
+        if error and "OutOfMemoryError" in error and blocks > rank.least_blocks:
+            blocks, rows = max(rank.least_blocks, blocks // 2), {}
+        elif error:
+            raise ValueError(f"training in {arm} with {blocks} blocks failed: {error} ({own})")
+        else:
+            rows[arm] = read(own, STEPS, whole * config.training.seq_len / gpus)
+    if blocks < rank.blocks:
+        print(f"cut: {blocks} of {rank.blocks} blocks")
+    print(f"{'':16}  tokens/s  x bf16    GiB  compute    loss")
+    for arm, row in rows.items():
+        compute = "" if row["compute"] is None else f"{row['compute']:.0%}"
+        speed = row["tokens/s"] / rows[BF16]["tokens/s"]
+        print(f"{arm:16}{row['tokens/s']:10,.0f}{speed:8.2f}{row['GiB']:7.1f}{compute:>9}{row['loss']:8.4f}")
+    bf16 = max(rows[arm]["tokens/s"] for arm in arms if arm in (BF16, TUNED))
+    return int(all(rows[arm]["tokens/s"] < bf16 for arm in arms if arm not in (BF16, TUNED)))
+
+
+def main() -> None:
+    """Trains as one rank, with a model of as many blocks as the first argument says."""
+    blocks = int(sys.argv.pop(1))
+    if not torch.cuda.is_available():
+        cpu_host.prepare()
+    from torchtitan import train
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    config = ConfigManager().parse_args(sys.argv[1:])
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)
+    get_train_spec(config.model.name).model_args[config.model.flavor].n_layers = blocks
+    if torch.cuda.is_available():
+        train.main(train.Trainer)
+    else:
+        cpu_host.main()
+
+
+if __name__ == "__main__":
+    main()
