@@ -1,9 +1,9 @@
 """Times the layers of a rank as a model calls them: forward and backward, the CPU's time included.
 
 A layer is a copy of the job's own module, with weights in the shape of the rank, called eagerly in
-a loop: bf16 and FP8 take turns, and so do sets of weights and inputs that exceed the L2 cache. In
+a loop. bf16 and FP8 take turns, and so do sets of weights and inputs that exceed the L2 cache. In
 FP8, linears that read one input share its quantization, as in compiled code. Weights that FSDP2
-gathers in FP8 are `GatheredWeight`s; others are quantized in each call. Not part of it are the
+gathers in FP8 arrive as `GatheredWeight`s; others are quantized in each call. Not part of it are
 collectives, the quantization of shards once a step, DTensors of tensor parallelism, and what
 torch.compile fuses in the SwiGLU of bf16.
 """
@@ -12,7 +12,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +36,8 @@ ROUNDS, ROUND_S = 5, 0.02
 
 @dataclass(frozen=True)
 class Timed:
-    """us of one call of a layer, in bf16 and as the config has it; `fp8` is None if that is bf16.
-
-    `groups` says for experts how their tokens are distributed, "even" or "uneven".
-    """
+    """us of one call of a layer in bf16, and in FP8 if it is converted. `groups` says how the
+    tokens of experts are distributed: "even" or "uneven", the last has four times the first's."""
 
     layer: Layer
     groups: str
@@ -51,22 +49,21 @@ def call_us(arms: list[list[Step]]) -> list[float]:
     """Median time of one call of each arm in us; an arm has equal calls on different inputs."""
     times: list[list[float]] = [[] for _ in arms]
     counts = []
-    for arm in arms:
-        for step in (*arm, *arm[:2]):
-            step()
+
+    def seconds(steps: list[Step]) -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        arm[0]()
+        for step in steps:
+            step()
         torch.cuda.synchronize()
-        rounds = ROUND_S / len(arm) / (time.perf_counter() - begin)
-        counts.append(max(1, math.ceil(rounds)))
+        return time.perf_counter() - begin
+
+    for arm in arms:
+        seconds([*arm, *arm])
+        counts.append(max(1, math.ceil(ROUND_S / seconds(arm))))
     for _ in range(ROUNDS):
         for arm, count, own in zip(arms, counts, times):
-            begin = time.perf_counter()
-            for step in arm * count:
-                step()
-            torch.cuda.synchronize()
-            own.append((time.perf_counter() - begin) / count / len(arm) * 1e6)
+            own.append(seconds(arm * count) / count / len(arm) * 1e6)
     return [statistics.median(own) for own in times]
 
 
@@ -79,7 +76,11 @@ def measure(
         ValueError: a layer does not fit into the GPU's memory.
     """
     torch.autograd.set_multithreading_enabled(False)  # as in FP8 jobs
-    cases = [(layer, groups) for layer in rank.layers for groups in _distributions(layer)]
+    cases = [
+        (layer, groups)
+        for layer in rank.layers
+        for groups in (("even", "uneven") if layer.groups else ("",))
+    ]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         return [_timed(rank, layer, groups, device, clock) for layer, groups in progress(cases)]
@@ -87,14 +88,10 @@ def measure(
         dist.destroy_process_group()
 
 
-def _distributions(layer: Layer) -> tuple[str, ...]:
-    return ("",) if not layer.groups else ("even", "uneven") if layer.groups > 1 else ("even",)
-
-
 def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> Timed:
     size = 2 * (layer.m * layer.k + max(layer.groups, 1) * sum(n * k for n, k in layer.products))
     runs_fp8 = layer.recipe != BF16 and not layer.refused
-    for sets in (min(MOST_SETS, max(2, -(-BYTES // max(size, 1)))), 1):
+    for sets in (min(MOST_SETS, max(2, -(-BYTES // size))), 1):
         try:
             arms = [
                 [_step(rank, layer, groups, device, in_fp8) for _ in range(sets)]
@@ -120,7 +117,7 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> S
     with torch.no_grad():
         gradients = [torch.randn_like(module(x, *arguments)) for module in modules]
 
-    def step() -> object:
+    def step() -> tuple[Tensor, ...]:
         with shared_input(x):
             y = [module(x, *arguments) for module in modules]
         return torch.autograd.grad(y, (x, *parameters), gradients)
@@ -129,13 +126,13 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> S
 
 
 def tokens_of_experts(rank: Rank, layer: Layer, groups: str, in_fp8: bool) -> list[int]:
-    """Padded as by expert parallelism; "uneven": the last expert has four times those of the first.
-    """
-    unit = 1
-    if rank.has_ep:
+    """Tokens of each expert of the rank, padded as by expert parallelism."""
+    unit, last = 1, max(layer.groups - 1, 1)
+    if rank.dims.ep_enabled:
         unit = get_recipe(layer.recipe).alignment if in_fp8 else 8
-    ramp = [1.0 if groups == "even" else 0.4 + 1.2 * e / (layer.groups - 1) for e in range(layer.groups)]
-    return [math.ceil(share * layer.m / layer.groups / unit) * unit for share in ramp]
+    even = groups == "even" or layer.groups == 1
+    shares = (1.0 if even else 0.4 + 1.2 * e / last for e in range(layer.groups))
+    return [math.ceil(share * layer.m / layer.groups / unit) * unit for share in shares]
 
 
 def _module(rank: Rank, layer: Layer, name: str, device: str, in_fp8: bool) -> nn.Module:
@@ -146,8 +143,8 @@ def _module(rank: Rank, layer: Layer, name: str, device: str, in_fp8: bool) -> n
         weight = torch.randn(shape, device=device, dtype=rank.dtype) / math.sqrt(shape[-1])
         if in_fp8 and layer.gathers_fp8 and weight.dim() > 1:
             weight = gathered(weight, layer.recipe)
-        if layer.groups and rank.has_ep:
-            # The experts ask for the mesh of expert parallelism, which pads their groups.
+        if layer.groups and rank.dims.ep_enabled:
+            # Experts ask their mesh whether expert parallelism has padded their groups.
             mesh = DeviceMesh(device, [0], mesh_dim_names=("ep",))
             weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
             if in_fp8:

@@ -39,7 +39,7 @@ FSDP = ("fsdp", "efsdp")
 """Mesh dimensions along which FSDP2 gathers a weight, so that a rank computes with all of it."""
 SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
 """Linears of one module that read one input. In FP8 they quantize it once."""
-MAX_GPUS = 1 << 16
+MAX_GPUS = 1 << 14
 UNLISTED = (BF16, "its converter is not listed")
 
 
@@ -323,8 +323,10 @@ def _check_sizes(config: Any, dims: ParallelDims, args: Any) -> None:
         if size < 1 or (count and count % size):
             raise refusal(f"parallelism.{key}", size, f"divisors of {what} = {count}")
     if dims.pp_enabled and get_train_spec(config.model.name).pipelining_fn is None:
-        why = f"1, since torchtitan has no pipeline for model.name = {config.model.name!r}"
-        raise refusal("parallelism.pipeline_parallel_degree", dims.pp, why)
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {dims.pp}: allowed is 1, since torchtitan has "
+            f"no pipeline for model.name = {config.model.name!r}"
+        )
 
 
 def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:

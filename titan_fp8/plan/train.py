@@ -117,9 +117,14 @@ def read(folder: Path, steps: int, tokens: float) -> Row:
         "compute": None,
         "loss": statistics.fmean([*losses.values()][-3:]),
     }
-    for trace in sorted(folder.glob("traces/iteration_*/rank0_trace.json*"))[:1]:
+    if trace := trace_of(folder):
         row["compute"] = busy_us(compute_kernels(events(trace))) * row["tokens/s"] / tokens / 1e6
     return row
+
+
+def trace_of(folder: Path) -> Path | None:
+    """The trace of rank 0; None of a job without a GPU."""
+    return next(folder.glob("traces/iteration_*/rank0_trace.json*"), None)
 
 
 def events(trace: Path) -> list[dict[str, Any]]:
@@ -195,7 +200,9 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
     rank, gpus = read_rank(config, dims), dims.world_size
     recipes = (options.recipes or config.quantize.linear.titan_fp8.recipe).split(",")
     has_experts = "quantize.grouped_mm.titan_fp8" in config.model.converters
-    arms = [BF16, *[TUNED] * has_experts, *(recipe for recipe in recipes if recipe != BF16)]
+    if BF16 in recipes:
+        raise ValueError("the recipe of CONFIG is bf16: --recipes names those to compare with it")
+    arms = [BF16, *[TUNED] * has_experts, *recipes]
     whole = max(config.training.global_batch_size, config.training.local_batch_size * dims.dp_replicate * dims.dp_shard)
     blocks, rows = rank.blocks, {}
     folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
@@ -218,12 +225,12 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
         compute = "" if row["compute"] is None else f"{row['compute']:.0%}"
         speed = row["tokens/s"] / rows[BF16]["tokens/s"]
         print(f"{arm:16}{row['tokens/s']:10,.0f}{speed:8.2f}{row['GiB']:7.1f}{compute:>9}{row['loss']:8.4f}")
-    bf16 = max(rows[arm]["tokens/s"] for arm in arms if arm in (BF16, TUNED))
-    return int(all(rows[arm]["tokens/s"] < bf16 for arm in arms if arm not in (BF16, TUNED)))
+    speeds = {arm: row["tokens/s"] for arm, row in rows.items()}
+    return int(max(map(speeds.__getitem__, recipes)) < max(speeds[BF16], speeds.get(TUNED, 0)))
 
 
 def main() -> None:
-    """Trains as one rank, with a model of as many blocks as the first argument says."""
+    """Trains as one rank, with a model of as many blocks as the first argument says; 0: all."""
     blocks = int(sys.argv.pop(1))
     if not torch.cuda.is_available():
         cpu_host.prepare()
@@ -234,7 +241,8 @@ def main() -> None:
     config = ConfigManager().parse_args(sys.argv[1:])
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)
-    get_train_spec(config.model.name).model_args[config.model.flavor].n_layers = blocks
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    args.n_layers = blocks or args.n_layers
     if torch.cuda.is_available():
         train.main(train.Trainer)
     else:

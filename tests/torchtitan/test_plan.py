@@ -1,0 +1,257 @@
+"""`python -m titan_fp8.plan`: layers of a rank, their times, the bound without a GPU, the filter."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.linear import FP8Linear
+from titan_fp8.plan import __main__ as plan_main
+from titan_fp8.plan import bound, command, measure
+from titan_fp8.plan.measure import Timed
+from titan_fp8.plan.model import degrees_of, read_rank
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+P = "--parallelism."
+TP, PP, EP = (f"{P}{kind}_parallel_degree" for kind in ("tensor", "pipeline", "expert"))
+SHARD, RECIPE = f"{P}data_parallel_shard_degree", "--quantize.linear.titan_fp8.recipe"
+ONE = (SHARD, "1", "--training.global_batch_size", "-1")
+SMALL = (*ONE, "--training.seq_len", "64", "--training.local_batch_size", "1")
+
+
+def rank_of(config, *flags, ngpu=None):
+    parsed = command.parse(str(ROOT / "configs" / f"{config}.toml"), flags)
+    return read_rank(parsed, degrees_of(parsed, ngpu))
+
+
+def shapes(rank):
+    return {f"{layer.name.removeprefix('layers.*.')} {layer.count}": layer.shape for layer in rank.layers}
+
+
+def plan(capsys, config, *flags):
+    """Exit status and output of the command."""
+    status = plan_main.main([str(ROOT / "configs" / f"{config}.toml"), *map(str, flags)])
+    return status, capsys.readouterr().out
+
+
+def test_layers_of_a_dense_rank():
+    rank = rank_of("llama3_8b")
+    assert shapes(rank) == {
+        "attention.wq wk wv 32": "16384, 4096+1024+1024, 4096",
+        "attention.wo 32": "16384, 4096, 4096",
+        "feed_forward 32": "16384, 14336, 4096",
+        "output 1": "16384, 128256, 4096",
+    }
+    assert [layer.gathers_fp8 for layer in rank.layers] == [True, True, True, False]
+    assert rank.layers[-1].reason == 'filtered by "output"' and rank.dtype == torch.bfloat16
+    # One rank gathers nothing, and under TP alone torchtitan has no mixed precision.
+    alone = rank_of("llama3_8b", *ONE, TP, "4")
+    assert not any(layer.gathers_fp8 for layer in alone.layers) and alone.dtype == torch.float32
+    assert "feed_forward.w1 w3 32" in shapes(alone)
+    assert shapes(alone)["attention.wq wk wv 32"] == "16384, 1024+256+256, 4096"
+
+
+@pytest.mark.parametrize("etp, local", [(1, "32, 49152, 1408, 2048"), (2, "32, 98304, 704, 2048")])
+def test_layers_of_a_rank_with_experts(etp, local):
+    flags = (SHARD, "2", EP, "2", TP, "2", f"{P}expert_tensor_parallel_degree", str(etp))
+    found = shapes(rank_of("deepseek_v3_16b", *flags))
+    assert found["moe.experts 26"] == local
+    assert found["attention.wq wkv_a 27"] == "16384, 1536+576, 2048"
+
+
+def test_experts_that_one_rank_has_alone_are_gathered_in_fp8_only_blockwise():
+    for recipe, in_fp8 in (("blockwise", True), ("rowwise", False)):
+        rank = rank_of("deepseek_v3_16b", RECIPE, recipe)  # EP 8 on 8 GPUs
+        experts = next(layer for layer in rank.layers if layer.groups)
+        assert (experts.recipe, experts.gathers_fp8) == (recipe, in_fp8)
+
+
+@pytest.mark.parametrize(
+    "model, flavor, experts, reason",
+    [
+        ("gpt_oss", "20b", "32, 65536, 2880, 2880", "its converter is not listed"),
+        ("qwen3", "30B-A3B", "128, 131072, 768, 2048", "its converter is not listed"),
+        ("llama4", "17bx16e", "16, 16384, 8192, 5120", "its converter is not listed"),
+    ],
+)
+def test_layers_of_other_models(model, flavor, experts, reason):
+    rank = rank_of("llama3_8b", "--model.name", model, "--model.flavor", flavor)
+    (layer,) = (layer for layer in rank.layers if layer.groups)
+    assert (layer.shape, layer.reason) == (experts, reason)
+
+
+def test_rank_0_of_a_pipeline_has_its_stages():
+    flags = (*ONE, "--training.local_batch_size", "4", PP, "2")
+    rank = rank_of("llama3_8b", *flags)
+    assert shapes(rank) == {  # The embedding counts as a block, and the output is on rank 1.
+        "attention.wq wk wv 16": "8192, 4096+1024+1024, 4096",
+        "attention.wo 16": "8192, 4096, 4096",
+        "feed_forward 16": "8192, 14336, 4096",
+    }
+    looped = rank_of("llama3_8b", *flags, f"{P}pipeline_parallel_schedule", "Interleaved1F1B")
+    assert looped.layers[0].count == 16  # stages of 8, 9, 8 and 7 blocks, of which 0 and 2
+    v = rank_of("llama3_8b", *flags, f"{P}pipeline_parallel_schedule", "ZBVZeroBubble")
+    assert (v.layers[0].count, v.layers[-1].name) == (15, "output")  # stages 0 and 3
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+@pytest.mark.parametrize(
+    "config, flags, ngpu",
+    [
+        ("llama3_debug", (), 1),
+        ("llama3_debug", (SHARD, "2"), 2),
+        ("deepseek_v3_debug", (SHARD, "2", EP, "2"), 2),
+        ("deepseek_v3_debug", (EP, "1"), 1),
+        ("llama3_debug", ("--model.name", "gpt_oss"), 1),
+    ],
+    ids=["alone", "gathered", "EP 2", "no EP", "gpt_oss"],
+)
+def test_layers_are_timed_as_they_are_called(config, flags, ngpu, recipe, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "MOST_SETS", 2)
+    rank = rank_of(config, *SMALL, *flags, RECIPE, recipe, ngpu=ngpu)
+    if "gpt_oss" in flags:  # whose output layer would take a second
+        rank = replace(rank, layers=[layer for layer in rank.layers if layer.name != "output"])
+    finite = []
+
+    def clock(arms):
+        """Calls each arm once, and says that bf16 takes 3 us and FP8 2."""
+        assert all(len(arm) == 2 for arm in arms)
+        gradients = [arm[0]() for arm in arms]
+        finite.extend(g.isfinite().all() for each in gradients for g in each)
+        assert len({tuple(g.shape[-1] for g in each) for each in gradients}) == 1
+        return [3.0, 2.0][: len(arms)]
+
+    timed = measure.measure(rank, "cpu", clock)
+    assert finite and all(finite)
+    assert [t.fp8 for t in timed] == [None if t.layer.recipe == "bf16" else 2.0 for t in timed]
+    assert {t.groups for t in timed if t.layer.groups} <= {"even", "uneven"}
+    slower = command.print_times(timed)
+    printed = capsys.readouterr().out
+    assert not slower and "1.50" in printed and " all" in printed.replace("\nall", "\n all")
+
+
+def test_a_call_computes_what_the_layer_of_a_job_does():
+    """Gradients of x and of the weights; FP8 weights arrive as FSDP2 gathers them."""
+    rank = rank_of("llama3_debug", *SMALL, SHARD, "2", ngpu=2)
+    (layer,) = (layer for layer in rank.layers if layer.name.endswith("attention.wo"))
+    module = measure._module(rank, layer, layer.modules[0], "cpu", in_fp8=True)
+    assert isinstance(module, FP8Linear) and isinstance(module.weight, GatheredWeight)
+    x = torch.randn(64, layer.k, dtype=torch.bfloat16)
+    weight = torch.randn(layer.ns[0], layer.k, dtype=torch.bfloat16)
+    module.weight = torch.nn.Parameter(measure.gathered(weight, "blockwise"))
+    in_high_precision = FP8Linear.forward(module, x)
+    module.weight = torch.nn.Parameter(weight)
+    assert torch.equal(module(x), in_high_precision)
+
+
+def test_uneven_experts_are_padded_as_in_a_job():
+    rank = rank_of("deepseek_v3_16b")
+    (layer,) = (layer for layer in rank.layers if layer.groups)
+    fp8 = measure.tokens_of_experts(rank, layer, "uneven", in_fp8=True)
+    assert all(tokens % 128 == 0 for tokens in fp8) and len(fp8) == layer.groups
+    assert max(fp8) / min(fp8) == pytest.approx(4, rel=0.05)
+    assert sum(fp8) == pytest.approx(layer.m, rel=0.02)
+    assert set(measure.tokens_of_experts(rank, layer, "even", in_fp8=False)) == {layer.m // 8}
+
+
+def test_what_is_slower_is_left_out(capsys):
+    """wo and the experts are slower; the uneven case decides with the even one."""
+    rank = rank_of("deepseek_v3_16b")
+    times = {"attention.wo": (10, 11), "moe.experts": (10, 30)}
+    timed = [
+        Timed(layer, groups, *times.get(layer.name.removeprefix("layers.*."), (10, 5)))
+        if layer.recipe != "bf16"
+        else Timed(layer, groups, 10, None)
+        for layer in rank.layers
+        for groups in (("even", "uneven") if layer.groups else ("",))
+    ]
+    slower = command.print_times(timed)
+    assert [layer.name.removeprefix("layers.*.") for layer in slower] == [*times]
+    # 27 of three linears at 10, 5 or 11, one dense layer, 26 of experts, router and shared experts
+    bf16 = 3 * 270 + 10 + 3 * 260 + 10
+    fp8 = 2 * 135 + 297 + 5 + 26 * (30 + 10 + 5) + 10
+    line = next(line for line in capsys.readouterr().out.splitlines() if "all even" in line)
+    assert line.split()[2:] == [f"{bf16:,}", f"{fp8:,}", f"{bf16 / fp8:.2f}"]
+    assert command.fragment(rank, slower).splitlines()[1:] == [
+        "[quantize.linear.titan_fp8]",
+        'filter_fqns = ["output", "router.gate", "attention.wo"]',
+        "",
+        "[quantize.grouped_mm.titan_fp8]",
+        'recipe = "bf16"',
+        'permutation = "gather"',
+    ]
+
+
+def test_a_pattern_that_would_match_other_layers_is_not_written():
+    rank = rank_of("llama3_8b")
+    layer = rank.layers[1]
+    other = replace(rank.layers[0], modules=("layers.0.attention.wo_2",))
+    changed = replace(rank, layers=[layer, other])
+    text = command.fragment(changed, [layer])
+    assert "# layers.*.attention.wo stays" in text and '["output", "router.gate"]' in text
+
+
+def test_without_a_gpu_the_table_gives_a_bound(capsys):
+    status, printed = plan(capsys, "llama3_8b", "--gpu", "h100")
+    assert status == 0 and "NVIDIA H100 80GB HBM3" in printed and "Nothing is measured" in printed
+    assert 'output: filtered by "output"' in printed
+    rank, table = rank_of("llama3_8b"), bound.load("h100")
+    us = {tuple(row[:5]): dict(zip(table["columns"][5:], row[5:])) for row in table["us"]}
+    near = [us[op, 0, 8192, 4096, 4096] for op in ("mm", "mm", "wgrad")]
+    speed = sum(row["bf16"] for row in near) / sum(row["blockwise"] for row in near)
+    assert bound.speed(table, rank.layers[1]) == (pytest.approx(speed), True)
+    assert not bound.speed(table, replace(rank.layers[1], m=4 * 8192 + 1))[1]
+    # Amdahl: with GEMMs that take no time, only the output layer and attention are left.
+    tokens, d = 16384, 4096
+    rest = 6 * tokens * d * 128256 + 3 * 2 * 8192**2 * 32 * 256 * 32
+    linear = 6 * tokens * 32 * d * (2 * d + 2 * 1024 + 3 * 14336)
+    speeds = [1e30, 1e30, 1e30, 1.0]
+    assert bound.bound(rank, speeds) == pytest.approx((rest + linear) / rest)
+
+
+def test_shapes_outside_the_table_are_said(capsys):
+    status, printed = plan(capsys, "deepseek_v3_16b", TP, 8, EP, 1, "--filter", "auto")
+    assert status == 0 and "Outside the table" in printed
+    assert "moe.experts: 64, 98304, 176, 2048" in printed.partition("Outside")[2]
+    # 10944 / 8 is no multiple of 16, so that training would stop.
+    assert '"feed_forward.w1", "feed_forward.w3", "feed_forward.w2"' in printed
+
+
+def test_a_model_whose_experts_cannot_be_converted_says_why(capsys):
+    flags = ("--model.name", "gpt_oss", "--model.flavor", "20b")
+    status, printed = plan(capsys, "llama3_8b", *flags)
+    assert status == 0 and "moe.experts: its converter is not listed" in printed
+    assert plan(capsys, "deepseek_v3_16b", *flags)[0] == 2
+
+
+def test_a_run_without_the_plugin_is_told_how_to_add_it(tmp_path, capsys):
+    file = tmp_path / "plain.toml"
+    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
+    assert plan_main.main([str(file), "--ngpu", "1"]) == 2
+    flags = capsys.readouterr().err.strip().partition(" add ")[2].split()
+    assert plan_main.main([str(file), "--ngpu", "1", *flags]) == 0
+    file.write_text("[model\n")
+    assert plan_main.main([str(file)]) == 2
+
+
+def test_the_filter_is_written_to_a_new_file_or_not_at_all(tmp_path, capsys, monkeypatch):
+    out, flags = tmp_path / "filter.toml", ("--filter", "auto", "--out")
+
+    def full(self, text, **options):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert plan(capsys, "llama3_8b", *flags, out)[0] == 2
+    assert not [*tmp_path.iterdir()]
+    status, printed = plan(capsys, "llama3_8b", *flags, out)
+    assert status == 0 and out.read_text() in printed
+    assert out.read_text().endswith('filter_fqns = ["output", "router.gate"]\n')
+    assert plan_main.main([str(ROOT / "configs/llama3_8b.toml"), *flags, str(out)]) == 2
+    assert "the file exists" in capsys.readouterr().err
