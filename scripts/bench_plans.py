@@ -8,8 +8,9 @@ recipe. Results are in outputs/bench_plans: a folder for each run, and the table
 which render_benchmarks.py reads. A run that fails is reported in the table, the others go on, and
 the exit status is 1.
 
-The jobs are run and read by `titan_fp8/plan/train.py`, as by `python -m titan_fp8.plan --train`: after
-the N steps some more run, of which one is traced. They count for neither tokens/s nor losses.
+`titan_fp8/plan/train.py` runs the jobs and reads what they leave behind, as for `python -m
+titan_fp8.plan --train`: after the N steps some more run, of which one is traced. They count for
+neither tokens/s nor losses.
 "compute %" is the share of a step in which rank 0 computes. "gathered GB" is what its all-gathers
 receive; under FSDP alone, they are those of parameters.
 """
@@ -143,10 +144,9 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
         "model.hf_assets_path": "./data/tokenizer",
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    has_experts = plan.config == DEEPSEEK
-    sections = ("linear", "grouped_mm") if has_experts else ("linear",)
-    flags += [f"--quantize.{s}.titan_fp8.no_fsdp_all_gather" for s in sections if in_bf16]
-    return [*plan.flags(), *train.arm_flags(arm, has_experts), *flags]
+    sections = (train.LINEAR, train.GROUPED_MM)[: 1 + (plan.config == DEEPSEEK)]
+    flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
+    return [*plan.flags(), *train.arm_flags(arm, sections), *flags]
 
 
 def run(plan: Plan, arm: str, steps: int, folder: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""`python -m titan_fp8.plan`: layers of a rank, their times, the bound without a GPU, the filter."""
+"""`python -m titan_fp8.plan`: layers of a rank, their times, the bound without a GPU, filters."""
 
 import errno
 from dataclasses import replace
@@ -30,7 +30,10 @@ def rank_of(config, *flags, ngpu=None):
 
 
 def shapes(rank):
-    return {f"{layer.name.removeprefix('layers.*.')} {layer.count}": layer.shape for layer in rank.layers}
+    return {
+        f"{layer.name.removeprefix('layers.*.')} {layer.count}": layer.shape
+        for layer in rank.layers
+    }
 
 
 def plan(capsys, config, *flags):

@@ -17,9 +17,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m titan_fp8.plan",
         usage="%(prog)s CONFIG [options] [--section.key value ...]",
-        description="Measure whether FP8 pays for a model and a parallel plan.",
-        epilog="Other arguments are torchtitan's own and override CONFIG, such as "
-        "--training.seq_len 4096.",
+        description="Measure whether FP8 pays for a model and a parallel plan. Other arguments are "
+        "torchtitan's own and override CONFIG, such as --training.seq_len 4096.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -31,32 +30,26 @@ def main(argv: list[str] | None = None) -> int:
     add("--filter", choices=["auto"], help="print the sections that leave out what does not pay")
     add("--out", type=Path, metavar="FILE", help="also write them to this new file")
     options, flags = parser.parse_known_args(argv)
-    version = importlib.metadata.version("torchtitan")
-    if not version.startswith("0.2."):
-        print(
-            f"titan_fp8.plan: torchtitan {version} is installed, but CONFIG is a TOML file of "
-            "torchtitan 0.2: use an environment with torchtitan 0.2.2",
-            file=sys.stderr,
-        )
-        return 2
-    if not torch.cuda.is_available():
-        # Before torchtitan is imported, since otherwise it assumes that this machine has GPUs.
-        cpu_host.prepare()
-    from titan_fp8.plan.command import run
-
     # torchtitan's warnings are about this machine, and what it logs as an error it raises, too.
     logging.disable(logging.ERROR)
     try:
+        if not (version := importlib.metadata.version("torchtitan")).startswith("0.2."):
+            raise ValueError(
+                f"torchtitan {version} is installed, but CONFIG is a TOML file of torchtitan 0.2: "
+                "use an environment with torchtitan 0.2.2"
+            )
+        if not torch.cuda.is_available():
+            # Before torchtitan is imported, since otherwise it assumes that there are GPUs.
+            cpu_host.prepare()
+        from titan_fp8.plan.command import run
+
         return run(options, flags)
     except (ValueError, OSError) as error:
         print(f"titan_fp8.plan: {error}", file=sys.stderr)
     except Exception:  # of torchtitan, or of a module that the config imports
         traceback.print_exc()
-        print(
-            f"titan_fp8.plan: no plan can be made of {options.config} and these flags: the error "
-            "above says where it failed",
-            file=sys.stderr,
-        )
+        where = "the error above says where it failed"
+        print(f"titan_fp8.plan: no plan can be made of {options.config}: {where}", file=sys.stderr)
     finally:
         logging.disable(logging.NOTSET)
     return 2

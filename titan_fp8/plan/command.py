@@ -46,17 +46,14 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
             f"training would stop at {why}. Use other degrees of parallelism, or leave them out: "
             "--filter auto prints the setting"
         )
-    print(rank.about)
+    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")
+    plan = ", ".join(f"{name} {size}" for name in degrees if (size := getattr(rank.dims, name)) > 1)
+    print(f"{config.model.name} {config.model.flavor} on {rank.dims.world_size} GPUs", end="")
+    print(f" ({plan}), rank 0:" if plan else ":")
     if options.gpu or not torch.cuda.is_available():
         slower = print_bound(rank, load(options.gpu or "h200"))
     else:
-        try:
-            kernels_for(torch.device("cuda", torch.cuda.current_device()))
-        except RuntimeError as error:
-            raise ValueError(f"{error}; --gpu says what a table knows") from None
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        console = Console(stderr=True)
-        slower = print_times(measure(rank, progress=lambda cases: track(cases, "", console=console)))
+        slower = print_times(_measured(rank))
     left = [f"{layer.name}: {layer.reason}" for layer in rank.layers if layer.recipe == BF16]
     _list("Left in high precision", left)
     if options.filter:
@@ -69,18 +66,15 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError if options do not fit each other."""
-    out = options.out
-    if out is not None and options.filter is None:
-        raise ValueError(f"--out = {out} needs --filter auto, whose output it is")
-    if out is not None and out.exists():
-        raise ValueError(f"--out = {out}: the file exists; name a new one")
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"--out = {out}: there is no folder {out.parent}")
+    """ValueError if options do not fit each other or this machine."""
+    out, gpus = options.out, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if out is not None and (options.filter is None or out.exists() or not out.parent.is_dir()):
+        why = "the file exists; name a new one" if out.exists() else f"no folder {out.parent}"
+        raise ValueError(f"--out = {out}: {why if options.filter else 'it needs --filter auto'}")
     if options.train and (options.filter or options.gpu):
         raise ValueError("--train measures whole steps: it takes neither --filter nor --gpu")
-    if options.train and not torch.cuda.is_available():
-        raise ValueError("--train measures speed, and this machine has no GPU")
+    if options.train and not 0 < (options.ngpu or gpus) <= gpus:
+        raise ValueError(f"--train --ngpu {options.ngpu}: this machine has {gpus} GPUs")
     for recipe in options.recipes.split(",") if options.recipes else ():
         if not options.train or recipe not in RECIPES:
             raise refusal("--recipes", recipe, f"{', '.join(RECIPES)}, with --train")
@@ -92,53 +86,59 @@ def parse(file: str, flags: Sequence[str]) -> Any:
         raise ValueError(f"CONFIG = {file}: no such file")
     try:
         return ConfigManager().parse_args(["--job.config_file", file, *flags])
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"CONFIG = {file}: {error}") from None
-    except (ImportError, KeyError) as error:
+    except (tomllib.TOMLDecodeError, ImportError, KeyError) as error:
         raise ValueError(f"CONFIG = {file}: {error!r}") from None
+
+
+def _measured(rank: Rank) -> list[Timed]:
+    try:
+        kernels_for(torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError as error:
+        raise ValueError(f"{error}; --gpu says what a table knows") from None
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    console = Console(stderr=True)
+    return measure(rank, progress=lambda cases: track(cases, "Layers", console=console))
 
 
 def print_times(timed: Sequence[Timed]) -> list[Layer]:
     """Prints the measured layers and their sums; returns those that are slower in FP8."""
-    ways = ["even", "uneven"] if any(t.groups for t in timed) else [""]
-    rows, gains = [], dict.fromkeys((t.layer for t in timed), 0.0)
+
+    def cells(bf16: float, fp8: float | None) -> list[str]:
+        return [f"{bf16:,.0f}", *([f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else ["", ""])]
+
+    rows = [["layer", "(E,) M, N, K", "count", "weights", "bf16 us", "FP8 us", "x bf16"]]
+    gains = dict.fromkeys((t.layer for t in timed), 0.0)
     for t in timed:
         weights = ("FP8" if t.layer.gathers_fp8 else "bf16") if t.fp8 else ""
-        name = f"{t.layer.name} {t.groups}".strip()
-        rows.append([name, t.layer.shape, str(t.layer.count), weights, *_pair(t.bf16, t.fp8)])
+        head = [f"{t.layer.name} {t.groups}".strip(), t.layer.shape, str(t.layer.count), weights]
+        rows.append([*head, *cells(t.bf16, t.fp8)])
         gains[t.layer] += t.bf16 - (t.fp8 or t.bf16)
-    for way in ways:
+    for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
         own = [t for t in timed if t.groups in ("", way)]
         bf16 = sum(t.layer.count * t.bf16 for t in own)
         fp8 = sum(t.layer.count * (t.fp8 or t.bf16) for t in own)
-        rows.append([f"all {way}".strip(), "", "", "", *_pair(bf16, fp8)])
-    _table(["layer", "(E,) M, N, K", "count", "weights", "bf16 us", "FP8 us", "x bf16"], rows)
+        rows.append([f"all {way}".strip(), "", "", "", *cells(bf16, fp8)])
+    _table(rows)
     return [layer for layer, gain in gains.items() if gain < 0]
-
-
-def _pair(bf16: float, fp8: float | None) -> list[str]:
-    return [f"{bf16:,.0f}", *([f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else ["", ""])]
 
 
 def print_bound(rank: Rank, table: dict[str, Any]) -> list[Layer]:
     """Prints what a table of GEMM speeds says; returns layers whose GEMMs are slower in FP8."""
-    speeds = {
-        layer: (1.0, True) if layer.recipe == BF16 or layer.refused else speed(table, layer)
-        for layer in rank.layers
-    }
+    in_fp8 = [layer for layer in rank.layers if layer.recipe != BF16 and not layer.refused]
+    speeds = dict.fromkeys(rank.layers, (1.0, True)) | {x: speed(table, x) for x in in_fp8}
     facts = "{card}, torch {torch}, {date}, {commit}".format(**table)
     print(f"Nothing is measured here. GEMMs alone, by the table of {facts}:")
-    rows = [
-        [layer.name, layer.shape, str(layer.count), f"{x:.2f}" if layer.recipe != BF16 else ""]
-        for layer, (x, _) in speeds.items()
-    ]
-    _table(["layer", "(E,) M, N, K", "count", "x bf16"], rows)
-    outside = [f"{layer.name}: {layer.shape}" for layer, (_, inside) in speeds.items() if not inside]
+    rows = [["layer", "(E,) M, N, K", "count", "x bf16"]]
+    for layer, (ratio, _) in speeds.items():
+        x = f"{ratio:.2f}" if layer in in_fp8 else ""
+        rows.append([layer.name, layer.shape, str(layer.count), x])
+    _table(rows)
+    outside = [f"{each.name}: {each.shape}" for each, (_, inside) in speeds.items() if not inside]
     _list("Outside the table, as fast as its nearest GEMMs", outside)
-    most = bound(rank, [x for x, _ in speeds.values()])
+    most = bound(rank, [ratio for ratio, _ in speeds.values()])
     attention = "" if rank.attention_flop else ", attention not counted"
     print(f"\nUpper bound of what FP8 GEMMs gain in a step: {most:.2f}x of bf16{attention}.")
-    return [layer for layer, (x, _) in speeds.items() if x < 1]
+    return [layer for layer, (ratio, _) in speeds.items() if ratio < 1]
 
 
 def _list(title: str, items: Sequence[str]) -> None:
@@ -146,11 +146,11 @@ def _list(title: str, items: Sequence[str]) -> None:
         print(f"\n{title}:", *(f"- {item}" for item in items), sep="\n")
 
 
-def _table(header: list[str], rows: list[list[str]]) -> None:
-    """Aligned columns; the first two to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
+def _table(rows: list[list[str]]) -> None:
+    """Aligned columns, the first two to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
     print()
-    for row in (header, *rows):
+    for row in rows:
         cells = (c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))
         print("  ".join(cells).rstrip())
 
@@ -158,22 +158,21 @@ def _table(header: list[str], rows: list[list[str]]) -> None:
 def fragment(rank: Rank, out: Sequence[Layer]) -> str:
     """TOML sections that leave these layers out, as far as patterns can name them."""
     quantize = rank.config.quantize
-    patterns, skipped = list(quantize.linear.titan_fp8.filter_fqns), []
+    patterns = list(quantize.linear.titan_fp8.filter_fqns)
+    lines = ["# By titan_fp8.plan: without what would stop training or is slower in FP8."]
     kept = [name for layer in rank.layers if layer not in out for name in layer.modules]
     for name in [name for layer in out if not layer.groups for name in layer.modules]:
         own = pattern(name).partition("*.")[2] or name
         if any(own in other for other in kept):
-            skipped.append(f"# {pattern(name)} stays: its pattern would match other layers, too.")
+            lines.append(f"# {pattern(name)} stays: its pattern would match other layers, too.")
         elif own not in patterns:
             patterns.append(own)
-    lines = ["# By titan_fp8.plan: without what would stop training or is slower in FP8.", *skipped]
     lines += ["[quantize.linear.titan_fp8]", f"filter_fqns = {json.dumps(patterns)}"]
     if any(layer.groups for layer in out):
-        recipe = experts_recipe(quantize)
         # Left out, the permutation would follow the recipe.
-        permutation = permutation_of(quantize.grouped_mm.titan_fp8.permutation, recipe)
+        asked, recipe = quantize.grouped_mm.titan_fp8.permutation, experts_recipe(quantize)
         lines += ["", "[quantize.grouped_mm.titan_fp8]", f'recipe = "{BF16}"']
-        lines += [f'permutation = "{permutation}"']
+        lines += [f'permutation = "{permutation_of(asked, recipe)}"']
     return "\n".join(lines) + "\n"
 
 

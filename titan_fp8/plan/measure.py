@@ -36,19 +36,16 @@ ROUNDS, ROUND_S = 5, 0.02
 
 @dataclass(frozen=True)
 class Timed:
-    """us of one call of a layer in bf16, and in FP8 if it is converted. `groups` says how the
-    tokens of experts are distributed: "even" or "uneven", the last has four times the first's."""
+    """us of one call of a layer."""
 
     layer: Layer
-    groups: str
+    groups: str  # of experts: "even", or "uneven", the last with four times the first's tokens
     bf16: float
-    fp8: float | None
+    fp8: float | None  # None if it is not converted
 
 
 def call_us(arms: list[list[Step]]) -> list[float]:
     """Median time of one call of each arm in us; an arm has equal calls on different inputs."""
-    times: list[list[float]] = [[] for _ in arms]
-    counts = []
 
     def seconds(steps: list[Step]) -> float:
         torch.cuda.synchronize()
@@ -60,11 +57,9 @@ def call_us(arms: list[list[Step]]) -> list[float]:
 
     for arm in arms:
         seconds([*arm, *arm])
-        counts.append(max(1, math.ceil(ROUND_S / seconds(arm))))
-    for _ in range(ROUNDS):
-        for arm, count, own in zip(arms, counts, times):
-            own.append(seconds(arm * count) / count / len(arm) * 1e6)
-    return [statistics.median(own) for own in times]
+    loops = [arm * math.ceil(ROUND_S / seconds(arm)) for arm in arms]
+    rounds = [[seconds(loop) / len(loop) * 1e6 for loop in loops] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds)]
 
 
 def measure(
@@ -76,11 +71,8 @@ def measure(
         ValueError: a layer does not fit into the GPU's memory.
     """
     torch.autograd.set_multithreading_enabled(False)  # as in FP8 jobs
-    cases = [
-        (layer, groups)
-        for layer in rank.layers
-        for groups in (("even", "uneven") if layer.groups else ("",))
-    ]
+    ways = {True: ("even", "uneven"), False: ("",)}
+    cases = [(layer, way) for layer in rank.layers for way in ways[layer.groups > 1]]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         return [_timed(rank, layer, groups, device, clock) for layer, groups in progress(cases)]
@@ -93,12 +85,10 @@ def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> 
     runs_fp8 = layer.recipe != BF16 and not layer.refused
     for sets in (min(MOST_SETS, max(2, -(-BYTES // size))), 1):
         try:
-            arms = [
-                [_step(rank, layer, groups, device, in_fp8) for _ in range(sets)]
-                for in_fp8 in (False, True)[: 1 + runs_fp8]
-            ]
-            bf16, *fp8 = clock(arms)
-            return Timed(layer, groups, bf16, *(fp8 or [None]))
+            kinds = (False, True)[: 1 + runs_fp8]
+            arms = [[_step(rank, layer, groups, device, k) for _ in range(sets)] for k in kinds]
+            times = clock(arms)
+            return Timed(layer, groups, times[0], times[1] if runs_fp8 else None)
         except torch.OutOfMemoryError:
             arms = []
     raise ValueError(f"{layer.name} ({layer.shape}) does not fit into the memory of this GPU")
@@ -127,12 +117,11 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> S
 
 def tokens_of_experts(rank: Rank, layer: Layer, groups: str, in_fp8: bool) -> list[int]:
     """Tokens of each expert of the rank, padded as by expert parallelism."""
-    unit, last = 1, max(layer.groups - 1, 1)
-    if rank.dims.ep_enabled:
-        unit = get_recipe(layer.recipe).alignment if in_fp8 else 8
-    even = groups == "even" or layer.groups == 1
-    shares = (1.0 if even else 0.4 + 1.2 * e / last for e in range(layer.groups))
-    return [math.ceil(share * layer.m / layer.groups / unit) * unit for share in shares]
+    unit = (get_recipe(layer.recipe).alignment if in_fp8 else 8) if rank.dims.ep_enabled else 1
+    spread, each = 0.6 * (groups == "uneven"), layer.m / layer.groups / unit
+    middle = (layer.groups - 1) / 2
+    shares = (1 + spread * (e / middle - 1) for e in range(layer.groups)) if middle else [1.0]
+    return [math.ceil(share * each) * unit for share in shares]
 
 
 def _module(rank: Rank, layer: Layer, name: str, device: str, in_fp8: bool) -> nn.Module:

@@ -4,7 +4,6 @@ torchtitan's functions for parallelism run on a fake process group, so local sha
 job. Of two further models one is converted, which tells what is converted and why the rest is not.
 """
 
-import contextlib
 import copy
 import importlib
 import math
@@ -16,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,8 +34,6 @@ from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
-FSDP = ("fsdp", "efsdp")
-"""Mesh dimensions along which FSDP2 gathers a weight, so that a rank computes with all of it."""
 SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
 """Linears of one module that read one input. In FP8 they quantize it once."""
 MAX_GPUS = 1 << 14
@@ -45,30 +42,19 @@ UNLISTED = (BF16, "its converter is not listed")
 
 @dataclass(frozen=True)
 class Layer:
-    """What a rank calls with one input, `count` times per micro-batch.
+    """What a rank calls with one input, `count` times per micro-batch."""
 
-    Attributes:
-        name, modules: with * for the index of the block; its modules in the first block.
-        is_gated: a feed-forward or experts, of three products.
-        groups, m: local experts, or 0; tokens, of all local experts together.
-        ns, k: output features of each linear, or the hidden dimension; input features. As tensor
-            parallelism shards them.
-        recipe, reason: "bf16" if it is not converted, and why.
-        refused: why training would stop at it, or "".
-        gathers_fp8: whether FSDP2's all-gather brings its weights in FP8.
-    """
-
-    name: str
-    modules: tuple[str, ...]
-    is_gated: bool
-    groups: int
-    m: int
-    ns: tuple[int, ...]
-    k: int
-    recipe: str
-    reason: str
-    refused: str
-    gathers_fp8: bool
+    name: str  # with * for the index of the block
+    modules: tuple[str, ...]  # those of the first block
+    is_gated: bool  # a feed-forward or experts, of three products
+    groups: int  # local experts, or 0
+    m: int  # tokens, of all local experts together
+    ns: tuple[int, ...]  # local output features of each linear, or the local hidden dimension
+    k: int  # local input features
+    recipe: str  # "bf16" if it is not converted
+    reason: str  # why not
+    refused: str  # why training would stop at it, or ""
+    gathers_fp8: bool  # whether FSDP2's all-gather brings its weights in FP8
     count: int = 1
 
     @property
@@ -90,27 +76,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank computes in a micro-batch; in a pipeline, rank 0.
-
-    Attributes:
-        plain, converted: the whole model on the meta device, before and after conversion.
-        shapes: {name of a parameter: its shape on the rank, once FSDP2 has gathered it}.
-        dtype: in which layers compute.
-        attention_flop: of forward and backward; 0 if its mask may leave more than causality out.
-        blocks, least_blocks: of the model; the fewest with all kinds of blocks and on all stages.
-    """
+    """What one rank computes in a micro-batch; in a pipeline, rank 0."""
 
     config: Any
     dims: ParallelDims
-    about: str
     layers: list[Layer]
-    plain: nn.Module
-    converted: nn.Module
-    shapes: dict[str, torch.Size]
-    dtype: torch.dtype
-    attention_flop: float
-    blocks: int
-    least_blocks: int
+    plain: nn.Module  # the whole model on the meta device, before
+    converted: nn.Module  # and after conversion
+    shapes: dict[str, torch.Size]  # of the rank's parameters, once FSDP2 has gathered them
+    dtype: torch.dtype  # in which layers compute
+    attention_flop: float  # forward and backward; 0 if its mask may leave more than causality out
 
 
 def refusal(key: str, value: object, allowed: object) -> ValueError:
@@ -156,39 +131,28 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
         plain, converted, parallel = (model_cls(args) for _ in range(3))
     if not hasattr(plain, "layers"):
         raise refusal("model.name", config.model.name, "models of transformer blocks")
-    recipes = _convert(config, converted)
-    with _parallelized(config, dims, args, parallel) as parts:
-        named = [item for part in parts for item in part.named_parameters()]
-        local = {n.replace("_checkpoint_wrapped_module.", ""): _gathered(p) for n, p in named}
-    size = config.parallelism.pipeline_parallel_microbatch_size
-    sequences = size if dims.pp_enabled else training.local_batch_size
+    recipes, shapes = _convert(config, converted), _local_shapes(config, dims, args, parallel)
+    microbatch = config.parallelism.pipeline_parallel_microbatch_size
+    sequences = microbatch if dims.pp_enabled else training.local_batch_size
     tokens = sequences * training.seq_len // dims.cp
     rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
     rows //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
     equal: dict[Layer, list[Layer]] = {}
-    for names in _units(converted, recipes, local, dims):
-        layer = _layer(config, dims, names, recipes, local, (tokens, rows), args.dim)
+    for names in _units(converted, recipes, shapes, dims):
+        layer = _layer(config, dims, names, recipes, shapes, (tokens, rows), args.dim)
         equal.setdefault(replace(layer, modules=()), []).append(layer)
-    blocks = len({found[0] for name in local if (found := re.match(r"layers\.\d+\.", name))})
-    modules = [name for name, _ in plain.named_modules() if re.match(r"layers\.\d+\.", name)]
-    first = {pattern(name): int(name.split(".")[1]) for name in reversed(modules)}
+    blocks = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
+    attention_flop = 0.0
+    if getattr(args, "attn_type", "sdpa") == "sdpa":
+        width = 2 * (getattr(args, "head_dim", None) or args.dim // args.n_heads)
+        if hasattr(args, "qk_nope_head_dim"):
+            width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
+        # Forward has 2 s^2 per feature, of which causality leaves half; backward has twice that.
+        attention_flop = 3.0 * tokens * training.seq_len * blocks * args.n_heads * width / dims.tp
     mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
-    names_of_degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    plan = ", ".join(f"{n} {d}" for n in names_of_degrees if (d := getattr(dims, n)) > 1)
-    return Rank(
-        config=config,
-        dims=dims,
-        about=f"{config.model.name} {config.model.flavor} on {dims.world_size} GPUs "
-        f"({plan or 'no parallelism'}): rank 0, {blocks} blocks, {tokens} tokens per micro-batch",
-        layers=[replace(same[0], count=len(same)) for same in equal.values()],
-        plain=plain,
-        converted=converted,
-        shapes={name: shape for name, (shape, _, _) in local.items()},
-        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype],
-        attention_flop=sequences * blocks * _attention_flop(args, training.seq_len, dims),
-        blocks=len(plain.layers),  # type: ignore[arg-type]
-        least_blocks=max(1 + max(first.values(), default=0), dims.pp if dims.pp > 1 else 1),
-    )
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
+    layers = [replace(same[0], count=len(same)) for same in equal.values()]
+    return Rank(config, dims, layers, plain, converted, shapes, dtype, attention_flop)
 
 
 def pattern(name: str) -> str:
@@ -197,29 +161,28 @@ def pattern(name: str) -> str:
 
 
 def _units(
-    converted: nn.Module, recipes: dict[str, Any], local: dict[str, Any], dims: ParallelDims
+    converted: nn.Module, recipes: dict[str, Any], shapes: dict[str, Any], dims: ParallelDims
 ) -> Iterator[tuple[str, ...]]:
     """Names of modules that the rank calls with one input."""
-    owners, seen = {name.rpartition(".")[0] for name in local}, set()
+    owners, seen = {name.rpartition(".")[0] for name in shapes}, set()
     for name, module in converted.named_modules():
-        parts = [f"{name}.{leaf}" for leaf in ("w1", "w2", "w3")]
-        is_linear = isinstance(module, nn.Linear)
+        linears = [f"{name}.{leaf}" for leaf in ("w1", "w2", "w3")]
+        names = [name]
         # Under tensor parallelism the linears of a feed-forward run one by one.
-        is_fused = isinstance(module, FP8FeedForward) and not dims.tp_enabled
-        if is_fused and owners.issuperset(parts):
-            seen.update(parts)
-            yield (name,)
+        if isinstance(module, FP8FeedForward) and not dims.tp_enabled and linears[0] in owners:
+            seen.update(linears)
         elif name not in owners or name in seen:
             continue
-        elif is_linear and recipes.get(name, UNLISTED)[0] != BF16:
+        elif isinstance(module, nn.Linear):
             parent, _, leaf = name.rpartition(".")
             readers = next((group for group in SHARED_INPUTS if leaf in group), (leaf,))
-            names = [n for each in readers if (n := f"{parent}.{each}") in owners]
-            names = [n for n in names if recipes[n] == recipes[name]]
+            if recipes.get(name, UNLISTED)[0] != BF16:
+                both = (f"{parent}.{each}" for each in readers)
+                names = [n for n in both if n in owners and recipes[n] == recipes[name]]
             seen.update(names)
-            yield tuple(names)
-        elif is_linear or any(p.dim() == 3 for p in module.parameters(recurse=False)):
-            yield (name,)
+        elif all(parameter.dim() < 3 for parameter in module.parameters(recurse=False)):
+            continue
+        yield tuple(names)
 
 
 def _layer(
@@ -227,45 +190,40 @@ def _layer(
     dims: ParallelDims,
     names: tuple[str, ...],
     recipes: dict[str, tuple[str, str]],
-    local: dict[str, tuple[torch.Size, int, bool]],
+    shapes: dict[str, torch.Size],
     tokens_and_rows: tuple[int, int],
     dim: int,
 ) -> Layer:
-    """The layer of these modules. `recipes` is from `_convert`, `local` from `_gathered`."""
-    owned = {p: p.rpartition(".")[0] for n in names for p in local if p.startswith(f"{n}.")}
-    weights = {p: local[p] for p in owned if len(local[p][0]) > 1}
-    owner = owned[next(iter(weights))]
+    """The layer of these modules."""
+    own = {p: shapes[p] for name in names for p in shapes if p.startswith(f"{name}.")}
+    weights = {parameter: shape for parameter, shape in own.items() if len(shape) > 1}
+    owner = next(iter(weights)).rpartition(".")[0]
     recipe, reason = recipes.get(owner, UNLISTED)
-    shapes = [shape for shape, _, _ in weights.values()]
-    stacked = [shape for shape in shapes if len(shape) == 3]
-    is_feed_forward = owner not in names
-    ns, k = tuple(shape[0] for shape in shapes[:1] if is_feed_forward) or tuple(
-        shape[0] for shape in shapes
-    ), shapes[0][-1]
-    if stacked:
+    ns, k = tuple(shape[0] for shape in weights.values()), weights[next(iter(weights))][-1]
+    is_feed_forward, groups, section = owner not in names, 0, config.quantize.linear
+    ranks = dims.dp_shard * dims.cp
+    if is_feed_forward:
+        ns = ns[:1]
+    elif len(first := weights[next(iter(weights))]) == 3:
         # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
-        ns, k = (sum(shape.numel() for shape in stacked) // (3 * stacked[0][0] * dim),), dim
+        groups, elements = first[0], sum(shape.numel() for shape in own.values() if len(shape) == 3)
+        ns, k, section = (elements // (3 * groups * dim),), dim, config.quantize.grouped_mm
+        ranks = ranks * dims.tp // (dims.ep * dims.etp) if dims.ep_enabled else ranks
     odd = ", ".join(str(size) for size in sorted({*ns, k}) if not fits_fp8(size))
-    section = (config.quantize.grouped_mm if stacked else config.quantize.linear).titan_fp8
+    in_fp8 = recipe != BF16 and section.titan_fp8.fsdp_all_gather and dims.fsdp_enabled
     return Layer(
         name=" ".join((pattern(names[0]), *(name.rpartition(".")[2] for name in names[1:]))),
         modules=names,
-        is_gated=bool(stacked) or is_feed_forward,
-        groups=stacked[0][0] if stacked else 0,
-        m=tokens_and_rows[bool(stacked)],
+        is_gated=bool(groups) or is_feed_forward,
+        groups=groups,
+        m=tokens_and_rows[bool(groups)],
         ns=ns,
         k=k,
         recipe=recipe,
         reason=reason,
         refused=f"{odd} on a rank is not a multiple of 16" if odd and recipe != BF16 else "",
         # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
-        gathers_fp8=recipe != BF16
-        and section.fsdp_all_gather
-        and dims.fsdp_enabled
-        and all(
-            is_fsdp and (ranks > 1 or get_recipe(recipe).has_weight_blocks)
-            for _, ranks, is_fsdp in weights.values()
-        ),
+        gathers_fp8=in_fp8 and (ranks > 1 or get_recipe(recipe).has_weight_blocks),
     )
 
 
@@ -281,21 +239,18 @@ def _model_args(config: Any) -> Any:
         importlib.import_module(config.experimental.custom_import)
     for name in model.converters:
         if name not in _registry_model_converter_cls:
-            allowed = ", ".join(sorted(_registry_model_converter_cls))
-            raise ValueError(f"model.converters lists {name!r}: allowed are {allowed}")
+            raise refusal("model.converters lists", name, ", ".join(_registry_model_converter_cls))
     try:
-        spec = get_train_spec(model.name)
+        args: Any = copy.deepcopy(get_train_spec(model.name).model_args)
     except ValueError as error:
-        allowed = ", ".join(sorted(map(repr, _supported_models)))
-        raise ValueError(f"{error} Models of torchtitan are {allowed}") from None
-    if model.flavor not in spec.model_args:
-        raise refusal("model.flavor", model.flavor, ", ".join(map(repr, spec.model_args)))
-    args: Any = copy.deepcopy(spec.model_args[model.flavor])
+        raise ValueError(f"{error} Models of torchtitan are {sorted(_supported_models)}") from None
+    if model.flavor not in args:
+        raise refusal("model.flavor", model.flavor, ", ".join(map(repr, args)))
     try:
-        args.update_from_config(config)
+        args[model.flavor].update_from_config(config)
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(f"torchtitan refuses this plan: {error}") from None
-    return args
+    return args[model.flavor]
 
 
 def _check_sizes(config: Any, dims: ParallelDims, args: Any) -> None:
@@ -311,17 +266,15 @@ def _check_sizes(config: Any, dims: ParallelDims, args: Any) -> None:
         raise refusal("training.global_batch_size", whole, allowed)
     ranks = dims.dp_shard * dims.cp * dims.tp // dims.etp
     experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
-    divided = [
+    for key, degree, what, count in (
         ("tensor_parallel_degree", dims.tp, "n_heads", getattr(args, "n_heads", 0)),
         ("tensor_parallel_degree", dims.tp, "n_kv_heads", getattr(args, "n_kv_heads", 0)),
         ("expert_parallel_degree", dims.ep, "experts", experts),
         ("expert_parallel_degree", dims.ep, "ranks of FSDP, CP and TP", ranks),
-    ]
-    if dims.pp_enabled:
-        divided += [("pipeline_parallel_microbatch_size", size, "local_batch_size", batch)]
-    for key, size, what, count in divided:
-        if size < 1 or (count and count % size):
-            raise refusal(f"parallelism.{key}", size, f"divisors of {what} = {count}")
+        ("pipeline_parallel_microbatch_size", size, "local_batch_size", batch * dims.pp_enabled),
+    ):
+        if count and (degree < 1 or count % degree):
+            raise refusal(f"parallelism.{key}", degree, f"divisors of {what} = {count}")
     if dims.pp_enabled and get_train_spec(config.model.name).pipelining_fn is None:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree = {dims.pp}: allowed is 1, since torchtitan has "
@@ -332,42 +285,46 @@ def _check_sizes(config: Any, dims: ParallelDims, args: Any) -> None:
 def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
     """Converts as the converters do: name of a module -> recipe, and why it is not converted."""
     linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
-    reports = []
-    if LINEAR in config.model.converters:
-        with errors_prefixed(f"[{LINEAR}]"):
-            options = {"recipe": linear.recipe, "filter_fqns": linear.filter_fqns}
-            reports.append(convert_linears(model, **options))
-        fuse_feed_forwards(model)
-    if GROUPED_MM in config.model.converters:
-        with errors_prefixed(f"[{GROUPED_MM}]"):
-            options = {"recipe": experts_recipe(config.quantize), "fqns": grouped.fqns}
-            reports.append(convert_experts(model, **options))
-    converted = {name: (recipe, "") for report in reports for name, _, recipe in report.converted}
-    return converted | {name: (BF16, why) for report in reports for name, _, why in report.left}
+    options: dict[str, tuple[Any, dict[str, Any]]] = {
+        LINEAR: (convert_linears, {"recipe": linear.recipe, "filter_fqns": linear.filter_fqns}),
+        GROUPED_MM: (
+            convert_experts,
+            {"recipe": experts_recipe(config.quantize), "fqns": grouped.fqns},
+        ),
+    }
+    found: dict[str, tuple[str, str]] = {}
+    for name in (each for each in options if each in config.model.converters):
+        convert, settings = options[name]
+        with errors_prefixed(f"[{name}]"):
+            report = convert(model, **settings)
+        found |= {module: (recipe, "") for module, _, recipe in report.converted}
+        found |= {module: (BF16, reason) for module, _, reason in report.left}
+    fuse_feed_forwards(model)
+    return found
 
 
-@contextlib.contextmanager
-def _parallelized(
+def _local_shapes(
     config: Any, dims: ParallelDims, args: Any, model: nn.Module
-) -> Iterator[list[nn.Module]]:
-    """Rank 0's parts of `model` under torchtitan's own plan, in process groups without traffic."""
-    plain, spec = copy.deepcopy(config), get_train_spec(config.model.name)
-    plain.compile.enable = False  # It changes no shape.
-    if plain.activation_checkpoint.mode == "memory_budget":  # needs the compiler
-        plain.activation_checkpoint.mode = "none"
-    schedule, parts = config.parallelism.pipeline_parallel_schedule, [model]
+) -> dict[str, torch.Size]:
+    """Shapes of rank 0's parameters, gathered by FSDP2, under torchtitan's own plan."""
+    config, spec, parts = copy.deepcopy(config), get_train_spec(config.model.name), [model]
+    config.compile.enable = False  # It changes no shape.
+    if config.activation_checkpoint.mode == "memory_budget":  # needs the compiler
+        config.activation_checkpoint.mode = "none"
+    schedule = config.parallelism.pipeline_parallel_schedule
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
     try:
         # The same shapes, whether this machine has GPUs or not.
         with mock.patch.object(parallel_dims, "device_type", "cpu"):
             if dims.pp_enabled:
-                arguments = dims, plain, torch.device("cpu"), args, spec.parallelize_fn
+                arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
                 _, parts, *_ = spec.pipelining_fn(model, *arguments, nn.MSELoss())
                 if issubclass(get_schedule_class(schedule), PipelineScheduleSingle) and parts[1:]:
                     raise ValueError(f"it would run only the first of {len(parts)} stages")
             else:
-                spec.parallelize_fn(model, dims, plain)
-        yield parts
+                spec.parallelize_fn(model, dims, config)
+        named = [item for part in parts for item in part.named_parameters()]
+        return {n.replace("_checkpoint_wrapped_module.", ""): _gathered(p) for n, p in named}
     except Exception as error:
         key = "parallelism.pipeline_parallel"
         pipeline = f" {key}_degree = {dims.pp}, {key}_schedule = {schedule!r}:" * dims.pp_enabled
@@ -377,27 +334,15 @@ def _parallelized(
         dist.destroy_process_group()
 
 
-def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int, bool]:
-    """A rank's part of a parameter once FSDP2 has gathered it, FSDP2's ranks, and if it has any."""
+def _gathered(parameter: Tensor) -> torch.Size:
+    """The shape of a rank's part of a parameter, once FSDP2 has gathered it."""
     if not isinstance(parameter, DTensor):
-        return parameter.shape, 1, False
-    sizes, ranks, mesh = list(parameter.shape), 1, parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    for name, size, placement in zip(names, mesh.shape, parameter.placements, strict=True):
-        if name in FSDP:
-            ranks *= size
-        elif placement.is_shard():
+        return parameter.shape
+    sizes, mesh = list(parameter.shape), parameter.device_mesh
+    for name, size, placement in zip(
+        mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True
+    ):
+        if name not in ("fsdp", "efsdp") and placement.is_shard():
             dim = placement.dim  # type: ignore[attr-defined]
             sizes[dim] = -(-sizes[dim] // size)
-    return torch.Size(sizes), ranks, not {*FSDP}.isdisjoint(names)
-
-
-def _attention_flop(args: Any, seq: int, dims: ParallelDims) -> float:
-    """Of one sequence and block, forward and backward."""
-    if getattr(args, "attn_type", "sdpa") != "sdpa":
-        return 0.0
-    width = 2 * (getattr(args, "head_dim", None) or args.dim // args.n_heads)
-    if hasattr(args, "qk_nope_head_dim"):
-        width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
-    # Forward has 2 s^2 per feature, of which a causal mask leaves half; backward has twice that.
-    return 3.0 * seq**2 * args.n_heads * width / (dims.cp * dims.tp)
+    return torch.Size(sizes)

@@ -32,11 +32,11 @@ import torch
 from titan_fp8 import cpu_host
 from titan_fp8.recipe import BF16
 
-TUNED = "bf16 tuned"
-"""bf16 with all that speeds a job up and is not FP8, by the flags NOT_FP8."""
-NOT_FP8 = ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
-STEPS, WARM_UP, LOG_EVERY, TRACED = 20, 5, 5, 6
-"""Steps: measured with those that warm up; logged every so many; after the last, to be traced."""
+TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8, by these flags
+LINEAR, GROUPED_MM = "quantize.linear.titan_fp8", "quantize.grouped_mm.titan_fp8"
+NOT_FP8 = (f"--{GROUPED_MM}.permutation", "gather")
+STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
+TRACED = 6  # steps after those that are measured; the last is traced
 COLLECTIVE = re.compile(r"nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I)
 LINE = re.compile(
     r"(?<!validate )step: *(\d+) +loss: *(-?[\d.]+|-?nan|-?inf) .*?"
@@ -45,12 +45,11 @@ LINE = re.compile(
 Row = dict[str, Any]
 
 
-def arm_flags(arm: str, has_experts: bool) -> list[str]:
-    """torchtitan's flags of bf16, of TUNED, or of a recipe."""
-    recipe = BF16 if arm == TUNED else arm
-    flags = ["--quantize.linear.titan_fp8.recipe", recipe]
-    flags += ["--quantize.grouped_mm.titan_fp8.recipe", recipe] * has_experts
-    return flags + [*NOT_FP8] * (has_experts and arm == TUNED)
+def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
+    """torchtitan's flags of bf16, of TUNED, or of a recipe, for those of model.converters."""
+    sections = [name for name in converters if name in (LINEAR, GROUPED_MM)]
+    recipe, tuned = BF16 if arm == TUNED else arm, arm == TUNED and GROUPED_MM in sections
+    return [word for s in sections for word in (f"--{s}.recipe", recipe)] + [*NOT_FP8] * tuned
 
 
 def run(
@@ -152,28 +151,24 @@ def busy_us(events: list[dict[str, Any]]) -> float:
 def fitted(config: Any, gpus: int) -> dict[str, int]:
     """Values that fit the config's plan to at most so many GPUs: data parallelism is cut, expert
     parallelism with it, and the global batch so that a rank has as many micro-batches."""
-    p, training = config.parallelism, config.training
-    inner = p.tensor_parallel_degree * p.context_parallel_degree * p.pipeline_parallel_degree
-    if gpus < inner:
+    p, whole = config.parallelism, config.training.global_batch_size
+    replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    inside = p.tensor_parallel_degree * p.context_parallel_degree
+    data = gpus // (inside * p.pipeline_parallel_degree)
+    if not data:
         raise ValueError(
             "parallelism.tensor_parallel_degree, context_parallel_degree and pipeline_parallel_"
-            f"degree need {inner} GPUs together, and there are {gpus}: choose smaller ones"
+            f"degree need more GPUs together than the {gpus} there are: choose smaller ones"
         )
-    replicas, shards, data = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, gpus // inner
     wanted = max(1, data // replicas) if shards == -1 else shards
     shard = min(wanted, data)
     replicate = min(replicas, data // shard)
-    inside = shard * p.tensor_parallel_degree * p.context_parallel_degree
-    whole = training.global_batch_size
+    ranks = shard * inside // p.expert_tensor_parallel_degree
     return {
         "parallelism.data_parallel_replicate_degree": replicate,
         "parallelism.data_parallel_shard_degree": shard,
-        "parallelism.expert_parallel_degree": math.gcd(
-            p.expert_parallel_degree, inside // p.expert_tensor_parallel_degree
-        ),
-        "training.global_batch_size": whole * replicate * shard // (replicas * wanted)
-        if whole > 0
-        else whole,
+        "parallelism.expert_parallel_degree": math.gcd(p.expert_parallel_degree, ranks),
+        "training.global_batch_size": max(-1, whole * replicate * shard // (replicas * wanted)),
     }
 
 
@@ -186,47 +181,50 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
     Raises:
         ValueError: a job fails, or does not fit into memory however few blocks it has.
     """
-    from titan_fp8.plan.model import degrees_of, read_rank
+    from titan_fp8.plan.model import degrees_of, experts_recipe, read_rank
 
     config = parse(options.config, flags)
-    values = fitted(config, options.ngpu or torch.cuda.device_count())
-    for key, value in values.items():
+    for key, value in fitted(config, options.ngpu or torch.cuda.device_count()).items():
         section, _, name = key.partition(".")
         if (before := getattr(getattr(config, section), name)) not in (value, -1):
             print(f"cut: {key} = {value} instead of {before}")
-    flags = [*flags, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
+        flags = [*flags, f"--{key}", str(value)]
     config = parse(options.config, flags)
-    dims = degrees_of(config, None)
+    dims, batch = degrees_of(config, None), config.training.local_batch_size
     rank, gpus = read_rank(config, dims), dims.world_size
-    recipes = (options.recipes or config.quantize.linear.titan_fp8.recipe).split(",")
-    has_experts = "quantize.grouped_mm.titan_fp8" in config.model.converters
+    converters, linear = config.model.converters, config.quantize.linear.titan_fp8
+    own_recipe = linear.recipe if LINEAR in converters else experts_recipe(config.quantize)
+    recipes = (options.recipes or own_recipe).split(",")
     if BF16 in recipes:
         raise ValueError("the recipe of CONFIG is bf16: --recipes names those to compare with it")
-    arms = [BF16, *[TUNED] * has_experts, *recipes]
-    whole = max(config.training.global_batch_size, config.training.local_batch_size * dims.dp_replicate * dims.dp_shard)
-    blocks, rows = rank.blocks, {}
+    arms = [BF16, *[TUNED] * (GROUPED_MM in converters), *recipes]
+    sequences = max(config.training.global_batch_size, batch * dims.dp_replicate * dims.dp_shard)
+    # The fewest blocks that have one of each kind, and one on each stage.
+    first = [re.match(r"layers\.(\d+)", layer.modules[0]) for layer in rank.layers]
+    least = max(dims.pp, *(1 + int(found[1]) for found in first if found))
+    blocks = whole = len(rank.plain.layers)  # type: ignore[arg-type]
+    rows: dict[str, Row] = {}
     folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
     while len(rows) < len(arms):
         arm = arms[len(rows)]
-        print(f"{arm}: {blocks} of {rank.blocks} blocks on {gpus} GPUs", file=sys.stderr)
+        print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", file=sys.stderr)
         own = folder / f"{arm.replace(' ', '_')}-{blocks}"
-        command = [*flags, *arm_flags(arm, has_experts)]
+        command = [*flags, *arm_flags(arm, converters)]
         error = run(options.config, command, gpus, blocks, STEPS, own)
-        if error and "OutOfMemoryError" in error and blocks > rank.least_blocks:
-            blocks, rows = max(rank.least_blocks, blocks // 2), {}
+        if error and "OutOfMemoryError" in error and blocks > least:
+            blocks, rows = max(least, blocks // 2), {}
         elif error:
             raise ValueError(f"training in {arm} with {blocks} blocks failed: {error} ({own})")
         else:
-            rows[arm] = read(own, STEPS, whole * config.training.seq_len / gpus)
-    if blocks < rank.blocks:
-        print(f"cut: {blocks} of {rank.blocks} blocks")
-    print(f"{'':16}  tokens/s  x bf16    GiB  compute    loss")
+            rows[arm] = read(own, STEPS, sequences * config.training.seq_len / gpus)
+    print(f"{blocks} of {whole} blocks on {gpus} GPUs\n" + " " * 14, end="")
+    print("".join(f"{column:>10}" for column in ("tokens/s", "x bf16", "GiB", "compute", "loss")))
     for arm, row in rows.items():
-        compute = "" if row["compute"] is None else f"{row['compute']:.0%}"
-        speed = row["tokens/s"] / rows[BF16]["tokens/s"]
-        print(f"{arm:16}{row['tokens/s']:10,.0f}{speed:8.2f}{row['GiB']:7.1f}{compute:>9}{row['loss']:8.4f}")
-    speeds = {arm: row["tokens/s"] for arm, row in rows.items()}
-    return int(max(map(speeds.__getitem__, recipes)) < max(speeds[BF16], speeds.get(TUNED, 0)))
+        speed, compute = row["tokens/s"], row["compute"] if row["compute"] else math.nan
+        cells = f"{speed:10,.0f}{speed / rows[BF16]['tokens/s']:10.2f}{row['GiB']:10.1f}"
+        print(f"{arm:14}{cells}{compute:10.0%}{row['loss']:10.4f}")
+    bf16 = max(row["tokens/s"] for arm, row in rows.items() if arm not in recipes)
+    return int(max(rows[recipe]["tokens/s"] for recipe in recipes) < bf16)
 
 
 def main() -> None:
