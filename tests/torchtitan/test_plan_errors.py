@@ -62,8 +62,8 @@ TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_par
         ("llama3_8b", ("--training.seq_len", "8190", "--parallelism.tensor_parallel_degree", "4"),
          "torchtitan refuses this plan"),
         ("llama3_8b", ("--quantize.linear.titan_fp8.filter_fqns", "nothing"), "nothing"),
-        ("llama3_8b", ("--model.converters", "quantize.linear.titan_fp8,nope"), "converters lists = '"
-         "nope': allowed are "),
+        ("llama3_8b", ("--model.converters", "quantize.linear.titan_fp8,nope"),
+         "model.converters lists = 'nope': allowed are "),
         ("deepseek_v3_16b", TP_ODD, "training would stop at"),
     ],
 )  # fmt: skip

@@ -137,10 +137,6 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
     tokens = sequences * training.seq_len // dims.cp
     rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
     rows //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
-    equal: dict[Layer, list[Layer]] = {}
-    for names in _units(converted, recipes, shapes, dims):
-        layer = _layer(config, dims, names, recipes, shapes, (tokens, rows), args.dim)
-        equal.setdefault(replace(layer, modules=()), []).append(layer)
     blocks = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
     attention_flop = 0.0
     if getattr(args, "attn_type", "sdpa") == "sdpa":
@@ -151,8 +147,12 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
         attention_flop = 3.0 * tokens * training.seq_len * blocks * args.n_heads * width / dims.tp
     mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
-    layers = [replace(same[0], count=len(same)) for same in equal.values()]
-    return Rank(config, dims, layers, plain, converted, shapes, dtype, attention_flop)
+    rank = Rank(config, dims, [], plain, converted, shapes, dtype, attention_flop)
+    equal: dict[Layer, list[Layer]] = {}
+    for names in _units(rank, recipes):
+        layer = _layer(rank, names, recipes, tokens, rows, args.dim)
+        equal.setdefault(replace(layer, modules=()), []).append(layer)
+    return replace(rank, layers=[replace(same[0], count=len(same)) for same in equal.values()])
 
 
 def pattern(name: str) -> str:
@@ -160,16 +160,14 @@ def pattern(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def _units(
-    converted: nn.Module, recipes: dict[str, Any], shapes: dict[str, Any], dims: ParallelDims
-) -> Iterator[tuple[str, ...]]:
+def _units(rank: Rank, recipes: dict[str, tuple[str, str]]) -> Iterator[tuple[str, ...]]:
     """Names of modules that the rank calls with one input."""
-    owners, seen = {name.rpartition(".")[0] for name in shapes}, set()
-    for name, module in converted.named_modules():
+    owners, seen = {name.rpartition(".")[0] for name in rank.shapes}, set()
+    for name, module in rank.converted.named_modules():
         linears = [f"{name}.{leaf}" for leaf in ("w1", "w2", "w3")]
         names = [name]
         # Under tensor parallelism the linears of a feed-forward run one by one.
-        if isinstance(module, FP8FeedForward) and not dims.tp_enabled and linears[0] in owners:
+        if isinstance(module, FP8FeedForward) and linears[0] in owners and not rank.dims.tp_enabled:
             seen.update(linears)
         elif name not in owners or name in seen:
             continue
@@ -186,28 +184,21 @@ def _units(
 
 
 def _layer(
-    config: Any,
-    dims: ParallelDims,
-    names: tuple[str, ...],
-    recipes: dict[str, tuple[str, str]],
-    shapes: dict[str, torch.Size],
-    tokens_and_rows: tuple[int, int],
-    dim: int,
+    rank: Rank, names: tuple[str, ...], recipes: dict[str, Any], tokens: int, rows: int, dim: int
 ) -> Layer:
-    """The layer of these modules."""
-    own = {p: shapes[p] for name in names for p in shapes if p.startswith(f"{name}.")}
+    """The layer of these modules; `rows` are the tokens of experts."""
+    dims, section, groups = rank.dims, rank.config.quantize.linear, 0
+    own = {p: s for n in names for p, s in rank.shapes.items() if p.startswith(f"{n}.")}
     weights = {parameter: shape for parameter, shape in own.items() if len(shape) > 1}
-    owner = next(iter(weights)).rpartition(".")[0]
+    (first, *_), owner = weights.values(), next(iter(weights)).rpartition(".")[0]
     recipe, reason = recipes.get(owner, UNLISTED)
-    ns, k = tuple(shape[0] for shape in weights.values()), weights[next(iter(weights))][-1]
-    is_feed_forward, groups, section = owner not in names, 0, config.quantize.linear
-    ranks = dims.dp_shard * dims.cp
-    if is_feed_forward:
+    ns, k, ranks = tuple(shape[0] for shape in weights.values()), first[-1], dims.dp_shard * dims.cp
+    if is_feed_forward := owner not in names:
         ns = ns[:1]
-    elif len(first := weights[next(iter(weights))]) == 3:
+    elif len(first) == 3:
         # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
         groups, elements = first[0], sum(shape.numel() for shape in own.values() if len(shape) == 3)
-        ns, k, section = (elements // (3 * groups * dim),), dim, config.quantize.grouped_mm
+        ns, k, section = (elements // (3 * groups * dim),), dim, rank.config.quantize.grouped_mm
         ranks = ranks * dims.tp // (dims.ep * dims.etp) if dims.ep_enabled else ranks
     odd = ", ".join(str(size) for size in sorted({*ns, k}) if not fits_fp8(size))
     in_fp8 = recipe != BF16 and section.titan_fp8.fsdp_all_gather and dims.fsdp_enabled
@@ -216,7 +207,7 @@ def _layer(
         modules=names,
         is_gated=bool(groups) or is_feed_forward,
         groups=groups,
-        m=tokens_and_rows[bool(groups)],
+        m=rows if groups else tokens,
         ns=ns,
         k=k,
         recipe=recipe,
@@ -285,18 +276,14 @@ def _check_sizes(config: Any, dims: ParallelDims, args: Any) -> None:
 def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
     """Converts as the converters do: name of a module -> recipe, and why it is not converted."""
     linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
-    options: dict[str, tuple[Any, dict[str, Any]]] = {
-        LINEAR: (convert_linears, {"recipe": linear.recipe, "filter_fqns": linear.filter_fqns}),
-        GROUPED_MM: (
-            convert_experts,
-            {"recipe": experts_recipe(config.quantize), "fqns": grouped.fqns},
-        ),
-    }
+    linears = {"recipe": linear.recipe, "filter_fqns": linear.filter_fqns}
+    experts = {"recipe": experts_recipe(config.quantize), "fqns": grouped.fqns}
+    converters: Any = {LINEAR: (convert_linears, linears), GROUPED_MM: (convert_experts, experts)}
     found: dict[str, tuple[str, str]] = {}
-    for name in (each for each in options if each in config.model.converters):
-        convert, settings = options[name]
+    for name in (each for each in converters if each in config.model.converters):
+        convert, options = converters[name]
         with errors_prefixed(f"[{name}]"):
-            report = convert(model, **settings)
+            report = convert(model, **options)
         found |= {module: (recipe, "") for module, _, recipe in report.converted}
         found |= {module: (BF16, reason) for module, _, reason in report.left}
     fuse_feed_forwards(model)
@@ -323,7 +310,7 @@ def _local_shapes(
                     raise ValueError(f"it would run only the first of {len(parts)} stages")
             else:
                 spec.parallelize_fn(model, dims, config)
-        named = [item for part in parts for item in part.named_parameters()]
+        named = [p for part in parts for p in part.named_parameters(remove_duplicate=False)]
         return {n.replace("_checkpoint_wrapped_module.", ""): _gathered(p) for n, p in named}
     except Exception as error:
         key = "parallelism.pipeline_parallel"

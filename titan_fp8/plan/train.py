@@ -220,9 +220,9 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
     print(f"{blocks} of {whole} blocks on {gpus} GPUs\n" + " " * 14, end="")
     print("".join(f"{column:>10}" for column in ("tokens/s", "x bf16", "GiB", "compute", "loss")))
     for arm, row in rows.items():
-        speed, compute = row["tokens/s"], row["compute"] if row["compute"] else math.nan
+        speed, compute = row["tokens/s"], "" if row["compute"] is None else f"{row['compute']:.0%}"
         cells = f"{speed:10,.0f}{speed / rows[BF16]['tokens/s']:10.2f}{row['GiB']:10.1f}"
-        print(f"{arm:14}{cells}{compute:10.0%}{row['loss']:10.4f}")
+        print(f"{arm:14}{cells}{compute:>10}{row['loss']:10.4f}")
     bf16 = max(row["tokens/s"] for arm, row in rows.items() if arm not in recipes)
     return int(max(rows[recipe]["tokens/s"] for recipe in recipes) < bf16)
 
