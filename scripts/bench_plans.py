@@ -209,7 +209,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.list:
         for name, plan in PLANS.items():
-            print(f"{name} ({plan.gpus} GPUs): configs/{plan.config}.toml", *plan.flags())
+            size = f"{plan.gpus} GPUs" + f", {plan.blocks} blocks" * (plan.blocks > 0)
+            print(f"{name} ({size}): configs/{plan.config}.toml", *plan.flags())
         return
     os.chdir(ROOT)
     rows: list[Row] = []

@@ -145,7 +145,7 @@ def test_a_call_computes_what_the_layer_of_a_job_does():
     module = measure._module(rank, layer, layer.modules[0], "cpu", in_fp8=True)
     assert isinstance(module, FP8Linear) and isinstance(module.weight, GatheredWeight)
     x = torch.randn(64, layer.k, dtype=torch.bfloat16)
-    weight = torch.randn(layer.ns[0], layer.k, dtype=torch.bfloat16)
+    weight = torch.randn(layer.products[0], dtype=torch.bfloat16)
     module.weight = torch.nn.Parameter(measure.gathered(weight, "blockwise"))
     in_high_precision = FP8Linear.forward(module, x)
     module.weight = torch.nn.Parameter(weight)

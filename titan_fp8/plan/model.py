@@ -46,27 +46,16 @@ class Layer:
 
     name: str  # with * for the index of the block
     modules: tuple[str, ...]  # those of the first block
-    is_gated: bool  # a feed-forward or experts, of three products
     groups: int  # local experts, or 0
     m: int  # tokens, of all local experts together
-    ns: tuple[int, ...]  # local output features of each linear, or the local hidden dimension
-    k: int  # local input features
+    k: int  # input features
+    products: tuple[tuple[int, int], ...]  # (n, k) of each, as tensor parallelism shards them
+    shape: str  # m, n + n, k, or the hidden dimension in place of n; before it the experts
     recipe: str  # "bf16" if it is not converted
     reason: str  # why not
     refused: str  # why training would stop at it, or ""
     gathers_fp8: bool  # whether FSDP2's all-gather brings its weights in FP8
     count: int = 1
-
-    @property
-    def products(self) -> list[tuple[int, int]]:
-        """(n, k) of each product."""
-        (n, *_), k = self.ns, self.k
-        return [(n, k), (n, k), (k, n)] if self.is_gated else [(each, k) for each in self.ns]
-
-    @property
-    def shape(self) -> str:
-        lead = f"{self.groups}, " if self.groups else ""
-        return f"{lead}{self.m}, {'+'.join(map(str, self.ns))}, {self.k}"
 
     @property
     def flop(self) -> float:
@@ -193,23 +182,25 @@ def _layer(
     (first, *_), owner = weights.values(), next(iter(weights)).rpartition(".")[0]
     recipe, reason = recipes.get(owner, UNLISTED)
     ns, k, ranks = tuple(shape[0] for shape in weights.values()), first[-1], dims.dp_shard * dims.cp
-    if is_feed_forward := owner not in names:
-        ns = ns[:1]
-    elif len(first) == 3:
+    if len(first) == 3:
         # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
         groups, elements = first[0], sum(shape.numel() for shape in own.values() if len(shape) == 3)
         ns, k, section = (elements // (3 * groups * dim),), dim, rank.config.quantize.grouped_mm
         ranks = ranks * dims.tp // (dims.ep * dims.etp) if dims.ep_enabled else ranks
+    products = [(n, k) for n in ns]
+    if groups or owner not in names:  # experts or a feed-forward: w1, w2 and w3
+        ns, products = ns[:1], [(ns[0], k), (k, ns[0]), (ns[0], k)]
     odd = ", ".join(str(size) for size in sorted({*ns, k}) if not fits_fp8(size))
+    m, lead = (rows, f"{groups}, ") if groups else (tokens, "")
     in_fp8 = recipe != BF16 and section.titan_fp8.fsdp_all_gather and dims.fsdp_enabled
     return Layer(
         name=" ".join((pattern(names[0]), *(name.rpartition(".")[2] for name in names[1:]))),
         modules=names,
-        is_gated=bool(groups) or is_feed_forward,
         groups=groups,
-        m=rows if groups else tokens,
-        ns=ns,
+        m=m,
         k=k,
+        products=tuple(products),
+        shape=f"{lead}{m}, {'+'.join(map(str, ns))}, {k}",
         recipe=recipe,
         reason=reason,
         refused=f"{odd} on a rank is not a multiple of 16" if odd and recipe != BF16 else "",
