@@ -138,18 +138,23 @@ def test_layers_are_timed_as_they_are_called(config, flags, ngpu, recipe, monkey
     assert not slower and "1.50" in printed and " all" in printed.replace("\nall", "\n all")
 
 
-def test_a_call_computes_what_the_layer_of_a_job_does():
-    """Gradients of x and of the weights; FP8 weights arrive as FSDP2 gathers them."""
-    rank = rank_of("llama3_debug", *SMALL, SHARD, "2", ngpu=2)
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_a_weight_that_is_gathered_in_fp8_gives_the_same_values(recipe):
+    """The layer of a job with FSDP2, and the same layer that quantizes its weight itself."""
+    rank = rank_of("llama3_debug", *SMALL, SHARD, "2", RECIPE, recipe, ngpu=2)
     (layer,) = (layer for layer in rank.layers if layer.name.endswith("attention.wo"))
     module = measure._module(rank, layer, layer.modules[0], "cpu", in_fp8=True)
     assert isinstance(module, FP8Linear) and isinstance(module.weight, GatheredWeight)
-    x = torch.randn(64, layer.k, dtype=torch.bfloat16)
-    weight = torch.randn(layer.products[0], dtype=torch.bfloat16)
-    module.weight = torch.nn.Parameter(measure.gathered(weight, "blockwise"))
-    in_high_precision = FP8Linear.forward(module, x)
-    module.weight = torch.nn.Parameter(weight)
-    assert torch.equal(module(x), in_high_precision)
+    x, g, weight = (
+        torch.randn(shape, dtype=torch.bfloat16) for shape in ((64, 256), (64, 256), (256, 256))
+    )
+    x.requires_grad_()
+    results = []
+    for each in (weight, measure.gathered(weight, recipe)):
+        module.weight = torch.nn.Parameter(each)
+        y = module(x)
+        results.append((y, *torch.autograd.grad(y, (x, module.weight), g)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_uneven_experts_are_padded_as_in_a_job():
