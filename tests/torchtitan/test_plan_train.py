@@ -101,12 +101,11 @@ def test_too_few_gpus_for_a_replica():
         train.fitted(config_of("llama3_70b"), 4)
 
 
-def compared(monkeypatch, tmp_path, run, config="deepseek_v3_16b", recipes="blockwise,rowwise"):
+def compared(monkeypatch, tmp_path, run, *flags, recipes="blockwise,rowwise"):
     monkeypatch.setattr(train, "run", run)
-    options = argparse.Namespace(
-        config=str(ROOT / "configs" / f"{config}.toml"), recipes=recipes, ngpu=8
-    )
-    return train.compare(options, ["--job.dump_folder", str(tmp_path)], command.parse)
+    config = str(ROOT / "configs/deepseek_v3_16b.toml")
+    options = argparse.Namespace(config=config, recipes=recipes, ngpu=8)
+    return train.compare(options, ["--job.dump_folder", str(tmp_path), *flags], command.parse)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +133,19 @@ def test_the_arms_and_the_exit_status(speeds, status, tmp_path, monkeypatch, cap
     compute = f"{speeds[2] / 16384:.0%}"
     cells = [f"{speeds[2]}", f"{speeds[2] / speeds[0]:.2f}", "60.0", compute, "4.0000"]
     assert rows[2].split() == ["blockwise", *cells]
+
+
+def test_without_recipes_it_is_the_config_that_trains(tmp_path, monkeypatch):
+    runs = []
+
+    def run(config, flags, ranks, blocks, steps, folder):
+        quantize = command.parse(config, flags).quantize
+        runs.append((quantize.linear.titan_fp8.recipe, quantize.grouped_mm.titan_fp8.recipe))
+        finished(folder, (20, 4.0, 60.0, 100))
+
+    own = "--quantize.grouped_mm.titan_fp8.recipe"
+    compared(monkeypatch, tmp_path, run, own, "rowwise", recipes=None)
+    assert runs == [(BF16, BF16), (BF16, BF16), ("blockwise", "rowwise")]
 
 
 def test_depth_is_halved_until_every_arm_fits(tmp_path, monkeypatch, capsys):

@@ -209,7 +209,8 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
         arm = arms[len(rows)]
         print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", file=sys.stderr)
         own = folder / f"{arm.replace(' ', '_')}-{blocks}"
-        command = [*flags, *arm_flags(arm, converters)]
+        as_in_config = arm in recipes and not options.recipes
+        command = [*flags, *([] if as_in_config else arm_flags(arm, converters))]
         error = run(options.config, command, gpus, blocks, STEPS, own)
         if error and "OutOfMemoryError" in error and blocks > least:
             blocks, rows = max(least, blocks // 2), {}
