@@ -8,45 +8,43 @@ recipe. Results are in outputs/bench_plans: a folder for each run, and the table
 which render_benchmarks.py reads. A run that fails is reported in the table, the others go on, and
 the exit status is 1.
 
-After the N steps, some more are traced (`bench_plans_plugin.py`). They count for neither tokens/s
-nor losses. Idle is the share of a step in which no kernel of rank 0 runs. It is taken from the
-shortest step of the second trace, which has no events of the CPU; a mean over all steps would be
-larger. "gathered GB" is what all-gathers receive; under FSDP alone, they are those of parameters.
-The loss is the mean of the last five that were logged.
+`titan_fp8/plan/train.py` runs the jobs and reads what they leave behind, as for `python -m
+titan_fp8.plan --train`: after the N steps some more run, of which one is traced. They count for
+neither tokens/s nor losses.
+"compute %" is the share of a step in which rank 0 computes. "gathered GB" is what its all-gathers
+receive; under FSDP alone, they are those of parameters.
 """
 
 import argparse
-import itertools
 import os
-import signal
-import statistics
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import bench_common
-from converge_jobs import end_with_parent
-from summarize_trace import busy, complete_events, gathered_bytes, gpu_events
+from summarize_trace import gathered_bytes
 from tables import Row
-from titan_logs import COLOR, SPEED_FROM_STEP, InputError, read_run
 
+from titan_fp8.plan import train
 from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "outputs" / "bench_plans"
 IN_BF16 = "+bf16_all_gather"
-TRACED = 12
-"""Steps at the end in which the profiler warms up or records; they are slower."""
+ARMS = (*RECIPE_NAMES, train.TUNED)
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model under one parallel plan; degrees as in torchtitan's [parallelism]."""
+    """A model under one parallel plan; degrees as in torchtitan's [parallelism].
+
+    `blocks` is the number of its blocks, as a plan must fit on few GPUs; 0: all.
+    """
 
     config: str
     flavor: str
+    blocks: int = 0
     replicate: int = 1
     shard: int = 1
     tp: int = 1
@@ -109,8 +107,8 @@ PLANS = {
     "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2, dtype="bfloat16"),
     "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096, dtype="bfloat16"),
     "llama3-8b-cp2": Plan(LLAMA, "8B", cp=2),
-    "llama3-8b-ddp2": Plan(LLAMA, "8B-8-layers", replicate=2),
-    "llama3-70b-tp2": Plan(LLAMA_70B, "70B-6-layers", tp=2, dtype="bfloat16"),
+    "llama3-8b-ddp2": Plan(LLAMA, "8B", 8, replicate=2),
+    "llama3-70b-tp2": Plan(LLAMA_70B, "70B", 6, tp=2, dtype="bfloat16"),
     # 16 billion parameters in FP32 with the optimizer's states do not fit on two GPUs.
     "deepseek-16b-ep2": Plan(DEEPSEEK, "16B", shard=2, ep=2, dtype="bfloat16", **MOE),
     "deepseek-16b-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tokens=4096, dtype="bfloat16"),
@@ -121,104 +119,41 @@ PLANS = {
     "llama3-8b-tp4": Plan(LLAMA, "8B", tp=4, dtype="bfloat16"),
     "llama3-8b-pp2-fsdp2": Plan(LLAMA, "8B", shard=2, pp=2, batch=4, tokens=4096),
     "llama3-8b-cp2-fsdp2": Plan(LLAMA, "8B", shard=2, cp=2),
-    "llama3-8b-ddp4": Plan(LLAMA, "8B-8-layers", replicate=4),
-    "llama3-70b-tp4": Plan(LLAMA_70B, "70B-6-layers", tp=4, dtype="bfloat16"),
+    "llama3-8b-ddp4": Plan(LLAMA, "8B", 8, replicate=4),
+    "llama3-70b-tp4": Plan(LLAMA_70B, "70B", 6, tp=4, dtype="bfloat16"),
     "deepseek-16b-ep4": Plan(DEEPSEEK, "16B", shard=4, ep=4, **MOE),
     "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
     "deepseek-16b-ep2-tp2-fsdp2-etp1": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=1, **MOE),
     "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
     # A stage has two of the four GPUs, so expert parallelism has at most two, too.
-    "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B-8-layers", shard=2, pp=2, ep=2, **MOE),
+    "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B", 8, shard=2, pp=2, ep=2, **MOE),
 }
 """Without FSDP, torchtitan computes under TP and PP in the dtype of the parameters, so they are
 bf16. With etp 1, it spreads the experts over the ranks of TP as well.
 """
 
 
-def command(plan: Plan, recipe: str, steps: int, folder: Path) -> list[str]:
-    """The call of train.sh for one run of a recipe, with or without IN_BF16 at its end.
-
-    It trains TRACED steps more than `steps`.
-    """
-    recipe, in_bf16, _ = recipe.partition(IN_BF16)
+def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
+    """torchtitan's flags for one run of an arm, with or without IN_BF16 at its end."""
+    arm, in_bf16, _ = arm.partition(IN_BF16)
     values = {
-        "job.custom_config_module": "bench_plans_plugin",
-        "job.dump_folder": str(folder),
-        "quantize.linear.titan_fp8.recipe": recipe,
-        "training.steps": steps + TRACED,
         # So low that no run has a burst of the gradient norm, and losses can be compared.
         "optimizer.lr": 5e-5,
         "lr_scheduler.warmup_steps": max(1, steps // 5),
         "training.dataset": "c4_test",
         "training.dataset_path": "./data/corpus/train",
         "model.hf_assets_path": "./data/tokenizer",
-        "metrics.log_freq": max(1, steps // 6),
-        "profiling.profile_freq": steps + TRACED,
-        "profiling.save_traces_folder": "traces",
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    switches = ["metrics.enable_tensorboard", "profiling.enable_profiling"]
-    switches += ["checkpoint.no_enable", "validation.no_enable"]
-    sections = ("linear", "grouped_mm") if plan.config == DEEPSEEK else ("linear",)
-    switches += [f"quantize.{s}.titan_fp8.no_fsdp_all_gather" for s in sections if in_bf16]
-    config = f"configs/{plan.config}.toml"
-    return ["./scripts/train.sh", config, *plan.flags(), *flags, *[f"--{s}" for s in switches]]
+    sections = (train.LINEAR, train.GROUPED_MM)[: 1 + (plan.config == DEEPSEEK)]
+    flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
+    return [*plan.flags(), *train.arm_flags(arm, sections), *flags]
 
 
-def run(plan: Plan, recipe: str, steps: int, folder: Path) -> str | None:
+def run(plan: Plan, arm: str, steps: int, folder: Path) -> str | None:
     """Trains; returns None, or the last error of a run that failed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {
-        "NGPU": str(plan.gpus),
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
-    log = folder / "train.log"
-    with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run(
-            command(plan, recipe, steps, folder),
-            cwd=ROOT,
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=end_with_parent,
-        )
-    return None if done.returncode == 0 else last_error(log)
-
-
-def last_error(log: Path) -> str:
-    lines = COLOR.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (errors or lines or ["no output"])[-1].strip()[-120:]
-
-
-def step_of(trace: Path) -> int:
-    return int(trace.parent.name.removeprefix("iteration_"))
-
-
-def idle_share(gpu: list[dict], step: float) -> float:
-    """The share of the shortest traced step in which no kernel runs.
-
-    Args:
-        gpu: events of several steps.
-        step: about the length of a step in us. Kernels of the optimizer that are half of it apart
-            belong to two steps.
-
-    Raises:
-        ValueError: the optimizer runs in fewer than two steps.
-    """
-    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in gpu if "Adam" in e["name"])
-    ends = [
-        stop
-        for (_, stop), following in zip(kernels, [*kernels[1:], None], strict=True)
-        if following is None or following[0] - stop > step / 2
-    ]
-    if len(ends) < 2:
-        raise ValueError(f"the optimizer runs in {len(ends)} steps of the trace, not in 2 or more")
-    length, begin = min((end - begin, begin) for begin, end in itertools.pairwise(ends))
-    clipped = [(max(begin, e["ts"]), min(begin + length, e["ts"] + e["dur"])) for e in gpu]
-    working = busy([{"ts": a, "dur": b - a} for a, b in clipped if a < b])[0]
-    return 1 - working / length
+    config, flags = f"configs/{plan.config}.toml", flags_of(plan, arm, steps)
+    return train.run(config, flags, plan.gpus, plan.blocks, steps, folder)
 
 
 def row_of(
@@ -226,22 +161,16 @@ def row_of(
 ) -> Row:
     """The row of a run of `steps` untraced steps. `base` is that of the plan's first run."""
     row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
-    measured = ("tokens/s", "x bf16", "GiB", "idle %", "gathered GB", "loss", "gap %", "error")
+    measured = ("tokens/s", "x bf16", "GiB", "compute %", "gathered GB", "loss", "gap %", "error")
     row |= dict.fromkeys(measured)
     if error is None:
         try:
-            metrics = read_run(folder, recipe)
-            losses = [v for step, v in metrics.series["loss"].items() if step <= steps][-5:]
-            row |= {"tokens/s": metrics.tps(steps) or None, "GiB": metrics.peak_memory or None}
-            row["loss"] = statistics.fmean(losses)
-            traces = sorted(folder.glob("traces/iteration_*/rank0_trace.json*"), key=step_of)
-            if traces:
-                row["gathered GB"] = gathered_bytes(complete_events(traces[0])) / 1e9
-            if traces and row["tokens/s"]:
-                step = 1e6 * PLANS[name].tokens_of_gpu / row["tokens/s"]
-                gpu = gpu_events(complete_events(traces[-1]))
-                row["idle %"] = 100 * idle_share(gpu, step)
-        except (InputError, OSError, EOFError, LookupError, TypeError, ValueError) as reason:
+            result = train.read(folder, steps, PLANS[name].tokens_of_gpu)
+            row |= {key: result[key] for key in ("tokens/s", "GiB", "loss")}
+            if (trace := train.trace_of(folder)) is not None:
+                row["compute %"] = 100 * result["compute"]
+                row["gathered GB"] = gathered_bytes(train.events(trace)) / 1e9
+        except (OSError, EOFError, LookupError, TypeError, ValueError) as reason:
             error = f"unreadable results: {reason!r}"[:120]
     row["error"] = error
     if base and base["recipe"] == "bf16" and row["loss"] and base["loss"]:
@@ -261,13 +190,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if unknown := [name for name in args.plans if name not in PLANS]:
         parser.error(f"no such plan: {', '.join(unknown)}; --list shows those there are")
     for recipe in args.recipes.split(","):
-        if recipe.removesuffix(IN_BF16) not in RECIPE_NAMES or recipe == BF16 + IN_BF16:
+        if recipe.removesuffix(IN_BF16) not in ARMS or recipe.startswith(BF16 + IN_BF16):
             parser.error(
-                f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(RECIPE_NAMES)}, those in "
+                f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(ARMS)}, those in "
                 f"FP8 also with {IN_BF16} at the end"
             )
-    if args.steps < SPEED_FROM_STEP + 4:
-        parser.error(f"--steps {args.steps}: at least {SPEED_FROM_STEP + 4}")
+    if args.steps % train.LOG_EVERY or args.steps <= train.WARM_UP:
+        low = train.WARM_UP + train.LOG_EVERY
+        parser.error(f"--steps {args.steps}: multiples of {train.LOG_EVERY}, at least {low}")
     gpus = os.environ.get("NGPU", "4")
     if not args.plans and not args.list:
         args.plans = [name for name, plan in PLANS.items() if str(plan.gpus) == gpus]
@@ -280,8 +210,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.list:
         for name, plan in PLANS.items():
-            print(f"{name} ({plan.gpus} GPUs): configs/{plan.config}.toml", *plan.flags())
+            size = f"{plan.gpus} GPUs" + f", {plan.blocks} blocks" * (plan.blocks > 0)
+            print(f"{name} ({size}): configs/{plan.config}.toml", *plan.flags())
         return
+    os.chdir(ROOT)
     rows: list[Row] = []
     for name in args.plans:
         base = None
@@ -294,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append(row)
             result = row["error"] or f"{row['tokens/s']} tokens/s"
             print(f"   {time.monotonic() - begin:.0f} s: {result}", flush=True)
-    speed = f"per GPU, median of steps {SPEED_FROM_STEP} to {args.steps}"
+    speed = f"per GPU, median of steps {train.WARM_UP + 1} to {args.steps}"
     facts = {"steps": args.steps, "tokens/s": speed}
     RESULTS.mkdir(parents=True, exist_ok=True)
     bench_common.report(rows, RESULTS / "result.json", "Parallel plans", ABOUT, **facts)
@@ -302,6 +234,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Or Python would kill torchrun, which could not end its ranks.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     main()

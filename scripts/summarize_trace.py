@@ -9,14 +9,14 @@ slows the CPU down, so the idle time is an upper bound; the GPU time is accurate
 """
 
 import argparse
-import gzip
-import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from tables import printable
+
+from titan_fp8.plan import train
 
 KINDS = {
     "NCCL": r"nccl",
@@ -47,25 +47,14 @@ def kind_of(event: dict) -> str:
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, event["name"], re.I))
 
 
-def busy(events: list[dict]) -> tuple[float, list[tuple[float, dict]]]:
-    """Microseconds in which any event ran, and the gaps, each with the event that follows it."""
-    total, gaps, end = 0.0, [], None
+def gaps_between(events: list[dict]) -> list[tuple[float, dict]]:
+    """The microseconds in which no event runs, each with the event that follows."""
+    gaps, end = [], None
     for event in sorted(events, key=lambda e: e["ts"]):
-        begin, stop = event["ts"], event["ts"] + event["dur"]
-        if end is not None and begin > end:
-            gaps.append((begin - end, event))
-        total += max(0.0, stop - max(begin, end or begin))
-        end = max(stop, end or stop)
-    return total, gaps
-
-
-def complete_events(trace: Path) -> list[dict]:
-    """The events of a trace that have a name, a start and a duration."""
-    opened = gzip.open if trace.suffix == ".gz" else open
-    with opened(trace, "rt") as file:
-        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
-    numbers = [{key: float(e[key]) for key in ("ts", "dur")} for e in events]
-    return [{**e, "name": str(e["name"]), **n} for e, n in zip(events, numbers, strict=True)]
+        if end is not None and event["ts"] > end:
+            gaps.append((event["ts"] - end, event))
+        end = max(event["ts"] + event["dur"], end or 0.0)
+    return gaps
 
 
 def gpu_events(events: list[dict]) -> list[dict]:
@@ -93,7 +82,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=30, help="how many kernels and calls to list")
     args = parser.parse_args()
     try:
-        events = complete_events(args.trace)
+        events = train.events(args.trace)
         received = gathered_bytes(events)
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as reason:
         parser.error(f"{args.trace} is not a trace of torch.profiler: {reason!r}")
@@ -102,11 +91,11 @@ def main() -> None:
     if not gpu:
         parser.error(f"{args.trace}: the trace has no GPU kernels")
 
-    total, gaps = busy(gpu)
-    compute, _ = busy([e for e in gpu if kind_of(e) != "NCCL"])
+    total, gaps = train.busy_us(gpu), gaps_between(gpu)
+    compute = train.busy_us(train.compute_kernels(gpu))
     count = max(1, len({e["name"] for e in steps}))
     print(f"{printable(args.trace)}: {count} step(s), total ms")
-    print(f"  GPU busy {total / 1e3:8.1f}, without NCCL kernels {compute / 1e3:.1f}")
+    print(f"  GPU busy {total / 1e3:8.1f}, with kernels that compute {compute / 1e3:.1f}")
     idle = sum(gap for gap, _ in gaps)
     print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")
     for floor in (20, 100, 500, 2000):

@@ -133,9 +133,9 @@ def test_kernels_of_a_trace_are_told_apart(name, kind):
     assert summarize_trace.kind_of({"cat": "gpu_memcpy", "name": name}) == "copies"
 
 
-def test_busy_and_idle_time_of_a_trace():
+def test_idle_time_of_a_trace():
     first, inside, later = ({"ts": t, "dur": d} for t, d in ((0, 10), (2, 3), (15, 5)))
-    assert summarize_trace.busy([later, first, inside]) == (15, [(5, later)])
+    assert summarize_trace.gaps_between([later, first, inside]) == [(5, later)]
 
 
 @pytest.mark.parametrize("text", [None, "", "[1]", '{"traceEvents": [{"ph": "X", "name": "k"}]}'])

@@ -19,7 +19,7 @@ WHERE = {
     "commit": "abc1234",
 }
 SCRIPTS = Path(bench_common.__file__).parent
-PARTS = {"bench_block", "bench_common", "bench_plans_plugin"}
+PARTS = {"bench_block", "bench_common"}
 """Modules of benchmarks that are none themselves."""
 BENCHMARKS = sorted({file.stem for file in SCRIPTS.glob("bench_*.py")} - PARTS)
 PAGE = """\

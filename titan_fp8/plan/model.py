@@ -1,51 +1,88 @@
-"""What a rank computes: torchtitan's own parallelization, applied to a model without storage.
+"""The linears, feed-forwards and experts of a rank: torchtitan's own plan, applied to a meta model.
 
-torchtitan's `parallelize_fn` runs on the meta device with a fake process group (`FakeStore`), so
-the local shapes follow torchtitan's own rules, for every model that it has. A second copy of the
-model is converted, to find out which modules are converted and why the others are not.
+torchtitan's functions for parallelism run on a fake process group, so local shapes are those of a
+job. Of two further models one is converted, which tells what is converted and why the rest is not.
 """
 
-import contextlib
 import copy
 import importlib
+import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.models import _supported_models
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.checks import ConversionReport, permutation_of, why_no_fp8_gemm
+from titan_fp8.checks import fits_fp8
+from titan_fp8.conversion import errors_prefixed
 from titan_fp8.feed_forward import FP8FeedForward
 from titan_fp8.linear import convert_linears
-from titan_fp8.plan.batches import Batches, check_divisible, read_batches
-from titan_fp8.plan.checkpointing import block_of, repeated_shares, with_repeats
-from titan_fp8.plan.run import Layer, Run, sharing_inputs
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
-DATA_PARALLEL = ("dp_replicate", "fsdp", "efsdp")
-"""Mesh dimensions along which every rank uses the whole weight, copied or gathered by FSDP2."""
+SHARED_INPUTS = (("wq", "wk", "wv", "wkv_a", "wq_a"), ("w1", "w3"))
+"""Linears of one module that read one input. In FP8 they quantize it once."""
+MAX_GPUS = 1 << 14
+UNLISTED = (BF16, "its converter is not listed")
 
 
-def parallel_dims(config: Any, ngpu: int | None) -> ParallelDims:
-    """The degrees of parallelism of the config.
+@dataclass(frozen=True)
+class Layer:
+    """What a rank calls with one input, `count` times per micro-batch."""
 
-    Raises:
-        ValueError: they do not fit each other or `ngpu`; or `ngpu` is needed and None.
-    """
+    name: str  # with * for the index of the block
+    modules: tuple[str, ...]  # those of the first block
+    groups: int  # local experts, or 0
+    m: int  # tokens, of all local experts together
+    k: int  # input features
+    products: tuple[tuple[int, int], ...]  # (n, k) of each, as tensor parallelism shards them
+    shape: str  # m, n + n, k, or the hidden dimension in place of n; before it the experts
+    recipe: str  # "bf16" if it is not converted
+    reason: str  # why not
+    refused: str  # why training would stop at it, or ""
+    gathers_fp8: bool  # whether FSDP2's all-gather brings its weights in FP8
+    count: int = 1
+
+    @property
+    def flop(self) -> float:
+        """Of all of them, forward and backward."""
+        return 6.0 * self.count * self.m * sum(n * k for n, k in self.products)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank computes in a micro-batch; in a pipeline, rank 0."""
+
+    config: Any
+    dims: ParallelDims
+    layers: list[Layer]
+    plain: nn.Module  # the whole model on the meta device, before
+    converted: nn.Module  # and after conversion
+    shapes: dict[str, torch.Size]  # of the rank's parameters, once FSDP2 has gathered them
+    dtype: torch.dtype  # in which layers compute
+    attention_flop: float  # forward and backward; 0 if its mask may leave more than causality out
+
+
+def refusal(key: str, value: object, allowed: object) -> ValueError:
+    return ValueError(f"{key} = {value!r}: allowed are {allowed}")
+
+
+def degrees_of(config: Any, ngpu: int | None) -> ParallelDims:
+    """ValueError if the degrees of parallelism do not fit each other or `ngpu`."""
     p = config.parallelism
     degrees = {
         "dp_replicate": p.data_parallel_replicate_degree,
@@ -54,303 +91,236 @@ def parallel_dims(config: Any, ngpu: int | None) -> ParallelDims:
         "tp": p.tensor_parallel_degree,
         "pp": p.pipeline_parallel_degree,
     }
-    world = ngpu
-    if world is None:
-        if degrees["dp_shard"] == -1:
-            raise ValueError(
-                "parallelism.data_parallel_shard_degree = -1 means all remaining ranks: say by "
-                "--ngpu how many GPUs the job has"
-            )
-        world = 1
-        for degree in degrees.values():
-            world *= degree
-    try:
-        return ParallelDims(
-            **degrees,
-            ep=p.expert_parallel_degree,
-            etp=p.expert_tensor_parallel_degree,
-            world_size=world,
+    if ngpu is None and degrees["dp_shard"] == -1:
+        raise ValueError(
+            "parallelism.data_parallel_shard_degree = -1 means all remaining ranks: say by --ngpu "
+            "how many GPUs the job has"
         )
-    except AssertionError as error:
+    world = math.prod(degrees.values()) if ngpu is None else ngpu
+    if not 0 < world <= MAX_GPUS:
+        what = "--ngpu" if ngpu is not None else "the product of the degrees in [parallelism]"
+        raise refusal(what, world, f"1 to {MAX_GPUS} GPUs")
+    experts = {"ep": p.expert_parallel_degree, "etp": p.expert_tensor_parallel_degree}
+    try:
+        return ParallelDims(**degrees, **experts, world_size=world)
+    except (AssertionError, ArithmeticError) as error:
         raise ValueError(f"[parallelism] and {world} GPUs: {error}") from None
 
 
-def read_run(config: Any, dims: ParallelDims) -> Run:
-    """The run of a config that torchtitan's ConfigManager has parsed.
+def read_rank(config: Any, dims: ParallelDims) -> Rank:
+    """What a rank computes, of a config that torchtitan's ConfigManager has parsed.
 
     Raises:
-        ValueError: a value is not allowed, torchtitan refuses the plan, or no converter of ours is
-            listed.
+        ValueError: a value is not allowed, or torchtitan refuses the plan.
     """
-    args, batches, converted, parallel = _models(config, dims)
-    conversions = _convert(config, converted)
-    with _parallelized(config, dims, parallel):
-        parameters = _parameters(parallel)
-        shapes = list(_shapes(parallel, args.dim))
-    blocks = [block for _, block in converted.layers.named_children()]
-    moe_blocks = sum(getattr(block, "moe_enabled", False) for block in blocks)
-    training = config.training
-    tokens = batches.sequences * training.seq_len // dims.cp
-    rows = _rows(args, tokens, dims) if moe_blocks else 0
-    layers = []
-    for name, shape, ranks in shapes:
-        conversion = conversions.get(name, (BF16, "its converter is not listed"))
-        m = rows if len(shape) == 3 else tokens
-        layers.append(_layer(config, dims, converted, name, shape, ranks, m, conversion))
-    compiled = config.compile.enable and "model" in config.compile.components
-    attention, rest = repeated_shares(config.activation_checkpoint)
-    return Run(
-        description=_describe(config, dims),
-        layers=_folded(with_repeats(layers, config.activation_checkpoint, compiled)),
-        dims=dims,
-        blocks=len(blocks),
-        moe_blocks=moe_blocks,
-        dim=args.dim,
-        tokens=tokens,
-        rows=rows,
-        attention_flop=_attention_flop(
-            args, len(blocks), batches.sequences, training.seq_len, dims
-        ),
-        batches=batches,
-        parameters=parameters,
-        dtype=training.dtype,
-        mixed_precision_param=training.mixed_precision_param,
-        reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
-        compiled=compiled,
-        repeated_attention=attention,
-        repeated_rest=rest,
-        reshards=_reshards(config, dims),
-        permutation=_permutation(config),
-        log_freq=max(config.metrics.log_freq, 1),
-        filter_fqns=tuple(config.quantize.linear.titan_fp8.filter_fqns),
+    args, training = _model_args(config), config.training
+    _check_sizes(config, dims, args)
+    model_cls: Any = get_train_spec(config.model.name).model_cls
+    with torch.device("meta"):
+        plain, converted, parallel = (model_cls(args) for _ in range(3))
+    if not hasattr(plain, "layers"):
+        raise refusal("model.name", config.model.name, "models of transformer blocks")
+    recipes, shapes = _convert(config, converted), _local_shapes(config, dims, args, parallel)
+    microbatch = config.parallelism.pipeline_parallel_microbatch_size
+    sequences = microbatch if dims.pp_enabled else training.local_batch_size
+    tokens = sequences * training.seq_len // dims.cp
+    rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
+    rows //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
+    blocks = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
+    attention_flop = 0.0
+    if getattr(args, "attn_type", "sdpa") == "sdpa":
+        width = 2 * (getattr(args, "head_dim", None) or args.dim // args.n_heads)
+        if hasattr(args, "qk_nope_head_dim"):
+            width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
+        # Forward has 2 s^2 per feature, of which causality leaves half; backward has twice that.
+        attention_flop = 3.0 * tokens * training.seq_len * blocks * args.n_heads * width / dims.tp
+    mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
+    rank = Rank(config, dims, [], plain, converted, shapes, dtype, attention_flop)
+    equal: dict[Layer, list[Layer]] = {}
+    for names in _units(rank, recipes):
+        layer = _layer(rank, names, recipes, tokens, rows, args.dim)
+        equal.setdefault(replace(layer, modules=()), []).append(layer)
+    return replace(rank, layers=[replace(same[0], count=len(same)) for same in equal.values()])
+
+
+def pattern(name: str) -> str:
+    """The name with * for the index of the block."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _units(rank: Rank, recipes: dict[str, tuple[str, str]]) -> Iterator[tuple[str, ...]]:
+    """Names of modules that the rank calls with one input."""
+    owners, seen = {name.rpartition(".")[0] for name in rank.shapes}, set()
+    for name, module in rank.converted.named_modules():
+        linears = [f"{name}.{leaf}" for leaf in ("w1", "w2", "w3")]
+        names = [name]
+        # Under tensor parallelism the linears of a feed-forward run one by one.
+        if isinstance(module, FP8FeedForward) and linears[0] in owners and not rank.dims.tp_enabled:
+            seen.update(linears)
+        elif name not in owners or name in seen:
+            continue
+        elif isinstance(module, nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            readers = next((group for group in SHARED_INPUTS if leaf in group), (leaf,))
+            if recipes.get(name, UNLISTED)[0] != BF16:
+                both = (f"{parent}.{each}" for each in readers)
+                names = [n for n in both if n in owners and recipes[n] == recipes[name]]
+            seen.update(names)
+        elif all(parameter.dim() < 3 for parameter in module.parameters(recurse=False)):
+            continue
+        yield tuple(names)
+
+
+def _layer(
+    rank: Rank, names: tuple[str, ...], recipes: dict[str, Any], tokens: int, rows: int, dim: int
+) -> Layer:
+    """The layer of these modules; `rows` are the tokens of experts."""
+    dims, section, groups = rank.dims, rank.config.quantize.linear, 0
+    own = {p: s for n in names for p, s in rank.shapes.items() if p.startswith(f"{n}.")}
+    weights = {parameter: shape for parameter, shape in own.items() if len(shape) > 1}
+    (first, *_), owner = weights.values(), next(iter(weights)).rpartition(".")[0]
+    recipe, reason = recipes.get(owner, UNLISTED)
+    ns, k, ranks = tuple(shape[0] for shape in weights.values()), first[-1], dims.dp_shard * dims.cp
+    if len(first) == 3:
+        # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
+        groups, elements = first[0], sum(shape.numel() for shape in own.values() if len(shape) == 3)
+        ns, k, section = (elements // (3 * groups * dim),), dim, rank.config.quantize.grouped_mm
+        ranks = ranks * dims.tp // (dims.ep * dims.etp) if dims.ep_enabled else ranks
+    products = [(n, k) for n in ns]
+    if groups or owner not in names:  # experts or a feed-forward: w1, w2 and w3
+        ns, products = ns[:1], [(ns[0], k), (k, ns[0]), (ns[0], k)]
+    odd = ", ".join(str(size) for size in sorted({*ns, k}) if not fits_fp8(size))
+    m, lead = (rows, f"{groups}, ") if groups else (tokens, "")
+    in_fp8 = recipe != BF16 and section.titan_fp8.fsdp_all_gather and dims.fsdp_enabled
+    return Layer(
+        name=" ".join((pattern(names[0]), *(name.rpartition(".")[2] for name in names[1:]))),
+        modules=names,
+        groups=groups,
+        m=m,
+        k=k,
+        products=tuple(products),
+        shape=f"{lead}{m}, {'+'.join(map(str, ns))}, {k}",
+        recipe=recipe,
+        reason=reason,
+        refused=f"{odd} on a rank is not a multiple of 16" if odd and recipe != BF16 else "",
+        # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
+        gathers_fp8=in_fp8 and (ranks > 1 or get_recipe(recipe).has_weight_blocks),
     )
 
 
-def _models(config: Any, dims: ParallelDims) -> tuple[Any, Batches, Any, Any]:
-    """Args of torchtitan's model, batches, and two meta models: to convert, and to parallelize.
-
-    Raises:
-        ValueError: the config has no converter of ours or a value that is not allowed.
-    """
-    if LINEAR not in config.model.converters and GROUPED_MM not in config.model.converters:
+def _model_args(config: Any) -> Any:
+    """The arguments of torchtitan's model; ValueError for unknown names in [model]."""
+    model = config.model
+    if not {LINEAR, GROUPED_MM} & set(model.converters):
         raise ValueError(
-            f"model.converters = {config.model.converters} lists no converter of titan_fp8: add "
+            f"model.converters = {model.converters} lists no converter of titan_fp8: add "
             f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
         )
     if config.experimental.custom_import:  # as torchtitan's trainer does
         importlib.import_module(config.experimental.custom_import)
-    for name in config.model.converters:
+    for name in model.converters:
         if name not in _registry_model_converter_cls:
-            allowed = ", ".join(sorted(_registry_model_converter_cls))
-            raise ValueError(f"model.converters lists {name!r}: allowed are {allowed}")
-    args = _model_args(config)
-    batches = read_batches(config, dims, args)
-    check_divisible(args, dims)
-    model_cls: Any = get_train_spec(config.model.name).model_cls
-    with torch.device("meta"):
-        models = model_cls(args), model_cls(args)
-    if not hasattr(models[0], "layers"):
-        raise ValueError(
-            f"model.name = {config.model.name!r}: the plan reads only models of transformer blocks"
-        )
-    return args, batches, *models
-
-
-def _rows(args: Any, tokens: int, dims: ParallelDims) -> int:
-    """`Run.rows` of a model with experts."""
-    top_k = getattr(getattr(args, "moe_args", None), "top_k", 0)
-    return tokens * top_k // (dims.tp if dims.ep_enabled and dims.etp == 1 else 1)
-
-
-def _parameters(parallel: nn.Module) -> dict[int, int]:
-    """`Run.parameters` of a parallelized model."""
-    parameters: dict[int, int] = defaultdict(int)
-    for parameter in parallel.parameters():
-        gathered, ranks = _gathered_shape(parameter)
-        parameters[ranks] += gathered.numel()
-    return dict(parameters)
-
-
-def _layer(
-    config: Any,
-    dims: ParallelDims,
-    converted: nn.Module,
-    name: str,
-    shape: torch.Size,
-    ranks: int,
-    m: int,
-    conversion: tuple[str, str],
-) -> Layer:
-    """A linear (n, k) or experts (E, n, k), as they are on a rank.
-
-    Args:
-        converted: the model that tells which feed-forwards are fused.
-        name, shape, ranks: from `_shapes`.
-        m: `Layer.m`.
-        conversion: from `_convert`.
-    """
-    recipe, reason = conversion
-    is_experts = len(shape) == 3
-    section = config.quantize.grouped_mm if is_experts else config.quantize.linear
-    return Layer(
-        name=re.sub(r"\.\d+\.", ".*.", name),
-        fqns=(name,),
-        groups=shape[0] if is_experts else 0,
-        m=m,
-        n=shape[-2],
-        k=shape[-1],
-        recipe=recipe,
-        reason=reason,
-        fits=why_no_fp8_gemm(shape[-2], shape[-1]) is None,
-        share=1.0,
-        fused=_is_fused(converted, name, recipe, is_experts, dims),
-        in_moe=_in_moe_block(converted, name),
-        repeats=0.0,
-        ranks=ranks,
-        gathers_fp8=section.titan_fp8.fsdp_all_gather and recipe != BF16 and ranks > 1,
-    )
-
-
-def _permutation(config: Any) -> str:
-    if GROUPED_MM not in config.model.converters:
-        return "host"
-    permutation = config.quantize.grouped_mm.titan_fp8.permutation
-    return permutation_of(permutation, experts_recipe(config.quantize))
-
-
-def _shapes(model: nn.Module, dim: int) -> Iterator[tuple[str, torch.Size, int]]:
-    """Name, shape and FSDP2's ranks of every linear (n, k) and every group of experts (E, n, k)."""
-    for name, module in model.named_modules():
-        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-        if stacked:
-            parts, (ranks, *_) = zip(*map(_gathered_shape, stacked))
-            # w1 and w3 may be one parameter; the three matrices have hidden x dim elements each.
-            groups = parts[0][0]
-            hidden = sum(part.numel() for part in parts) // (3 * groups * dim)
-            yield name, torch.Size((groups, hidden, dim)), ranks
-        elif isinstance(module, nn.Linear):
-            yield name, *_gathered_shape(module.weight)
-
-
-def _model_args(config: Any) -> Any:
+            raise refusal("model.converters lists", name, ", ".join(_registry_model_converter_cls))
     try:
-        spec = get_train_spec(config.model.name)
+        args: Any = copy.deepcopy(get_train_spec(model.name).model_args)
     except ValueError as error:
-        allowed = ", ".join(sorted(map(repr, _supported_models)))
-        raise ValueError(f"{error} Models of torchtitan are {allowed}") from None
-    if config.model.flavor not in spec.model_args:
-        allowed = ", ".join(map(repr, spec.model_args))
-        raise ValueError(f"model.flavor = {config.model.flavor!r}: allowed are {allowed}")
-    args: Any = copy.deepcopy(spec.model_args[config.model.flavor])
+        raise ValueError(f"{error} Models of torchtitan are {sorted(_supported_models)}") from None
+    if model.flavor not in args:
+        raise refusal("model.flavor", model.flavor, ", ".join(map(repr, args)))
     try:
-        args.update_from_config(config)
+        args[model.flavor].update_from_config(config)
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(f"torchtitan refuses this plan: {error}") from None
-    return args
+    return args[model.flavor]
+
+
+def _check_sizes(config: Any, dims: ParallelDims, args: Any) -> None:
+    """ValueError for what torchtitan finds out only when it trains: sizes that do not divide."""
+    training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
+    for key in ("local_batch_size", "seq_len"):
+        if getattr(training, key) < 1:
+            raise refusal(f"training.{key}", getattr(training, key), "positive numbers")
+    batch, whole = training.local_batch_size, training.global_batch_size
+    step = batch * dims.dp_replicate * dims.dp_shard
+    if whole > 0 and whole % step:
+        allowed = f"multiples of {step}, training.local_batch_size times data-parallel ranks"
+        raise refusal("training.global_batch_size", whole, allowed)
+    ranks = dims.dp_shard * dims.cp * dims.tp // dims.etp
+    experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
+    for key, degree, what, count in (
+        ("tensor_parallel_degree", dims.tp, "n_heads", getattr(args, "n_heads", 0)),
+        ("tensor_parallel_degree", dims.tp, "n_kv_heads", getattr(args, "n_kv_heads", 0)),
+        ("expert_parallel_degree", dims.ep, "experts", experts),
+        ("expert_parallel_degree", dims.ep, "ranks of FSDP, CP and TP", ranks),
+        ("pipeline_parallel_microbatch_size", size, "local_batch_size", batch * dims.pp_enabled),
+    ):
+        if count and (degree < 1 or count % degree):
+            raise refusal(f"parallelism.{key}", degree, f"divisors of {what} = {count}")
+    if dims.pp_enabled and get_train_spec(config.model.name).pipelining_fn is None:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {dims.pp}: allowed is 1, since torchtitan has "
+            f"no pipeline for model.name = {config.model.name!r}"
+        )
 
 
 def _convert(config: Any, model: nn.Module) -> dict[str, tuple[str, str]]:
     """Converts as the converters do: name of a module -> recipe, and why it is not converted."""
-    report = ConversionReport()
     linear, grouped = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
-    if LINEAR in config.model.converters:
-        done = convert_linears(model, recipe=linear.recipe, filter_fqns=linear.filter_fqns)
-        report.converted += done.converted
-        report.left += done.left
-        fuse_feed_forwards(model)
-    if GROUPED_MM in config.model.converters:
-        recipe = experts_recipe(config.quantize)
-        done = convert_experts(model, recipe=recipe, fqns=grouped.fqns)
-        report.converted += done.converted
-        report.left += done.left
-    return {name: (recipe, "") for name, _, recipe in report.converted} | {
-        name: (BF16, reason) for name, _, reason in report.left
-    }
+    linears = {"recipe": linear.recipe, "filter_fqns": linear.filter_fqns}
+    experts = {"recipe": experts_recipe(config.quantize), "fqns": grouped.fqns}
+    converters: Any = {LINEAR: (convert_linears, linears), GROUPED_MM: (convert_experts, experts)}
+    found: dict[str, tuple[str, str]] = {}
+    for name in (each for each in converters if each in config.model.converters):
+        convert, options = converters[name]
+        with errors_prefixed(f"[{name}]"):
+            report = convert(model, **options)
+        found |= {module: (recipe, "") for module, _, recipe in report.converted}
+        found |= {module: (BF16, reason) for module, _, reason in report.left}
+    fuse_feed_forwards(model)
+    return found
 
 
-@contextlib.contextmanager
-def _parallelized(config: Any, dims: ParallelDims, model: nn.Module) -> Iterator[None]:
-    """Parallelizes `model` by torchtitan's own rules, on process groups that do not communicate."""
-    plain = copy.deepcopy(config)
-    # Both wrap modules, and neither changes a shape.
-    plain.activation_checkpoint.mode, plain.compile.enable = "none", False
+def _local_shapes(
+    config: Any, dims: ParallelDims, args: Any, model: nn.Module
+) -> dict[str, torch.Size]:
+    """Shapes of rank 0's parameters, gathered by FSDP2, under torchtitan's own plan."""
+    config, spec, parts = copy.deepcopy(config), get_train_spec(config.model.name), [model]
+    config.compile.enable = False  # It changes no shape.
+    if config.activation_checkpoint.mode == "memory_budget":  # needs the compiler
+        config.activation_checkpoint.mode = "none"
+    schedule = config.parallelism.pipeline_parallel_schedule
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
     try:
-        parallelize = get_train_spec(config.model.name).parallelize_fn
-        parallelize(model, dims, plain)
-        yield
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(f"torchtitan refuses this plan: {' '.join(str(error).split())}") from error
+        # The same shapes, whether this machine has GPUs or not.
+        with mock.patch.object(parallel_dims, "device_type", "cpu"):
+            if dims.pp_enabled:
+                arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
+                _, parts, *_ = spec.pipelining_fn(model, *arguments, nn.MSELoss())
+                if issubclass(get_schedule_class(schedule), PipelineScheduleSingle) and parts[1:]:
+                    raise ValueError(f"it would run only the first of {len(parts)} stages")
+            else:
+                spec.parallelize_fn(model, dims, config)
+        named = [p for part in parts for p in part.named_parameters(remove_duplicate=False)]
+        return {n.replace("_checkpoint_wrapped_module.", ""): _gathered(p) for n, p in named}
+    except Exception as error:
+        key = "parallelism.pipeline_parallel"
+        pipeline = f" {key}_degree = {dims.pp}, {key}_schedule = {schedule!r}:" * dims.pp_enabled
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"torchtitan refuses this plan:{pipeline} {reason}") from error
     finally:
         dist.destroy_process_group()
 
 
-def _gathered_shape(parameter: Tensor) -> tuple[torch.Size, int]:
-    """The shape of a rank's part of a parameter that FSDP2 has gathered, and FSDP2's ranks."""
+def _gathered(parameter: Tensor) -> torch.Size:
+    """The shape of a rank's part of a parameter, once FSDP2 has gathered it."""
     if not isinstance(parameter, DTensor):
-        return parameter.shape, 1
-    sizes, ranks = list(parameter.shape), 1
-    mesh = parameter.device_mesh
+        return parameter.shape
+    sizes, mesh = list(parameter.shape), parameter.device_mesh
     for name, size, placement in zip(
         mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True
     ):
-        if name in DATA_PARALLEL:
-            ranks *= size if name != "dp_replicate" else 1
-        elif placement.is_shard():
+        if name not in ("fsdp", "efsdp") and placement.is_shard():
             dim = placement.dim  # type: ignore[attr-defined]
             sizes[dim] = -(-sizes[dim] // size)
-    return torch.Size(sizes), ranks
-
-
-def _is_fused(
-    model: nn.Module, name: str, recipe: str, is_experts: bool, dims: ParallelDims
-) -> bool:
-    if recipe == BF16:
-        return False
-    if is_experts:
-        return get_recipe(recipe).feed_forward is not None
-    parent = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(parent, FP8FeedForward) and not dims.tp_enabled
-
-
-def _in_moe_block(model: nn.Module, name: str) -> bool:
-    block = block_of(name)
-    return bool(block) and bool(getattr(model.get_submodule(block), "moe_enabled", False))
-
-
-def _reshards(config: Any, dims: ParallelDims) -> bool:
-    policy = config.parallelism.fsdp_reshard_after_forward
-    return bool(policy == "always" or (policy == "default" and not dims.pp_enabled))
-
-
-def _attention_flop(args: Any, blocks: int, batch: int, seq: int, dims: ParallelDims) -> float:
-    heads = args.n_heads
-    if hasattr(args, "qk_nope_head_dim"):
-        width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
-    else:
-        width = 2 * (getattr(args, "head_dim", None) or args.dim // heads)
-    # A causal mask leaves half of the 4 s^2 d FLOP.
-    return batch * seq**2 * heads * width * blocks / (dims.cp * dims.tp)
-
-
-def _folded(layers: list[Layer]) -> tuple[Layer, ...]:
-    """Equal layers as one, in the order of the model."""
-    equal: dict[Layer, list[str]] = {}
-    for layer in layers:
-        equal.setdefault(replace(layer, fqns=()), []).append(layer.fqns[0])
-    return sharing_inputs(replace(layer, fqns=tuple(fqns)) for layer, fqns in equal.items())
-
-
-def _describe(config: Any, dims: ParallelDims) -> str:
-    replicated = "HSDP" if dims.dp_shard * dims.cp > 1 else "DDP"
-    degrees = {
-        replicated: dims.dp_replicate,
-        "FSDP": dims.dp_shard,
-        "CP": dims.cp,
-        "TP": dims.tp,
-        "PP": dims.pp,
-        "EP": dims.ep,
-    }
-    plan = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
-    gpus = f"{dims.world_size} GPU{'s' * (dims.world_size > 1)}"
-    return f"{config.model.name} {config.model.flavor}, {gpus}" + (f" ({plan})" if plan else "")
+    return torch.Size(sizes)
