@@ -63,7 +63,7 @@ TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_par
          "torchtitan refuses this plan"),
         ("llama3_8b", ("--quantize.linear.titan_fp8.filter_fqns", "nothing"), "nothing"),
         ("llama3_8b", ("--model.converters", "quantize.linear.titan_fp8,nope"),
-         "model.converters lists = 'nope': allowed are "),
+         "there is no 'nope'; allowed are "),
         ("deepseek_v3_16b", TP_ODD, "training would stop at"),
     ],
 )  # fmt: skip

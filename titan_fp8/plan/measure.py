@@ -2,10 +2,10 @@
 
 A layer is a copy of the job's own module, with weights in the shape of the rank, called eagerly in
 a loop. bf16 and FP8 take turns, and so do sets of weights and inputs that exceed the L2 cache. In
-FP8, linears that read one input share its quantization, as in compiled code. Weights that FSDP2
-gathers in FP8 arrive as `GatheredWeight`s; others are quantized in each call. Not part of it are
-collectives, the quantization of shards once a step, DTensors of tensor parallelism, and what
-torch.compile fuses in the SwiGLU of bf16.
+FP8, linears that read one input quantize it each for itself; compiled code does it once. Weights
+that FSDP2 gathers in FP8 arrive as `GatheredWeight`s; others are quantized in each call. Not part
+of it are collectives, the quantization of shards once a step, DTensors of tensor parallelism, and
+what torch.compile fuses in the SwiGLU of bf16.
 """
 
 import copy
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.linear import shared_input
 from titan_fp8.plan.model import Layer, Rank
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import patches
@@ -108,8 +107,7 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> S
         gradients = [torch.randn_like(module(x, *arguments)) for module in modules]
 
     def step() -> tuple[Tensor, ...]:
-        with shared_input(x):
-            y = [module(x, *arguments) for module in modules]
+        y = [module(x, *arguments) for module in modules]
         return torch.autograd.grad(y, (x, *parameters), gradients)
 
     return step
