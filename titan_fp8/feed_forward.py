@@ -31,6 +31,14 @@ class FP8FeedForward(nn.Module):
     linear_class: type[FP8Linear] = FP8Linear
     """The exact class of w1, w2 and w3; a subclass may compute something else."""
 
+    plain_forward: Any
+    """The fallback, of when the class was made; others may have replaced it since."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not hasattr(cls, "plain_forward"):
+            cls.plain_forward = staticmethod(super().forward)
+
     def forward(self, x: Tensor) -> Tensor:
         """y (..., K) = w2(silu(w1 x) * w3 x) for x (..., K)."""
         if not self.runs_fused():
@@ -45,7 +53,11 @@ class FP8FeedForward(nn.Module):
     def runs_fused(self) -> bool:
         """Whether the fused forward computes what calling w1, w2 and w3 would."""
         linears = (self.w1, self.w2, self.w3)
-        return not any(map(self.must_be_called, linears)) and can_fuse(*linears)
+        return (
+            super(FP8FeedForward, type(self)).forward is self.plain_forward
+            and not any(map(self.must_be_called, linears))
+            and can_fuse(*linears)
+        )
 
     def must_be_called(self, linear: nn.Module) -> bool:
         """Whether calling `linear` does more than FP8Linear.forward, or its weight is sharded."""

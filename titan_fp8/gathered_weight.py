@@ -77,8 +77,8 @@ class GatheredWeight(Tensor):
             return func.decompose(*args, **(kwargs or {}))
         if implementation is None:
             raise NotImplementedError(
-                f"{func} cannot read a weight that FSDP2 has gathered in FP8, only FP8 products "
-                "can: set fsdp_all_gather = false or read the sharded parameter"
+                f"titan_fp8: {func} cannot read a weight that FSDP2 has gathered in FP8, only FP8 "
+                "products can: set fsdp_all_gather = false or read the sharded parameter"
             )
         return implementation(*args, **(kwargs or {}))
 

@@ -20,6 +20,7 @@ them:
     Replicate     Shard(d < -1)  Shard(d)    Shard(d)         Partial
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import cast
 
@@ -76,7 +77,7 @@ class FP8Linear(nn.Linear):
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
         except NotImplementedError as error:
-            if isinstance(weight, GatheredWeight):
+            if isinstance(weight, GatheredWeight) or type(weight) in (Tensor, nn.Parameter):
                 raise
             # A subclass of Tensor that does not know our ops, such as torchao's.
             raise NotImplementedError(
@@ -213,7 +214,9 @@ def _output_layers(model: nn.Module) -> set[nn.Module]:
         if isinstance(module, nn.Linear) and module._parameters.get("weight") in tied:
             found.add(module)
         if callable(of_hugging_face := getattr(module, "get_output_embeddings", None)):
-            found.add(of_hugging_face())
+            with contextlib.suppress(NotImplementedError):  # The model has none.
+                layer = of_hugging_face()
+                found |= {layer} if isinstance(layer, nn.Module) else set()
     return found
 
 

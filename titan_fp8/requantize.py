@@ -4,9 +4,10 @@ All shards of a model are then quantized together, at the next gather. The first
 also tells FSDP2 not to gather embeddings in backward: their gradient depends on the tokens alone.
 """
 
+import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -34,11 +35,18 @@ def requantize(models: Iterable[nn.Module]) -> None:
             gather.together, gather.fresh = together, False
 
 
-def quantize_now(models: Iterable[nn.Module]) -> None:
-    """Quantizes what the next gather in training mode would quantize; for all ranks to call."""
+@contextlib.contextmanager
+def quantized(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the FP8 copies of the shards are those of their values now; for all ranks to enter.
+
+    The next gather quantizes again, because the values may change before it.
+    """
     due = [gather for model in models for gather in _gathers_in(model) if gather.is_due]
     if due:
         quantize(due)
+    yield
+    for gather in due:
+        gather.fresh = False
 
 
 def _gathers_in(model: nn.Module) -> list[ShardGather]:

@@ -26,7 +26,7 @@ from torchtitan.experiments.simple_fsdp import simple_fsdp
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.linear import FP8Linear
-from titan_fp8.requantize import requantize
+from titan_fp8.requantize import quantized, requantize
 from titan_fp8.sharded_weight import gathers_of
 from titan_fp8.swiglu import fp8_swiglu
 
@@ -434,3 +434,23 @@ def change_recipe(rank: int) -> None:
 
 def test_a_recipe_that_changes_after_a_gather_is_an_error():
     gloo.spawn(change_recipe, 2)
+
+
+def write_after_an_early_quantization(rank: int) -> None:
+    """As `health_freq` quantizes, to look at the shards before the step that gathers them."""
+    losses = []
+    for fp8 in (False, True):
+        model = shard(build("blockwise", fp8))
+        for _ in range(2):
+            model(batch(0)).sum().backward()
+            requantize([model])
+        with quantized([model]):
+            pass
+        for p in model.parameters():
+            p.to_local().detach().mul_(0.5)
+        losses.append(model(batch(1)).float().sum())
+    assert torch.equal(*losses)
+
+
+def test_a_write_after_an_early_quantization_is_seen():
+    gloo.spawn(write_after_an_early_quantization, 2)

@@ -99,6 +99,13 @@ def test_transforms_of_torch_func_get_no_zeros():
     assert torch.func.vmap(quantize)(x[None])[1].shape == (1, 4)
 
 
+@pytest.mark.parametrize("function", [ops.quantize_row.default, direct.quantize_row])
+@pytest.mark.parametrize("x", [None, 3.0])
+def test_what_is_no_tensor_is_named(function, x):
+    with pytest.raises(ValueError, match=f"quantize_row: x is {x}: allowed is a tensor"):
+        function(x)
+
+
 def refused(op, name, t, is_first):
     """What an argument must not be in place of t."""
     allowed = INTEGERS if op in PERMUTATION and not t.is_floating_point() else [t.dtype]

@@ -20,7 +20,7 @@ from torch import nn
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report, union_of_names
 from titan_fp8.ops import observe
-from titan_fp8.requantize import quantize_now
+from titan_fp8.requantize import quantized
 
 _logger = logging.getLogger()  # torchtitan's own
 
@@ -61,12 +61,12 @@ class Monitor:
             self.observer = None
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
-            quantize_now(models)  # The observer samples the shards that the step will gather.
             layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
             if due not in self._names_of:
                 self._names_of[due] = union_of_names([layer.name for layer in layers])
             self.names = self._names_of[due]
-            self.observer = Observer(layers, lambda: models[0].training, phase=step)
+            with quantized(models):  # The observer samples the shards.
+                self.observer = Observer(layers, lambda: models[0].training, phase=step)
             observe(self.observer.wrap)
 
 

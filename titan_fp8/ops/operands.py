@@ -120,6 +120,7 @@ class Check:
         operands: Mapping[str, Accepted | None],
     ):
         self.op, names = op, list(parameters)
+        self._first = names[0]
         kinds = {name: p.annotation for name, p in parameters.items()}
         tensors = [name for name in names if kinds[name] in (Tensor, Tensor | None)]
         # `offs` comes first, because others depend on it.
@@ -159,6 +160,8 @@ class Check:
                 raise self._error(f"{name} = {value}", *map(str, DTYPES))
         if scale_fmt not in SCALE_FMTS:
             raise self._error(f"scale_fmt = {scale_fmt!r}", *map(repr, SCALE_FMTS))
+        if not isinstance(first, Tensor):
+            raise self._error(f"{self._first} is {first!r}", "a tensor")
         device = first.device
         for at, name, optional, operand in self._tensors:
             t = args[at] if at < given else None

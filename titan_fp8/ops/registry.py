@@ -194,7 +194,7 @@ def _define(
         return run_below_autograd(*args, **options)
 
     def run_below_autograd(x: Tensor, *args: Any, **options: Any) -> Any:
-        if not x.is_cuda:
+        if not isinstance(x, Tensor) or not x.is_cuda:
             return checked(x, *args, **options)
         on_gpu = _replayed(checked) if fp8 and not options.get("emulate") else checked
         # Kernels are launched on the current device.
@@ -269,7 +269,7 @@ def _without_dispatcher(
 
     def call_overload(*args: Any, **options: Any) -> Any:
         if peek_interpreter_stack() is not None:
-            _refuse_gradient((*args, *options.values()))
+            _refuse_gradient()
         given = len(args) - required  # of those with defaults
         plain = given >= 0 and _PLAIN.issuperset(map(type, args))
         if not plain or torch.compiler.is_compiling():
@@ -333,14 +333,13 @@ def needs_dispatcher(args: Sequence[Any]) -> bool:
     return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
 
 
-def _refuse_gradient(args: Sequence[Any]) -> None:
-    """Raises RuntimeError if a transform of torch.func would differentiate an op, and get zeros.
+def _refuse_gradient() -> None:
+    """Raises RuntimeError in a transform of torch.func that differentiates, and would get zeros.
 
-    torch.compile calls this, too, when it traces the autograd functions inside a transform.
+    torch.compile calls this, too, when it traces the autograd functions inside a transform. Their
+    inputs do not say there that they are differentiated.
     """
-    transform = peek_interpreter_stack().key()
-    tracked = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    if transform == TransformType.Jvp or (transform == TransformType.Grad and tracked):
+    if peek_interpreter_stack().key() in (TransformType.Jvp, TransformType.Grad):
         raise RuntimeError(
             "titan_fp8 ops have no gradient inside transforms of torch.func: use fp8_linear, "
             "fp8_grouped_mm and Tensor.backward or torch.autograd.grad"
