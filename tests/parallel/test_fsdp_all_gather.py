@@ -212,11 +212,9 @@ def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = Fals
     return losses, [p.full_tensor() for p in model.parameters()], counter.bytes_sent, calls
 
 
-def assert_fewer_bytes(recipe: str, ratio: float, planned: bool) -> None:
+def assert_bytes(recipe: str, ratio: float) -> None:
     """Compares bytes in FP8 and bf16; all but those of the norms are of FP8 weights."""
-    # Rowwise, from the second step on, forward leaves out the columns.
-    rowwise = (1 + (STEPS - 1) * 3 / 4) / STEPS if planned else 1
-    expected = 1 / 2 if "blockwise" in recipe else rowwise
+    expected = 1 / 2 if "blockwise" in recipe else 1  # rows and columns
     assert expected <= ratio <= expected + 0.03, (recipe, ratio, expected)
 
 
@@ -231,7 +229,7 @@ def compare_training(rank: int) -> None:
             got = train(recipe, widths, fp8=True, together=together)
             assert torch.stack(got[0]).equal(torch.stack(losses)), what
             assert all(map(torch.equal, got[1], parameters)), what
-            assert_fewer_bytes(recipe, got[2] / sent, planned=together)
+            assert_bytes(recipe, got[2] / sent)
             # Every gather on its own, of forward and of backward, or once a step.
             a_step = MICROBATCHES * 2 * LAYERS * [1]
             assert got[3] == (a_step + (STEPS - 1) * [LAYERS] if together else STEPS * a_step), what

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import bench_plans
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -39,17 +38,24 @@ def start(tmp_path):
         variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank", "PREPARE": prepare}
         script = [tmp_path / "scripts" / command[0], *command[1:]]
         return subprocess.Popen(
-            [sys.executable, *script] if command[0].endswith(".py") else script,
+            script,
             env=os.environ | {name: str(value) for name, value in variables.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=with_default_signals,
         )
 
     yield call
     for pid in running(tmp_path):
         os.kill(pid, signal.SIGKILL)
+
+
+def with_default_signals() -> None:
+    """A shell cannot trap what its parent ignores, as jobs in the background and nohup do."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def running(folder: Path) -> list[int]:
@@ -107,14 +113,3 @@ def test_quickstart_keeps_folders_of_others(start, tmp_path):
     script = start("quickstart.sh")
     assert script.wait(60) == 2 and "is not of a quickstart" in script.stdout.read()
     assert mine.exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_bench_plans_ends_its_run(start, tmp_path, number):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/stamp").touch()
-    script = start("bench_plans.py", next(iter(bench_plans.PLANS)))
-    wait_until(lambda: len([*tmp_path.glob("rank.[0-9]*")]) == 2)
-    script.send_signal(number)
-    assert script.wait(60) == -number
-    wait_until(lambda: not running(tmp_path))
