@@ -1,7 +1,7 @@
 """How titan_fp8 patches torchtitan and PyTorch, and the patches that torchtitan 0.2 and 0.3 share.
 
-Each `Patch` names its targets, why they are replaced, the versions it was tried with, what it gains
-and when it can go. The code that needs a patch applies it: search for its constant, such as
+Each `Patch` names its targets, why they are replaced and when that can go; docs/log.md says what it
+gains. The code that needs a patch applies it: search for its constant, such as
 SAC_POLICY, to find the replacement. `torchtitan_0_2/patches.py` and `torchtitan_0_3/patches.py`
 have the patches that only one version needs, and the list of all that it gets.
 
@@ -115,9 +115,6 @@ class Patch:
     why: str
     without: str
     """What changes for the user where the patch cannot be applied."""
-    versions: str
-    """The versions that it was tried with."""
-    gain: str
     until: str
     """What has to happen before it can go."""
     required: bool = False
@@ -140,7 +137,7 @@ class Patch:
         if problem := next(filter(None, problems), None):
             message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.without}"
             if self.required:
-                raise RuntimeError(f"{message} Tried with {self.versions}.")
+                raise RuntimeError(message)
             _log_once(logging.WARNING, message)
             return False
         for target, make in zip(self.targets, makes):
@@ -163,7 +160,6 @@ def _log_once(level: int, message: str) -> None:
     _logger.log(level, message)
 
 
-TORCH = "torch 2.11 and 2.13"
 _FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 
 SAC_POLICY = Patch(
@@ -178,9 +174,6 @@ SAC_POLICY = Patch(
     why="torchtitan's op-level policy saves every second aten.mm and recomputes ops it does not "
     "know. Dense FP8 GEMMs are reported to it as aten.mm (activation_checkpointing.py).",
     without="Op-level activation checkpointing recomputes every FP8 GEMM: slower, less memory.",
-    versions=f"torchtitan 0.2.2 and 0.3.0, {TORCH}",
-    gain="Llama3-8B, 1 H200, op-level checkpointing: 12,070 tokens/s instead of 11,450, with the "
-    "memory of bf16 (63.8 GiB; 61.0 without). DeepSeekV3-16B, 2 H200s: nothing beyond the noise.",
     until="torchtitan's policy counts ops of a list that converters can extend.",
 )
 
@@ -191,9 +184,6 @@ CHECKPOINT_RANGES = Patch(
     "profiler. torch 2.13 demands that the recomputation calls every op as often as forward did, "
     "and FSDP2 marks other ranges there (profiler_ranges.py).",
     without="On torch 2.13 op-level activation checkpointing fails with experts under FSDP2.",
-    versions=TORCH,
-    gain="On torch 2.13 experts train under FSDP2 with op-level activation checkpointing, unless "
-    "FSDP2 shards the experts over several ranks.",
     until="SAC_IGNORED_OPS has the ops of the profiler.",
 )
 
@@ -207,8 +197,6 @@ RECOMPUTABLE_QUANTIZERS = Patch(
     "FP8 copy of every input for wgrad. It has no public list of recomputable ops "
     "(recomputation.py).",
     without="torch.compile saves FP8 copies of the layers' inputs for backward: more memory.",
-    versions=TORCH,
-    gain="Llama3-8B, 1 H200, no checkpointing: 72.6 GiB instead of 75.3, the same speed.",
     until="torch.library has a tag for ops that are cheap to recompute.",
 )
 
@@ -218,10 +206,6 @@ FEWER_OPS = Patch(
     why="After its partitioner torch.compile neither merges calls of custom ops nor drops outputs "
     "that nothing reads (graph_passes.py).",
     without="Compiled FP8 layers call more ops, and quantizers write more than is read: slower.",
-    versions=TORCH,
-    gain="Together with ops that skip the dispatcher: a Llama3 block of dimension 2048 takes the "
-    "CPU 1.7 ms instead of 2.8, as long as in bf16. Called in a loop on one H200 with 4,096 "
-    "tokens, it runs at 1.17x of bf16 instead of 0.93x.",
     until="torch.compile launches custom ops as cheaply as its own kernels.",
 )
 
@@ -237,11 +221,6 @@ GRADIENT_COPIES = Patch(
     "that it copies to the GPU each time. Between few ranks the table is so large that the CPU "
     "waits for this copy (gradient_copies.py).",
     without="FSDP2 copies gradients by chunk_cat: more CPU time.",
-    versions=TORCH,
-    gain="Of an earlier version, by foreach ops. Llama3-8B, FSDP on 2 H200s, "
-    "2,048 tokens per GPU: the CPU took 0.2 ms for a block instead of 2.6, and bf16 ran at 6,410 "
-    "tokens/s instead of 6,178. DeepSeekV3-16B, EP 2 on 2 H200s: median 18.5 thousand tokens/s per "
-    "GPU (four runs, 16.1 to 18.9) instead of 16.9 (two runs, 16.7 and 17.1).",
     until="chunk_cat needs no table, or FSDP2 copies in another way.",
 )
 
@@ -270,10 +249,6 @@ GRADIENT_REDUCTION = Patch(
     why="FSDP2 reduces bf16 gradients in FP32 by sending FP32, and handles what one rank has whole "
     "in the same way (gradient_reduction.py).",
     without="FSDP2 sends FP32, twice as many bytes.",
-    versions=TORCH,
-    gain="Reductions on one host send half of the bytes. Llama3-8B, FSDP on 2 H200s, 2,048 tokens "
-    "per GPU: 6,850 tokens/s blockwise and 6,957 rowwise instead of 6,697 and 6,725, little more "
-    "than these figures vary; the job needs 1.5 GiB less.",
     until="FSDP2 sends gradients in their own dtype.",
 )
 
@@ -287,9 +262,6 @@ PROFILER_RANGES = Patch(
     ),
     why="FSDP2 marks its work for the profiler, also when none runs (profiler_ranges.py).",
     without="FSDP2 marks ranges for the profiler in each step: more CPU time.",
-    versions=TORCH,
-    gain="2 to 3 % of the CPU time of forward and backward (DeepSeekV3 debug model on a CPU, one "
-    "of two ranks, EP 2, with FP8 ops that only allocate).",
     until="record_function costs nothing while no profiler runs.",
 )
 
@@ -304,8 +276,6 @@ FP8_GATHERS = Patch(
     "subclass of Tensor, which is no ordinary tensor to users, or a tensor with attributes, which "
     "copies and checkpoints would take along (sharded_weight.py).",
     without="FSDP2 cannot gather weights in FP8. Set fsdp_all_gather = false.",
-    versions=TORCH,
-    gain="Weights are gathered in FP8, and shards are ordinary tensors.",
     until="FSDP2 takes extensions that are not part of a tensor.",
     required=True,
 )
@@ -315,8 +285,6 @@ CPU_DEVICE_TYPE = Patch(
     targets=(Target("torch._utils:_get_available_device_type", ()),),
     why="torchtitan.tools.utils calls it once, on import, and takes None to mean CUDA.",
     without="torchtitan cannot run on this machine, which has no accelerator.",
-    versions="torchtitan 0.2.2 and 0.3.0, torch 2.13",
-    gain="torchtitan runs without an accelerator.",
     until="torchtitan uses the CPU on a machine without an accelerator.",
     required=True,
 )
@@ -337,8 +305,6 @@ CPU_DEVICE_MODULE = Patch(
     why="The trainer calls these functions of its device module, and torch.cpu lacks them. It has "
     "current_device, but that returns a string, and a barrier needs a number.",
     without="torchtitan's trainer fails in its first call of torch.cpu.",
-    versions="torchtitan 0.2.2 and 0.3.0, torch 2.13",
-    gain="torchtitan runs without an accelerator. Memory is unknown and logged as -0.00.",
     until="torch.cpu has them.",
 )
 
@@ -349,7 +315,5 @@ CPU_GRADIENT_SUM = Patch(
     ),
     why="With a gradient divide factor FSDP2 reduces by PREMUL_SUM, which gloo lacks.",
     without="FSDP2 fails in its first reduction on the CPU.",
-    versions="torch 2.13",
-    gain="FSDP2 runs on gloo.",
     until="gloo has PREMUL_SUM, or FSDP2 avoids it where the backend lacks it.",
 )

@@ -17,12 +17,9 @@ from titan_fp8.patches import (
     PROFILER_RANGES,
     RECOMPUTABLE_QUANTIZERS,
     SAC_POLICY,
-    TORCH,
     Patch,
     Target,
 )
-
-TORCHTITAN = "torchtitan 0.2.2"
 
 CONFIG_CHECK = Patch(
     name="config check",
@@ -31,8 +28,6 @@ CONFIG_CHECK = Patch(
     "imports the plugin while it runs, so wrapping parse_args itself would come too late; tyro.cli "
     "is what it calls next, with the command line, and what it returns is the merged JobConfig.",
     without="A [quantize] section whose converter is not listed would be ignored.",
-    versions=f"{TORCHTITAN}, tyro 1.0",
-    gain="A section that nothing reads is an error before training starts.",
     until="torchtitan lets a custom config module validate the merged JobConfig.",
     required=True,
 )
@@ -48,8 +43,6 @@ FP8_CHECKPOINTS = Patch(
     why="Only the adapter of deepseek_v3 has a reader for block-FP8 weights, and without "
     "initial_load_in_hf_quantized no adapter uses one (hf_checkpoint.py).",
     without="An FP8 checkpoint given as initial_load_path may be loaded without its scales.",
-    versions=f"{TORCHTITAN}, {TORCH}",
-    gain="llama3 and qwen3 start from FP8 exports; a forgotten flag is an error.",
     until="torchtitan's StateDictAdapter reads quantized checkpoints and refuses what it cannot.",
 )
 
@@ -60,8 +53,6 @@ TOKEN_GROUP_ALIGNMENT = Patch(
     "1x128 scale block crosses two experts. set_token_group_alignment_size_m assigns the same "
     "global, and its signature allows 8, 16 and 32.",
     without="The quantizers pad the tokens of each FP8 expert: slower.",
-    versions=TORCHTITAN,
-    gain="The quantizers need not pad groups; not measured apart.",
     until="torchtitan lets a converter choose the alignment.",
 )
 
@@ -80,8 +71,6 @@ PERMUTATION = Patch(
     why="torchtitan permutes by index_put in _unpermute and in the backward of _permute; gathers "
     "do the same in each direction and each pass (permutation.py).",
     without="torchtitan's permutation runs: slower.",
-    versions=TORCHTITAN,
-    gain="DeepSeekV3-16B in bf16, 2 H200s, EP 2: 1.18x (with the gathers of moe.py).",
     until="torchtitan permutes by gathers.",
 )
 
@@ -101,9 +90,6 @@ TOKEN_EXCHANGE = Patch(
     why="PyTorch's functional all-to-alls spend CPU time on checks, and on autograd functions "
     "written in Python (token_exchange.py).",
     without="PyTorch's functions run: more CPU time.",
-    versions=f"{TORCHTITAN}, {TORCH}",
-    gain="3 % of the CPU time of forward and backward (DeepSeekV3 debug model on a CPU, one of two "
-    "ranks, EP 2, with FP8 ops that only allocate).",
     until="functional collectives take less CPU time.",
 )
 
@@ -123,8 +109,6 @@ TOKEN_DISPATCH = Patch(
     "copies twice to the CPU what each rank sends and receives; the GPU waits for all of it "
     "(token_exchange.py).",
     without="torchtitan's dispatch runs: more CPU time.",
-    versions=f"{TORCHTITAN}, {TORCH}",
-    gain="Not measured apart.",
     until="torchtitan exchanges the counts earlier.",
 )
 
@@ -134,8 +118,6 @@ CHECKPOINT_MARKS = Patch(
     why="In a block under full activation checkpointing torch 2.11 does not mark the ops of an "
     "autograd.Function for recomputation (recomputation.py).",
     without="Full checkpointing of compiled blocks saves the outputs of FP8 GEMMs: more memory.",
-    versions=TORCH,
-    gain="Llama3-8B, 1 H200, full checkpointing: 61.3 GiB instead of 71.4, at 0.89 of the speed.",
     until="torch 2.11 need not be supported.",
 )
 
@@ -151,10 +133,6 @@ INPUT_STREAM = Patch(
     why="The trainer copies each batch to the GPU, and counts its tokens, in a way that makes the "
     "CPU wait for the optimizer of the previous step (input_stream.py).",
     without="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
-    versions=f"{TORCHTITAN}, {TORCH}",
-    gain="Llama3-8B, FSDP on 2 H200s, 2,048 tokens per GPU, blockwise with fsdp_all_gather: 1.04x "
-    "of bf16 instead of 1.01x; with shards quantized in forward (fsdp.py), for which the patch is "
-    "needed, 1.16x. It would not change the speed of bf16.",
     until="the trainer copies batches without blocking and keeps the token count on the GPU.",
 )
 
@@ -167,8 +145,6 @@ STEP_METRICS = Patch(
     "metrics. The trainer calls this method after each step, on each rank, with the step; its "
     "object has the logger and the model. Only applied with `health_freq` (health.py).",
     without="`health_freq` reports nothing.",
-    versions=TORCHTITAN,
-    gain="FP8 health in the run's own TensorBoard.",
     until="post_optimizer_hook gets the step and the metrics processor.",
 )
 
@@ -178,8 +154,6 @@ CPU_HISTC = Patch(
     why="torchtitan's router counts the tokens of each expert by torch.histc of integers, and the "
     "CPU kernel takes floats only.",
     without="MoE models fail in their router on the CPU.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="MoE models run on the CPU.",
     until="torch.histc takes integers on the CPU.",
 )
 
@@ -189,8 +163,6 @@ CPU_PERMUTE_INDICES = Patch(
     relies_on=(Target("torchtitan.models.moe.kernels:fill_indices_cpu"),),
     why="The token permutation calls a Triton kernel; torchtitan has a CPU version beside it.",
     without="Expert parallelism fails on the CPU.",
-    versions=TORCHTITAN,
-    gain="Expert parallelism runs on the CPU.",
     until="torchtitan chooses the CPU version by itself.",
 )
 
@@ -200,8 +172,6 @@ CPU_SEED_WARNING = Patch(
     why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initializes "
     "its shard with the same values.",
     without="Sharded runs without a seed checkpoint start from repeated values without a warning.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="A warning that names the remedy.",
     until="DTensor draws random numbers on CPU meshes.",
 )
 

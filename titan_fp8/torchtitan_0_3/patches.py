@@ -20,15 +20,11 @@ from titan_fp8.patches import (
     Target,
 )
 
-TORCHTITAN = "torchtitan 0.3.0"
-
 QUANTIZATION_CHECK = Patch(
     name="quantization check",
     targets=(Target("torchtitan.trainer:has_quantization", ("model_config",)),),
     why="The trainer prints no MFU if the model is quantized, and looks for its own classes only.",
     without="The log shows an MFU that relates FP8 training to the peak of bf16.",
-    versions=TORCHTITAN,
-    gain='The log shows "mfu: N/A".',
     until="torchtitan asks the configs of modules whether they are quantized.",
 )
 
@@ -40,8 +36,6 @@ CUDA_GRAPHS_CHECK = Patch(
     "`health_freq` observes in Python. Only applied with one of the two (cuda_graphs.py).",
     without="With `fsdp_all_gather` a CUDA graph would train on the weights of its first step, and "
     "`health_freq` would report nothing.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="An error that names the setting.",
     until="QuantizedShard (shards.py) keeps its memory, and observed steps run without the graph.",
     required=True,
 )
@@ -51,8 +45,6 @@ STEP_HEALTH = Patch(
     targets=(Target("torchtitan.trainer:Trainer.train_step", ("self", "data_iterator")),),
     why="The trainer has no hook after a step. Only applied with `health_freq` (health.py).",
     without="`health_freq` reports nothing.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="FP8 health in the run's own TensorBoard.",
     until="the trainer calls converters after each step, with the step and the logger of metrics.",
 )
 
@@ -62,8 +54,6 @@ GROUP_TIMEOUT = Patch(
     relies_on=(Target("torch.distributed.distributed_c10d:_set_pg_timeout", ("timeout", "group")),),
     why="The trainer calls it after the first step, and released versions of torch lack it.",
     without="Training ends after its first step.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="torchtitan trains with torch 2.13.",
     until="torch 2.13 need not be supported.",
 )
 
@@ -73,8 +63,6 @@ CPU_CONFIG = Patch(
     why="torchtitan's models use FlexAttention, which has no backward on the CPU, and no flag "
     "chooses another attention.",
     without="Models fail in their first backward on the CPU.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="Models train on the CPU, with causal attention across the documents of a sequence.",
     until="FlexAttention has a backward on the CPU.",
     required=True,
 )
@@ -87,8 +75,6 @@ CPU_SEED_WARNING = Patch(
     why="DTensor has no random numbers for CPU meshes: without a checkpoint every rank initializes "
     "its shard with the same values.",
     without="Sharded runs without a seed checkpoint start from repeated values without a warning.",
-    versions=f"{TORCHTITAN}, torch 2.13",
-    gain="A warning that names the remedy.",
     until="DTensor draws random numbers on CPU meshes.",
 )
 
