@@ -227,6 +227,17 @@ MISTYPED = {
 """TOMLs, and what is said of them."""
 
 
+TOKENIZERS = [
+    ("tokenizer.json", "{", ""),
+    ("tokenizer.json", "{}", ""),
+    ("tokenizer.json", "[" * 100000, "maximum recursion depth"),
+    ("tokenizer_config.json", "{", "Expecting"),
+    ("tokenizer_config.json", "[1]", ""),
+    ("tokenizer_config.json", '{"bos_token": 3}', "Could not parse bos_token"),
+]
+"""Files of a tokenizer, their content, and what is said of it."""
+
+
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory, text):
     """A folder with the checkpoints of two steps, their TOML, and what may be taken for either."""
@@ -243,11 +254,9 @@ def mistaken(tmp_path_factory, text):
     (folder / "latin.toml").write_bytes("# é".encode("latin-1"))
     for i, content in enumerate(MISTYPED):
         (folder / f"{i}0.toml").write_text(content)
-    for name in ("{", "{}"):
-        shutil.copytree(text, folder / name)
-        (folder / name / "tokenizer.json").write_text(name)
-    shutil.copytree(text, folder / "config")
-    (folder / "config/tokenizer_config.json").write_text("{")
+    for i, (name, content, _) in enumerate(TOKENIZERS):
+        shutil.copytree(text, folder / f"assets{i}")
+        (folder / f"assets{i}" / name).write_text(content)
     return folder
 
 
@@ -269,8 +278,10 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             (["step-2", "out", "--config", f"{i}0.toml"], message)
             for i, message in enumerate(MISTYPED.values())
         ),
-        *(([*RUN, "--model.hf_assets_path", n], f"{n}/tokenizer.json: ") for n in ("{", "{}")),
-        ([*RUN, "--model.hf_assets_path", "config"], "config/tokenizer_config.json: Expecting"),
+        *(
+            ([*RUN, "--model.hf_assets_path", f"assets{i}"], f"assets{i}/{name}: {message}")
+            for i, (name, _, message) in enumerate(TOKENIZERS)
+        ),
         (
             [*RUN, "--experimental.custom_import", "nope"],
             "experimental.custom_import = 'nope': ModuleNotFoundError",

@@ -190,15 +190,21 @@ def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
         if file.suffix == ".json":
             try:
                 json.loads(file.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: {error}") from None
+    tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
     try:
-        return HuggingFaceTokenizer(str(folder))
+        HuggingFaceTokenizer.__init__(tokenizer, str(folder))
     except OSError:
         raise
     except Exception as error:  # the tokenizers package raises no other class
-        read = next(file for file in files if file.name.startswith(_VOCABULARIES))
-        raise ValueError(f"{read}: {error}") from error
+        read = [next(file for file in files if file.name.startswith(_VOCABULARIES))]
+        if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and then reads its settings.
+            read = [folder / "tokenizer_config.json"]
+        elif read[0].stem == "vocab":
+            read += [file for file in files if file.name == "merges.txt"]
+        raise ValueError(f"{' or '.join(map(str, read))}: {error}") from error
+    return tokenizer
 
 
 def _spec(name: str, flavor: str) -> TrainSpec:
