@@ -237,6 +237,8 @@ TOKENIZERS = [
 ]
 """Files of a tokenizer, their content, and what is said of it."""
 
+MODULES = {"exits": "import sys\nsys.exit(7)", "unfinished": "x = ("}
+
 
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory, text):
@@ -257,6 +259,8 @@ def mistaken(tmp_path_factory, text):
     for i, (name, content, _) in enumerate(TOKENIZERS):
         shutil.copytree(text, folder / f"assets{i}")
         (folder / f"assets{i}" / name).write_text(content)
+    for name, content in MODULES.items():
+        (folder / f"{name}.py").write_text(content)
     return folder
 
 
@@ -282,9 +286,18 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             ([*RUN, "--model.hf_assets_path", f"assets{i}"], f"assets{i}/{name}: {message}")
             for i, (name, _, message) in enumerate(TOKENIZERS)
         ),
-        (
-            [*RUN, "--experimental.custom_import", "nope"],
-            "experimental.custom_import = 'nope': ModuleNotFoundError",
+        *(
+            (
+                [*run, f"--{key}={name}"],
+                f"titan_fp8.export: {key} = '{name}': {error}",
+            )
+            for run in (RUN, ["step-2", "out", "--model.name=llama3", "--model.flavor=export"])
+            for key in ("experimental.custom_import", "job.custom_config_module")
+            for name, error in (
+                ("nope", "ModuleNotFoundError"),
+                ("exits", "SystemExit(7)"),
+                ("unfinished", "SyntaxError"),
+            )
         ),
         *(
             (
@@ -333,10 +346,6 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             "filter_fqns = ['none']: no module's name contains 'none'",
         ),
         (
-            [*RUN, "--job.custom_config_module", "titan_fp8.x"],
-            "--config = job.toml: ModuleNotFoundError(",
-        ),
-        (
             [*RUN, "--quantize.linear.titan_fp8.filter_fqns", "layers,output"],
             "llama3 export has no weight to export in FP8: the sizes of all are no multiples",
         ),
@@ -344,6 +353,7 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
 )
 def test_errors_name_the_thing_and_what_is_allowed(capsys, monkeypatch, mistaken, args, message):
     monkeypatch.chdir(mistaken)
+    monkeypatch.syspath_prepend(mistaken)
     status, shown, errors = run_command(capsys, *args)
     assert status == 2 and not shown and message in errors
     assert not Path("out").exists()

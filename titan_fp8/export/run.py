@@ -1,7 +1,6 @@
 """What an export needs to know about a run, from its JobConfig: the model and its names."""
 
 import copy
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.torchtitan_0_2.config import experts_recipe
+from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
@@ -62,7 +61,7 @@ class Run:
 
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
-        _import(config.experimental.custom_import)
+        custom_import(config)
         if not 1 <= (length := config.training.seq_len) < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
         self.name, self.flavor = config.model.name, config.model.flavor
@@ -169,15 +168,6 @@ class Run:
                 f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
                 "none, and no bos_token_id and eos_token_id in its config.json"
             )
-
-
-def _import(module: str) -> None:
-    """Import `experimental.custom_import`, if any, as torchtitan's trainer does."""
-    try:
-        if module:
-            importlib.import_module(module)
-    except Exception as error:
-        raise ValueError(f"experimental.custom_import = {module!r}: {error!r}") from error
 
 
 def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
