@@ -346,6 +346,17 @@ def test_a_run_does_not_start_from_other_formats(convert, old, new, message, fla
     check_refused("llama3", tmp_path, text, flags, f"{out}.*{message}")
 
 
+@pytest.mark.parametrize("flags", [LOAD_EXPORT, LOAD_EXPORT[:1]])
+def test_a_run_does_not_start_from_fp8_that_is_stored_as_bf16(flags, tmp_path, text):
+    """It looks like any weights in BF16, but for the quantization_config."""
+    _, _, out = exports.exported(tmp_path, "llama3", text)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t.bfloat16() for n, t in tensors.items() if "_scale" not in n}, file)
+    message = f"{out / 'config.json'} has a quantization_config, and no weight is in FP8"
+    check_refused("llama3", tmp_path, text, flags, message)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_of_half_the_size(dtype, tmp_path, text):
     """Qwen's checkpoints have them in bf16."""

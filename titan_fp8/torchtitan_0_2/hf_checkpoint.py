@@ -180,7 +180,7 @@ def _check_config(file: Path, config: Any, what: str) -> list[str]:
 
 
 def _check(folder: Path, tensors: Mapping[str, list[_Entry]], index: Mapping[str, str]) -> bool:
-    """Whether there are FP8 weights. All are e4m3 and have the scales that the reader expects.
+    """Whether weights are quantized. All such are e4m3 with the scales that the reader expects.
 
     Raises:
         ValueError: they are not, or other weights have scales.
@@ -226,8 +226,13 @@ def _check(folder: Path, tensors: Mapping[str, list[_Entry]], index: Mapping[str
                 f"{where} is in FP8, and modules_to_not_convert in config.json has {listed!r}"
             )
         _check_scale(folder, where, module, entry.shape, tensors)
+    if not has_fp8:
+        raise ValueError(
+            f"{file} has a quantization_config, and no weight is in FP8: allowed are F8_E4M3 with "
+            f"a scale for each {BLOCK}x{BLOCK} block, or no quantization_config"
+        )
     _check_values(folder, tensors)
-    return has_fp8
+    return True
 
 
 def _check_scale(
