@@ -230,6 +230,14 @@ FLAG = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
             *("llama3", LOAD_EXPORT, '"lm_head"', '"model.layers.1.mlp"'),
             r"1.mlp.down_proj.weight is in FP8, and modules_to_not_conv.* 'model.layers.1.mlp'",
         ),
+        (
+            *("llama3", LOAD_EXPORT, '"modules_to_not_convert"', '"ignored_layers": 3, "x"'),
+            "config.json: quantization_config.ignored_layers = 3: allowed is a list of names",
+        ),
+        (
+            *("llama3", LOAD_EXPORT, '"quantization_config"', '"quantization_config": [1], "x"'),
+            r"config.json: quantization_config = \[1\]: allowed is an object",
+        ),
     ],
 )
 def test_a_run_does_not_start_without_the_scales(model, flags, old, new, message, tmp_path, text):
@@ -311,6 +319,44 @@ def test_a_run_does_not_start_with_other_scales(change, message, tmp_path, text)
     check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"{file}: .*{message}")
 
 
+@pytest.mark.parametrize("flags", [LOAD_EXPORT, LOAD_EXPORT[:1]])
+@pytest.mark.parametrize(
+    "convert, old, new, message",
+    [
+        (lambda t: t.view(torch.uint8), "", "", "weight is in U8: allowed are F8_E4M3 with"),
+        (
+            *(lambda t: t.float().round().to(torch.int8), '"fp8"', '"blockwise_int8"'),
+            "weight is in I8: allowed are F8_E4M3 with a scale for each 128x128 block, and F64",
+        ),
+        (lambda t: t.short(), '"quantization_config"', '"x"', "weight is in I16: allowed are"),
+        (lambda t: t.bfloat16(), "", "", "weight_scale_inv is the scale of a weight in BF16"),
+        (lambda t: t.bfloat16(), '"quantization_config"', '"x"', "quantized weights, .* = None"),
+        (lambda t: t.bfloat16(), '"fp8"', '"awq"', "has quantized weights, and .* = 'awq'"),
+    ],
+)
+def test_a_run_does_not_start_from_other_formats(convert, old, new, message, flags, tmp_path, text):
+    """No header has FP8."""
+    _, _, out = exports.exported(tmp_path, "llama3", text)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        is_fp8 = [name for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn]
+        save_file(tensors | {name: convert(tensors[name]) for name in is_fp8}, file)
+    config_file = out / "config.json"
+    config_file.write_text(config_file.read_text().replace(old, new, 1))
+    check_refused("llama3", tmp_path, text, flags, f"{out}.*{message}")
+
+
+@pytest.mark.parametrize("flags", [LOAD_EXPORT, LOAD_EXPORT[:1]])
+def test_a_run_does_not_start_from_fp8_that_is_stored_as_bf16(flags, tmp_path, text):
+    """It looks like any weights in BF16, but for the quantization_config."""
+    _, _, out = exports.exported(tmp_path, "llama3", text)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({n: t.bfloat16() for n, t in tensors.items() if "_scale" not in n}, file)
+    message = f"{out / 'config.json'} has a quantization_config, and no weight is in FP8"
+    check_refused("llama3", tmp_path, text, flags, message)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_of_half_the_size(dtype, tmp_path, text):
     """Qwen's checkpoints have them in bf16."""
@@ -339,6 +385,14 @@ def test_files_and_the_index_disagree(tmp_path, text):
     (out / "older.safetensors").write_bytes(b"x")
     check_refused("llama3", tmp_path, text, LOAD_EXPORT, "older.safetensors: ")
     (out / "older.safetensors").unlink()
+    (out / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {SCALE: file}}))
+    (out / file).rename(out / "elsewhere")
+    for flags in (LOAD_EXPORT, LOAD_EXPORT[:1]):
+        check_refused("llama3", tmp_path, text, flags, f"{out / file} is missing: {INDEX} has ")
+    (out / "elsewhere").rename(out / file)
+    (out / INDEX).write_text('{"weight_map": [1]}')
+    message = rf"{out / INDEX}: weight_map = \[1\]: allowed is an object"
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, message)
     (out / INDEX).unlink()
     check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"has FP8 weights and no {INDEX}")
 

@@ -227,6 +227,19 @@ MISTYPED = {
 """TOMLs, and what is said of them."""
 
 
+TOKENIZERS = [
+    ("tokenizer.json", "{", ""),
+    ("tokenizer.json", "{}", ""),
+    ("tokenizer.json", "[" * 100000, "maximum recursion depth"),
+    ("tokenizer_config.json", "{", "Expecting"),
+    ("tokenizer_config.json", "[1]", ""),
+    ("tokenizer_config.json", '{"bos_token": 3}', "Could not parse bos_token"),
+]
+"""Files of a tokenizer, their content, and what is said of it."""
+
+MODULES = {"exits": "import sys\nsys.exit(7)", "unfinished": "x = ("}
+
+
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory, text):
     """A folder with the checkpoints of two steps, their TOML, and what may be taken for either."""
@@ -243,11 +256,11 @@ def mistaken(tmp_path_factory, text):
     (folder / "latin.toml").write_bytes("# é".encode("latin-1"))
     for i, content in enumerate(MISTYPED):
         (folder / f"{i}0.toml").write_text(content)
-    for name in ("{", "{}"):
-        shutil.copytree(text, folder / name)
-        (folder / name / "tokenizer.json").write_text(name)
-    shutil.copytree(text, folder / "config")
-    (folder / "config/tokenizer_config.json").write_text("{")
+    for i, (name, content, _) in enumerate(TOKENIZERS):
+        shutil.copytree(text, folder / f"assets{i}")
+        (folder / f"assets{i}" / name).write_text(content)
+    for name, content in MODULES.items():
+        (folder / f"{name}.py").write_text(content)
     return folder
 
 
@@ -269,11 +282,22 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             (["step-2", "out", "--config", f"{i}0.toml"], message)
             for i, message in enumerate(MISTYPED.values())
         ),
-        *(([*RUN, "--model.hf_assets_path", n], f"{n}/tokenizer.json: ") for n in ("{", "{}")),
-        ([*RUN, "--model.hf_assets_path", "config"], "config/tokenizer_config.json: Expecting"),
-        (
-            [*RUN, "--experimental.custom_import", "nope"],
-            "experimental.custom_import = 'nope': ModuleNotFoundError",
+        *(
+            ([*RUN, "--model.hf_assets_path", f"assets{i}"], f"assets{i}/{name}: {message}")
+            for i, (name, _, message) in enumerate(TOKENIZERS)
+        ),
+        *(
+            (
+                [*run, f"--{key}={name}"],
+                f"titan_fp8.export: {key} = '{name}': {error}",
+            )
+            for run in (RUN, ["step-2", "out", "--model.name=llama3", "--model.flavor=export"])
+            for key in ("experimental.custom_import", "job.custom_config_module")
+            for name, error in (
+                ("nope", "ModuleNotFoundError"),
+                ("exits", "SystemExit(7)"),
+                ("unfinished", "SyntaxError"),
+            )
         ),
         *(
             (
@@ -322,10 +346,6 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             "filter_fqns = ['none']: no module's name contains 'none'",
         ),
         (
-            [*RUN, "--job.custom_config_module", "titan_fp8.x"],
-            "--config = job.toml: ModuleNotFoundError(",
-        ),
-        (
             [*RUN, "--quantize.linear.titan_fp8.filter_fqns", "layers,output"],
             "llama3 export has no weight to export in FP8: the sizes of all are no multiples",
         ),
@@ -333,6 +353,7 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
 )
 def test_errors_name_the_thing_and_what_is_allowed(capsys, monkeypatch, mistaken, args, message):
     monkeypatch.chdir(mistaken)
+    monkeypatch.syspath_prepend(mistaken)
     status, shown, errors = run_command(capsys, *args)
     assert status == 2 and not shown and message in errors
     assert not Path("out").exists()

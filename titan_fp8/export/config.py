@@ -12,6 +12,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.export.checkpoint import Checkpoint
 from titan_fp8.export.run import MODELS
+from titan_fp8.torchtitan_0_2.config import import_named
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,6 +20,7 @@ else:
     import tomli as tomllib
 
 _CONFIG_FILE, _FLAVOR = "--job.config_file", "--model.flavor"
+_MODULE = "job.custom_config_module"
 
 
 def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> JobConfig:
@@ -37,23 +39,24 @@ def job_config(checkpoint: str | Path, file: str | None, flags: list[str]) -> Jo
         given.setdefault(
             name.replace("-", "_").replace("__", "--", 1), value if is_set else following
         )
-    if _CONFIG_FILE in given:
-        _check_file(given[_CONFIG_FILE])
+    content = _read(given[_CONFIG_FILE]) if _CONFIG_FILE in given else {}
     if not given.keys() & {_CONFIG_FILE, _FLAVOR}:
         raise ValueError(
             "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
             f"the model by --model.name and {_FLAVOR}{_hint(Checkpoint(checkpoint))}"
         )
+    # As torchtitan does next, whose error would not name the key.
+    import_named(_MODULE, given.get(f"--{_MODULE}") or content.get("job", {}).get(_MODULE[4:]))
     try:
         return ConfigManager().parse_args(flags)
     except ValueError:
         raise
-    except Exception as error:  # of custom_config_module, too
+    except Exception as error:
         raise ValueError(f"--config = {file}: {error!r}") from error
 
 
-def _check_file(file: str) -> None:
-    """ValueError unless `file` is TOML with values of the types that torchtitan's settings have."""
+def _read(file: str) -> dict[str, Any]:
+    """The TOML. ValueError if it is none, or has values of other types than torchtitan's."""
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"--config = {file}: no such file")
@@ -62,6 +65,7 @@ def _check_file(file: str) -> None:
         _check_types("", content, JobConfig)
     except ValueError as error:
         raise ValueError(f"--config = {file}: {error}") from None
+    return content
 
 
 def _check_types(section: str, content: dict[str, Any], settings: type) -> None:

@@ -1,7 +1,6 @@
 """What an export needs to know about a run, from its JobConfig: the model and its names."""
 
 import copy
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.torchtitan_0_2.config import experts_recipe
+from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
@@ -62,7 +61,7 @@ class Run:
 
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
-        _import(config.experimental.custom_import)
+        custom_import(config)
         if not 1 <= (length := config.training.seq_len) < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
         self.name, self.flavor = config.model.name, config.model.flavor
@@ -171,15 +170,6 @@ class Run:
             )
 
 
-def _import(module: str) -> None:
-    """Import `experimental.custom_import`, if any, as torchtitan's trainer does."""
-    try:
-        if module:
-            importlib.import_module(module)
-    except Exception as error:
-        raise ValueError(f"experimental.custom_import = {module!r}: {error!r}") from error
-
-
 def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
     """torchtitan's tokenizer.
 
@@ -190,15 +180,21 @@ def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
         if file.suffix == ".json":
             try:
                 json.loads(file.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: {error}") from None
+    tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
     try:
-        return HuggingFaceTokenizer(str(folder))
+        HuggingFaceTokenizer.__init__(tokenizer, str(folder))
     except OSError:
         raise
     except Exception as error:  # the tokenizers package raises no other class
-        read = next(file for file in files if file.name.startswith(_VOCABULARIES))
-        raise ValueError(f"{read}: {error}") from error
+        read = [next(file for file in files if file.name.startswith(_VOCABULARIES))]
+        if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and then reads its settings.
+            read = [folder / "tokenizer_config.json"]
+        elif read[0].stem == "vocab":
+            read += [file for file in files if file.name == "merges.txt"]
+        raise ValueError(f"{' or '.join(map(str, read))}: {error}") from error
+    return tokenizer
 
 
 def _spec(name: str, flavor: str) -> TrainSpec:

@@ -8,7 +8,6 @@ checks its values when it is built. Checks that need the whole configuration run
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
 
-import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -209,10 +208,26 @@ def _check_tables(name: str, value: object, kind: Any) -> None:
         _check_tables(f"{name}.{each.name}", getattr(value, each.name), each.type)
 
 
-def _check_names(config: Any) -> None:
-    if module := config.experimental.custom_import:
-        with contextlib.suppress(ImportError):  # torchtitan imports it later, and says so
+def import_named(key: str, module: str | None) -> None:
+    """Imports the module, if any, that a setting names.
+
+    Raises:
+        ValueError: the import fails, or ends the program.
+    """
+    try:
+        if module:
             importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key} = {module!r}: {error!r}") from error
+
+
+def custom_import(config: Any) -> None:
+    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does."""
+    import_named("experimental.custom_import", config.experimental.custom_import)
+
+
+def _check_names(config: Any) -> None:
+    custom_import(config)
     registered = model_converter._registry_model_converter_cls
     for name in config.model.converters:
         if name not in registered:
@@ -229,8 +244,8 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
 
     Raises:
         ValueError: model.converters is no list, names a converter that does not exist, or names a
-            converter of titan_fp8 twice; or a section of titan_fp8 is set, by the file or by a
-            flag, and its converter is not listed.
+            converter of titan_fp8 twice; experimental.custom_import cannot be imported; or a
+            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):

@@ -7,8 +7,9 @@ flag.
 
 That reader multiplies blocks of 128 x 128 of any `NAME.weight` by `NAME.weight_scale_inv`, if the
 index has one, and copies whatever else it finds. So a checkpoint whose scales have other names, or
-belong to other blocks, would be loaded with wrong values; `_check` refuses it. How activations are
-scaled (`activation_scheme`, `input_scale`) does not matter for a run, which scales its own.
+belong to other blocks, would be loaded with wrong values; `_check` refuses it, and weights that are
+quantized to integers, too. How activations are scaled (`activation_scheme`, `input_scale`) does not
+matter for a run, which scales its own.
 """
 
 import functools
@@ -16,6 +17,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ from titan_fp8.layouts import BLOCK, cdiv
 QUANTIZED = "checkpoint.initial_load_in_hf_quantized"
 INDEX = "model.safetensors.index.json"
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"
+ANY_SCALE = ".weight_scale"  # how names of scales go on after the module's, in all formats
+PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
 
@@ -42,26 +46,27 @@ def with_scales(load: Callable) -> Callable:
     """Wraps `CheckpointManager.dcp_load`: FP8 weights are loaded with their scales or not at all.
 
     The wrapped function raises ValueError where torchtitan would load the weights without scales,
-    or with scales of another format.
+    or with scales of another format, and where a file is missing or damaged.
     """
 
     @functools.wraps(load)
     def dcp_load(
         self: Any, state_dict: dict, checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        folder = Path(checkpoint_id)
-        tensors = _headers(folder) if from_hf else {}
-        if any(entry.dtype.startswith("F8_") for entries in tensors.values() for entry in entries):
-            left = _check_config(folder)
-            if not from_quantized:
-                raise ValueError(
-                    f"{checkpoint_id} has FP8 weights (quantization_config in its config.json), and"
-                    f" {QUANTIZED} = false would load them without their scales: set it to true"
-                )
-            _check(folder, tensors, left)
-            adapter = self.sd_adapter
-            if type(adapter).get_hf_storage_reader is StateDictAdapter.get_hf_storage_reader:
-                adapter.get_hf_storage_reader = _dequantizing_reader
+        if from_hf:
+            folder = Path(checkpoint_id)
+            tensors, index = _headers(folder), _weight_map(folder)
+            _check_model(folder, tensors, index, lambda: self.sd_adapter.to_hf(state_dict))
+            if _check(folder, tensors, index):
+                if not from_quantized:
+                    raise ValueError(
+                        f"{checkpoint_id} has FP8 weights (quantization_config in its config.json),"
+                        f" and {QUANTIZED} = false would load them without their scales: set it to "
+                        "true"
+                    )
+                adapter = self.sd_adapter
+                if type(adapter).get_hf_storage_reader is StateDictAdapter.get_hf_storage_reader:
+                    adapter.get_hf_storage_reader = _dequantizing_reader
         load(self, state_dict, checkpoint_id, from_hf, from_quantized)
 
     return dcp_load
@@ -90,40 +95,109 @@ def _headers(folder: Path) -> dict[str, list[_Entry]]:
     return found
 
 
-def _check_config(folder: Path) -> list[str]:
-    """The names of config.json that are not in FP8.
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the index, {} if there is no index."""
+    file = folder / INDEX
+    value = _read_json(file).get("weight_map", {})
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value.values()):
+        raise ValueError(
+            f"{file}: weight_map = {short(value)}: allowed is an object with the name of a file "
+            "for each tensor"
+        )
+    return value
+
+
+def _check_model(
+    folder: Path,
+    tensors: Mapping[str, list[_Entry]],
+    index: Mapping[str, str],
+    state_dict: Callable[[], Mapping[str, torch.Tensor]],
+) -> None:
+    """ValueError if a file that the model needs is missing, or has integers for its floats.
+
+    `state_dict` returns the model's by the names of the files. It is called only if need be.
+    """
+    integers = {
+        name: entry
+        for name, entries in tensors.items()
+        for entry in entries
+        if entry.dtype not in PLAIN_DTYPES and not entry.dtype.startswith("F8_")
+    }
+    lost = {n: f for n, f in index.items() if n not in tensors and not (folder / f).is_file()}
+    if not (integers or lost):
+        return
+    model = state_dict()
+    for name, file in lost.items():
+        if _weight_of(name) in model:
+            raise ValueError(f"{folder / file} is missing: {INDEX} has {name} in it")
+    for name, entry in integers.items():
+        if name in model and model[name].is_floating_point():
+            raise ValueError(
+                f"{folder / entry.file}: {name} is in {entry.dtype}: allowed are F8_E4M3 with a "
+                f"scale for each {BLOCK}x{BLOCK} block, and {', '.join(PLAIN_DTYPES)}"
+            )
+
+
+def _weight_of(name: str) -> str:
+    """The name of the weight that a tensor is the scale of; its own, if it is no scale."""
+    module, is_scale, _ = name.rpartition(ANY_SCALE)
+    return module + WEIGHT if is_scale else name
+
+
+def _check_config(file: Path, config: Any, what: str) -> list[str]:
+    """The names of a config.json that are not in FP8.
+
+    `config` is its quantization_config, and `what` says which weights the checkpoint has.
 
     Raises:
-        ValueError: config.json is not JSON, or has no quantization that the reader reverts.
+        ValueError: config.json has no quantization that the reader reverts.
     """
-    config = _read_json(folder / "config.json").get("quantization_config")
-    config = config if isinstance(config, dict) else {}
+    if not isinstance(config, dict | None):
+        raise ValueError(f"{file}: quantization_config = {short(config)}: allowed is an object")
+    config = config or {}
     method, size = config.get("quant_method"), config.get("weight_block_size")
     if method != "fp8":
         raise ValueError(
-            f"{folder} has FP8 weights, and quant_method = {method!r} in the quantization_config of"
-            " its config.json: only 'fp8' can be read, DeepSeek's format; a folder without "
-            "config.json is an incomplete export"
+            f"{file.parent} has {what} weights, and quant_method = {method!r} in the "
+            "quantization_config of its config.json: only 'fp8' can be read, DeepSeek's format; a "
+            "folder without config.json is an incomplete export"
         )
     if size != [BLOCK, BLOCK]:
         raise ValueError(
-            f"{folder} has FP8 weights, and weight_block_size = {size!r} in the quantization_config"
-            f" of its config.json: only {[BLOCK, BLOCK]} can be read"
+            f"{file.parent} has {what} weights, and weight_block_size = {size!r} in the "
+            f"quantization_config of its config.json: only {[BLOCK, BLOCK]} can be read"
         )
-    return [*(config.get("modules_to_not_convert") or config.get("ignored_layers") or [])]
+    left: list[str] = []
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        if (names := config.get(key)) is None:
+            continue
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"{file}: quantization_config.{key} = {short(names)}: allowed is a list of names"
+            )
+        left = names or left
+    return left
 
 
-def _check(folder: Path, tensors: Mapping[str, list[_Entry]], left: list[str]) -> None:
-    """ValueError unless each FP8 weight is e4m3 and has the scales that the reader expects."""
-    index_file = folder / INDEX
-    if not index_file.is_file():
+def _check(folder: Path, tensors: Mapping[str, list[_Entry]], index: Mapping[str, str]) -> bool:
+    """Whether weights are quantized. All such are e4m3 with the scales that the reader expects.
+
+    Raises:
+        ValueError: they are not, or other weights have scales.
+    """
+    has_fp8 = any(e.dtype.startswith("F8_") for entries in tensors.values() for e in entries)
+    file = folder / "config.json"
+    config = _read_json(file).get("quantization_config")
+    if config is None and not has_fp8 and not any(ANY_SCALE in name for name in tensors):
+        return False
+    left = _check_config(file, config, "FP8" if has_fp8 else "quantized")
+    if has_fp8 and not (folder / INDEX).is_file():
         raise ValueError(
             f"{folder} has FP8 weights and no {INDEX}, by which their scales are found"
         )
-    index = _read_json(index_file).get("weight_map", {})
     for name in sorted(tensors):
         entry, *others = tensors[name]
-        is_fp8, is_scale = entry.dtype.startswith("F8_"), name.endswith(SCALE)
+        is_fp8, is_scale = entry.dtype.startswith("F8_"), ANY_SCALE in name
         if not (is_fp8 or is_scale):
             continue
         where = f"{folder / entry.file}: {name}"
@@ -132,7 +206,7 @@ def _check(folder: Path, tensors: Mapping[str, list[_Entry]], left: list[str]) -
         if index.get(name) != entry.file:
             raise ValueError(f"{where}: {INDEX} has it in {index.get(name) or 'no file'}")
         if is_scale:
-            weight = name.removesuffix(SCALE) + WEIGHT
+            weight = _weight_of(name)
             if weight not in tensors:
                 raise ValueError(f"{where} has no {weight} that it is the scale of")
             found = tensors[weight][0].dtype
@@ -152,7 +226,13 @@ def _check(folder: Path, tensors: Mapping[str, list[_Entry]], left: list[str]) -
                 f"{where} is in FP8, and modules_to_not_convert in config.json has {listed!r}"
             )
         _check_scale(folder, where, module, entry.shape, tensors)
+    if not has_fp8:
+        raise ValueError(
+            f"{file} has a quantization_config, and no weight is in FP8: allowed are F8_E4M3 with "
+            f"a scale for each {BLOCK}x{BLOCK} block, or no quantization_config"
+        )
     _check_values(folder, tensors)
+    return True
 
 
 def _check_scale(
@@ -201,15 +281,17 @@ def _check_values(folder: Path, tensors: Mapping[str, list[_Entry]]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} if there is no file or another kind of content.
+    """The content of a JSON file, {} if there is no file.
 
     Raises:
-        ValueError: the file is not JSON.
+        ValueError: the file is not JSON, or has no object.
     """
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is {short(content)}: allowed is an object")
+    return content
