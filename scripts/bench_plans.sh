@@ -10,7 +10,8 @@ cd "$root"
 prepare_env
 if [[ " $* " != *" --list "* && " $* " != *" --help "* && " $* " != *" -h "* ]]; then
     export NGPU=${NGPU:-4}
-    [[ $NGPU =~ ^[0-9]+$ && $(count_gpus) -ge $NGPU ]] ||
+    count_gpus
+    [[ $NGPU =~ ^[0-9]+$ && $gpus -ge $NGPU ]] ||
         die "NGPU=$NGPU: this machine has fewer GPUs"
     [[ -f data/stamp ]] || attended "$python" scripts/prepare_data.py data
 fi

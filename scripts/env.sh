@@ -9,19 +9,21 @@
 #    and a change to pyproject.toml or to this file updates it. It gets a version of torch that was
 #    tested: 2.11 with an NVIDIA GPU, 2.13 without. pip's settings (PIP_INDEX_URL, ...) say where
 #    packages come from; a CPU build of torch is a far smaller download. Into a .venv that these
-#    scripts have not created, so without a file `stamp` in it, nothing is installed.
+#    scripts have not created, so without the line $mark in its file `stamp`, nothing is installed.
 #
 # `prepare_torchtitan_0_3 [test]` sets `python` to an interpreter with torchtitan 0.3, for tests with
 # pytest: TITAN_FP8_PYTHON if that has it, otherwise an environment in build/, which shares packages
 # with the other one.
 #
-# `count_gpus` prints how many NVIDIA GPUs torch sees, and needs `python`.
+# `count_gpus` sets `gpus` to the number of NVIDIA GPUs that torch sees, and needs `python`.
 #
 # `attended COMMAND ...` runs a command or a function, and `start COMMAND ...` does so in the
 # background. A signal then ends this script at once, and all that it has started: by itself bash
-# would first wait for the command, or end alone.
+# would first wait for the command, or end alone. `answer VARIABLE COMMAND ...` does the same
+# instead of VARIABLE=$(COMMAND ...).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+mark="created by scripts/env.sh of titan_fp8"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 die() {
@@ -54,6 +56,17 @@ start() {
 attended() {
     start "$@"
     wait $!
+}
+
+answer() { # VARIABLE COMMAND ...
+    local file output status=0
+    file=$(mktemp)
+    exec {output}<>"$file"
+    rm "$file"
+    attended "${@:2}" >&"$output" || status=$?
+    printf -v "$1" %s "$(<"/dev/fd/$output")"
+    exec {output}>&-
+    return $status
 }
 
 catch_signals
@@ -128,9 +141,10 @@ has_stamp() { # VENV LINE
 
 # Creates an environment, or begins to change one of these scripts.
 create_venv() { # VENV PYTHON
-    [[ ! -e $1 || -f $1/stamp ]] || die "these scripts have not created $1: move it away"
+    [[ ! -e $1 ]] || has_stamp "$1" "$mark" ||
+        die "these scripts have not created $1: move it away"
     mkdir -p "$1"
-    echo unfinished >"$1/stamp"
+    echo "$mark" >"$1/stamp"
     attended "$2" -m venv "$1" || die "could not create $1"
 }
 
@@ -153,22 +167,23 @@ make_venv() { # VENV STAMP TORCH EXTRA
     create_venv "$venv" "$host_python"
     install_into "$venv" "torch, torchtitan and titan_fp8" \
         "torch==$torch" torchtitan==0.2.2 "-e$root[$extra]"
-    printf '%s\n' "$stamp scripts" "$stamp $extra" >"$venv/stamp" # dev includes scripts
+    printf '%s\n' "$stamp scripts" "$stamp $extra" >>"$venv/stamp" # dev includes scripts
 }
 
 prepare_env() { # [EXTRA]
     local extra=${1:-scripts} venv=$root/.venv torch=2.13.0 stamp lacking
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]]; then
         python=$TITAN_FP8_PYTHON
-        "$python" -c 'import torch, torchtitan' || die "TITAN_FP8_PYTHON=$python has no torchtitan"
+        attended "$python" -c 'import torch, torchtitan' ||
+            die "TITAN_FP8_PYTHON=$python has no torchtitan"
         return
     fi
     python=python3
-    lacking=$(lacks "$python" "$extra")
+    answer lacking lacks "$python" "$extra"
     [[ -n $lacking ]] || return 0
     python=$venv/bin/python
-    if [[ -e $venv && ! -f $venv/stamp ]]; then
-        lacking=$(lacks "$python" "$extra")
+    if [[ -e $venv ]] && ! has_stamp "$venv" "$mark"; then
+        answer lacking lacks "$python" "$extra"
         [[ -z $lacking ]] || die "these scripts have not created $venv, and it lacks $lacking:" \
             "install that, move .venv away, or set TITAN_FP8_PYTHON"
         return 0
@@ -184,13 +199,14 @@ prepare_torchtitan_0_3() { # [test]
     local venv=$root/build/venv-torchtitan-0.3 torch=2.13.0 shared stamp
     local packages=("torch==$torch" torchtitan==0.3.0 triton matplotlib)
     local is_0_3='from importlib.metadata import version; assert version("torchtitan") >= "0.3"'
-    if [[ -n "${TITAN_FP8_PYTHON:-}" ]] && "$TITAN_FP8_PYTHON" -c "$is_0_3" 2>/dev/null; then
+    if [[ -n "${TITAN_FP8_PYTHON:-}" ]] &&
+        attended "$TITAN_FP8_PYTHON" -c "$is_0_3" 2>/dev/null; then
         python=$TITAN_FP8_PYTHON
         return
     fi
     prepare_env
     # If that has the same torch, the new environment reads the packages there and adds its own.
-    shared=$("$python" - "$torch" <<'PY'
+    answer shared "$python" - "$torch" <<'PY'
 import importlib.metadata
 import sys
 import sysconfig
@@ -198,7 +214,6 @@ import sysconfig
 same = importlib.metadata.version("torch").split("+")[0] == sys.argv[1]
 print(sysconfig.get_path("purelib") if same and sys.version_info >= (3, 11) else "")
 PY
-    )
     [[ -n "$shared" ]] || python=$(find_python 3.11) || exit 2
     stamp="${packages[*]} $shared"
     has_stamp "$venv" "$stamp" || locked make_venv_0_3 "$venv" "$stamp" "$shared" "${packages[@]}"
@@ -211,11 +226,11 @@ make_venv_0_3() { # VENV STAMP SHARED PACKAGE ...
     shift 3
     has_stamp "$venv" "$stamp" && return # Another launch has made it.
     echo "env: installing torchtitan 0.3 into build/venv-torchtitan-0.3 (once)"
-    [[ ! -f $venv/stamp ]] || find "$venv" -mindepth 1 ! -path "$venv/stamp" -delete
+    ! has_stamp "$venv" "$mark" || find "$venv" -mindepth 1 ! -path "$venv/stamp" -delete
     create_venv "$venv" "$python"
     echo "$shared" >"$(echo "$venv"/lib/python*/site-packages)/shared.pth"
     install_into "$venv" "torchtitan 0.3" "$@"
-    echo "$stamp" >"$venv/stamp"
+    echo "$stamp" >>"$venv/stamp"
 }
 
 add_pytest() { # VENV
@@ -226,7 +241,7 @@ add_pytest() { # VENV
 
 # Without the driver torch finds no GPU, so its import, which takes 2 s, is left out.
 count_gpus() {
-    "$python" -c '
+    answer gpus "$python" -c '
 try:
     import ctypes
     ctypes.CDLL("libcuda.so.1")

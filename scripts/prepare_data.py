@@ -26,9 +26,10 @@ The result depends only on the text, the suffixes of its files, the names of the
 options, the versions of Python and tokenizers, and this file, not on where the folders are.
 OUT/stamp records all of these and is written last. If it matches and no file is missing, nothing is
 done, even if other files were left out than the report says. Otherwise the files above are
-replaced, and no other file in OUT is touched. Two things end the script before it changes anything:
-one of these files without a stamp of this script, and another file beside a text.jsonl, which
-torchtitan would read as text; hidden files are allowed.
+replaced, and no other file in OUT is touched. Three things end the script before it changes
+anything: one of these files without a stamp of this script, a link in the place of one of them or
+of a folder in OUT, and another file beside a text.jsonl, which torchtitan would read as text;
+hidden files are allowed.
 """
 
 import argparse
@@ -36,6 +37,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 import sys
 import sysconfig
@@ -60,6 +62,7 @@ TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenize
 OUTPUTS = ("corpus/train/text.jsonl", "corpus/validation/text.jsonl", "tokenizer/tokenizer.json")
 OUTPUTS += ("tokenizer/tokenizer_config.json", "report.txt")
 UNFINISHED = "stamp.part"  # the stamp until all of them are written
+MARK = re.compile(rb"Python \S+, tokenizers \S+, [0-9a-f]{64}, ")  # how a stamp begins
 # Folders that are not part of the standard library or not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
@@ -200,7 +203,7 @@ def folder_names(folders: list[Path]) -> str:
 
 
 def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
-    """What determines the result, except for how many files were left out."""
+    """What determines the result, except for how many files were left out. It begins with MARK."""
     text = hashlib.sha256()
     for part in parts:
         for file in part.files:
@@ -214,11 +217,15 @@ def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
 
 
 def write(path: Path, lines: Iterable[str]) -> None:
+    """Write a new file in the place of `path`, whose other names keep the old one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        path.unlink(missing_ok=True)
+        with path.open("x", encoding="utf-8") as file:
             file.writelines(lines)
     except OSError as error:
+        if path.is_file():
+            path.unlink()  # half a stamp would not be known as one
         fail(error.filename or path, error)  # a full disk does not name the file
 
 
@@ -227,19 +234,31 @@ def write_corpus(texts: list[str], folder: Path) -> None:
     write(folder / "text.jsonl", (json.dumps({"text": text}) + "\n" for text in texts))
 
 
+def stop(path: Path, why: str) -> NoReturn:
+    sys.exit(f"prepare_data: {path} {why}: move it, or name another OUT")
+
+
+def refuse_links(out: Path) -> None:
+    """Ends the script if it would write through a link in OUT, which itself may be one."""
+    for name in map(Path, ("lock", UNFINISHED, "stamp", *OUTPUTS)):
+        for path in (name, *name.parents[:-1]):
+            if (out / path).is_symlink():
+                stop(out / path, "is a link")
+
+
 def refuse_other_files(out: Path) -> None:
     """Ends the script if OUT has files that it did not write and would delete, or read as text."""
-    stamp = out / "stamp"
-    ours = stamp.is_file() and stamp.read_bytes().startswith(b"Python ")
-    for name in () if ours or (out / UNFINISHED).exists() else ("stamp", *OUTPUTS):
+    stamps = [out / name for name in ("stamp", UNFINISHED) if os.path.lexists(out / name)]
+    for stamp in stamps:
+        if not stamp.is_file() or not MARK.match(stamp.read_bytes()):
+            stop(stamp, "is of others")
+    for name in () if stamps else OUTPUTS:
         if os.path.lexists(out / name):
-            sys.exit(f"prepare_data: {out / name} is of others: move it, or name another OUT")
+            stop(out / name, "is of others")
     for folder in (out / "corpus/train", out / "corpus/validation"):
         for path in sorted(folder.iterdir()) if folder.exists() else []:
             if path.name != "text.jsonl" and not path.name.startswith("."):
-                sys.exit(
-                    f"prepare_data: {path} would be read as text: move it, or name another OUT"
-                )
+                stop(path, "would be read as text")
 
 
 def some(texts: list[str], characters: int) -> Iterator[str]:
@@ -309,12 +328,13 @@ def prepare(args: argparse.Namespace) -> str:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
             sys.exit(f"prepare_data: the {name} part has no text (left out: {counts or 'nothing'})")
     filled = all((out / name).is_file() for name in OUTPUTS)
-    if filled and stamp.exists() and stamp.read_bytes() == fingerprint(args, parts).encode():
+    wanted = fingerprint(args, parts)
+    if filled and stamp.exists() and stamp.read_bytes() == wanted.encode():
         return f"data: {printable(out)} is prepared\n"
     train, validation = (
         shuffled_pieces((file.text for file in part.files), args.piece) for part in parts
     )
-    write(out / UNFINISHED, [])
+    write(out / UNFINISHED, [wanted])
     for name in ("stamp", *OUTPUTS):
         (out / name).unlink(missing_ok=True)
     write_corpus(train, out / "corpus" / "train")
@@ -327,7 +347,6 @@ def prepare(args: argparse.Namespace) -> str:
     report += describe(parts[1], validation, tokenizer)
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
     write(out / "report.txt", [report])
-    write(out / UNFINISHED, [fingerprint(args, parts)])
     (out / UNFINISHED).rename(stamp)
     return f"data: {printable(out)} is new\n{report}"
 
@@ -361,6 +380,7 @@ def main() -> None:
     try:
         args = parse()
         args.out.mkdir(parents=True, exist_ok=True)
+        refuse_links(args.out)
         with (args.out / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several launches may run at once
             message = prepare(args)

@@ -66,7 +66,7 @@ else
     dump_folder=--dump_folder
 fi
 seed=$runs/seed-$(cksum <"${config%:*}" | cut -d ' ' -f 1)
-gpus=$(count_gpus)
+count_gpus
 ranks=$((gpus == 1 ? 1 : 2))
 expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
 export HF_HUB_OFFLINE=1 LOG_RANK=0

@@ -56,7 +56,8 @@ wait "$torchtitan" || failed=1
 echo "== tests/torchtitan_0_3 with torchtitan 0.3"
 cat "$temporary/torchtitan.log"
 
-if [[ $failed == 0 && $(count_gpus) -gt 0 ]]; then
+count_gpus
+if [[ $failed == 0 && $gpus -gt 0 ]]; then
     attended ./scripts/test_gpu.sh || failed=1
 fi
 exit $failed

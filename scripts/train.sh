@@ -43,7 +43,7 @@ cd "$root"
 "$python" -c 'import sys; open(sys.argv[1], encoding="utf-8").read()' "$config" 2>/dev/null ||
     die "$config cannot be read as UTF-8"
 
-gpus=$(count_gpus)
+count_gpus
 if [[ $gpus -gt 0 ]]; then
     module=torchtitan.train
     ranks=${NGPU:-$gpus}

@@ -28,11 +28,12 @@ def prepare(tmp_path):
         if not entry.name.startswith(FOR_TESTS_ONLY):
             (site / entry.name).symlink_to(entry)
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} -S "$@"\n')
+    start = f'#!/bin/sh\n[ "$2" = venv ] || PYTHONPATH={site} exec {sys.executable} -S "$@"\n'
+    python.write_text(start)
     python.chmod(0o755)
     (tmp_path / "bin/nvidia-smi").symlink_to("/bin/false")
     env = {name: value for name, value in os.environ.items() if name != "TITAN_FP8_PYTHON"}
-    stubs = "create_venv() { mkdir -p $1; }; install_into() { echo install $1 $2 ${@: -1}; }"
+    stubs = "install_into() { echo install $1 $2 ${@: -1}; }"
 
     def call(commands: str) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -63,6 +64,7 @@ def test_a_venv_of_others_is_never_installed_into(prepare, tmp_path):
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.symlink_to(tmp_path / "bin/python3")
+    (tmp_path / ".venv/stamp").write_text("unfinished\n")
     result = prepare("prepare_env dev")
     assert result.returncode == 2 and "install " not in result.stdout
     assert f"these scripts have not created {tmp_path}/.venv, and it lacks mypy" in result.stderr
@@ -73,8 +75,19 @@ def test_a_venv_of_others_is_never_installed_into(prepare, tmp_path):
     assert result.stdout == f"{python}\n"
 
 
+def test_an_environment_of_others_for_torchtitan_0_3_is_kept(prepare, tmp_path):
+    for name in ("stamp", "notes"):
+        (tmp_path / "venv").mkdir(exist_ok=True)
+        (tmp_path / "venv" / name).write_text("mine")
+    result = prepare("python=python3; make_venv_0_3 venv stamp shared package")
+    assert result.returncode == 2 and "these scripts have not created venv" in result.stderr
+    assert {file.read_text() for file in (tmp_path / "venv").iterdir()} == {"mine"}
+    assert (tmp_path / "venv/notes").exists()
+
+
 def test_an_environment_for_scripts_grows_when_tests_run(prepare, tmp_path):
-    (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    start = f'#!/bin/sh\n[ "$2" = venv ] || exec {sys.executable} -S "$@"\n'
+    (tmp_path / "bin/python3").write_text(start)
     result = prepare("prepare_env; prepare_env dev; prepare_env")
     installed = [line for line in result.stdout.splitlines() if line.startswith("install ")]
     assert [line.rpartition("[")[2] for line in installed] == ["scripts]", "dev]"]

@@ -281,7 +281,8 @@ def test_what_a_failed_call_left_behind_is_made_anew(package, tmp_path, prepare)
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("corpus/train/text.jsonl", 1000), ("tokenizer/tokenizer.json", 3000)]
+    ("name", "limit"),
+    [("stamp.part", 9), ("corpus/train/text.jsonl", 1000), ("tokenizer/tokenizer.json", 3000)],
 )
 def test_a_file_that_cannot_be_written_is_named(package, other, tmp_path, prepare, name, limit):
     """A limit on the size of files acts like a full disk."""
@@ -317,7 +318,7 @@ def test_only_its_own_files_are_deleted(package, tmp_path, prepare):
         assert (tmp_path / "out" / name).read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["stamp", "report.txt", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("name", ["report.txt", "tokenizer/tokenizer.json"])
 def test_files_of_others_in_the_place_of_its_own_are_kept(package, tmp_path, prepare, name):
     mine = tmp_path / "out" / name
     mine.parent.mkdir(parents=True)
@@ -327,12 +328,34 @@ def test_files_of_others_in_the_place_of_its_own_are_kept(package, tmp_path, pre
     assert mine.read_text() == "mine"
 
 
-def test_a_lock_of_others_is_kept(package, tmp_path, prepare):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/lock").symlink_to(tmp_path / "mine")
-    (tmp_path / "mine").write_text("mine")
-    assert "is new" in prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
-    assert (tmp_path / "mine").read_text() == "mine"
+@pytest.mark.parametrize("text", ["", "mine", "Python is fun, tokenizers are, too"])
+@pytest.mark.parametrize("name", ["stamp", "stamp.part"])
+def test_a_stamp_of_others_permits_nothing(package, tmp_path, prepare, name, text):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text(text)
+    (out / "report.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=f"{out / name} is of others"):
+        prepare(out, "--from", package, "--vocab-size", VOCABULARY)
+    assert (out / "report.txt").read_text() == "mine" and (out / name).read_text() == text
+
+
+@pytest.mark.parametrize("name", ["lock", "stamp", "stamp.part", "report.txt", "corpus/train"])
+def test_a_link_out_of_the_folder_is_not_followed(package, tmp_path, prepare, name):
+    """Even to a file or folder that another call of the script wrote, and to nothing."""
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    arguments = "--from", package, "--vocab-size"
+    for folder in (theirs, out):
+        prepare(folder, *arguments, VOCABULARY)
+    (theirs / "stamp.part").write_bytes((theirs / "stamp").read_bytes())
+    (theirs / "lock").unlink()
+    before = {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()}
+    if (out / name).exists():
+        (out / name).rename(tmp_path / "old")
+    (out / name).symlink_to(theirs / name)
+    with pytest.raises(SystemExit, match=f"{out / name} is a link: move it"):
+        prepare(out, *arguments, VOCABULARY + 1)
+    assert before == {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])

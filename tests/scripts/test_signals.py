@@ -27,15 +27,15 @@ def start(tmp_path):
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/sh
         case "$*" in
-            *prepare_data*) exec sleep $PREPARE ;;
+            *"$HANGS"*) exec sleep 300 ;;
             *distributed.run*) exec {sys.executable} -m torch.distributed.run \
                 --nproc_per_node 2 {tmp_path}/rank.py ;;
             *device_count*) echo 0 ;;
         esac""")
     python.chmod(0o755)
 
-    def call(*command: str, prepare: int = 0) -> subprocess.Popen:
-        variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank", "PREPARE": prepare}
+    def call(*command: str, hangs: str = "nothing") -> subprocess.Popen:
+        variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank", "HANGS": hangs}
         script = [tmp_path / "scripts" / command[0], *command[1:]]
         return subprocess.Popen(
             script,
@@ -70,6 +70,10 @@ def running(folder: Path) -> list[int]:
     return found
 
 
+def name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def wait_until(happened: Callable[[], object]) -> None:
     end = time.monotonic() + 60
     while not happened():
@@ -87,9 +91,10 @@ def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path, number):
     wait_until(lambda: not running(tmp_path))
 
 
-def test_train_ends_what_prepares_the_data(start, tmp_path):
-    script = start("train.sh", str(ROOT / "configs/llama3_debug.toml"), prepare=300)
-    wait_until(lambda: len(running(tmp_path)) >= 3)
+@pytest.mark.parametrize("hangs", ["import torch, torchtitan", "device_count", "prepare_data"])
+def test_train_ends_what_prepares_it(start, tmp_path, hangs):
+    script = start("train.sh", str(ROOT / "configs/llama3_debug.toml"), hangs=hangs)
+    wait_until(lambda: "sleep" in map(name, running(tmp_path)))
     script.terminate()
     assert script.wait(10) == 128 + signal.SIGTERM
     wait_until(lambda: not running(tmp_path))
