@@ -10,6 +10,7 @@ compute something else, torchtitan's own forward runs, which calls the linears.
 
 from typing import Any
 
+import torch
 import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -54,7 +55,7 @@ class FP8FeedForward(nn.Module):
         """Whether the fused forward computes what calling w1, w2 and w3 would."""
         linears = (self.w1, self.w2, self.w3)
         return (
-            super(FP8FeedForward, type(self)).forward is self.plain_forward
+            _falls_back_as_made(type(self))
             and not any(map(self.must_be_called, linears))
             and can_fuse(*linears)
         )
@@ -67,6 +68,11 @@ class FP8FeedForward(nn.Module):
             or self.linear_class.forward is not _FORWARD
             or call_does_more(linear)
         )
+
+
+@torch.compiler.assume_constant_result
+def _falls_back_as_made(cls: type[FP8FeedForward]) -> bool:
+    return super(FP8FeedForward, cls).forward is cls.plain_forward
 
 
 def can_fuse(w1: Any, w2: Any, w3: Any) -> bool:

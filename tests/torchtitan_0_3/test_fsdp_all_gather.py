@@ -58,10 +58,11 @@ def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) ->
         if name == "off":
             assert counts.gathered == counts.quantize.call_count == 0
         else:
-            # In the first step each weight on its own, at each gather; then all together.
+            # In the first step each weight on its own, at each gather; then all together, and once
+            # more before the observed step.
             together = [len(call.args[0]) for call in counts.quantize.call_args_list]
             together = [weights for weights in together if weights > 1]
-            assert len(together) == STEPS - 1 and min(together) == max(together) > 9, together
+            assert len(together) == STEPS and min(together) == max(together) > 9, together
             assert counts.gathered >= together[0]
         if rank == 0:
             found = {"losses": recorder.losses(), "health": recorder.health()[STEPS]}
