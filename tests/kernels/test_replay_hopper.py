@@ -11,6 +11,7 @@ import pytest
 import torch
 from compile_utils import triton_compile
 from launch_utils import only
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from titan_fp8 import functional, gemms
@@ -90,10 +91,25 @@ def fields(each: Launch) -> list[bytes]:
     return [bytes(each.parameters[end - size : end]) for end, size in zip(ends, sizes)]
 
 
+class Kept(TorchDispatchMode):
+    """Keeps all tensors that are made, so that no address is used twice."""
+
+    sees_inside_ops = True  # ops do not take it for a mode that they must be dispatched to
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.tensors.append(func(*args, **(kwargs or {})))
+        return self.tensors[-1]
+
+
 def launched(history, function, args) -> tuple[list, tuple]:
     """What a call launches: function, grid and parameters; and its outputs."""
     history.count = 0
-    result = function(*args)
+    with Kept():
+        result = function(*args)
     launches = [
         (each.function, tuple(each.grid), fields(each)) for each in history.launch[: history.count]
     ]
