@@ -9,6 +9,7 @@ neither does what they save, how torch.compile traces them and what activation c
 Views that FSDP2, DTensor and nn.Parameter make are supported; any other op is an error.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,11 @@ class GatheredWeight(Tensor):
         weight = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
         weight.q, weight.s, weight.q_columns, weight.s_t = q, s, q_columns, s_t
         return weight
+
+    @property
+    def for_fprop(self) -> tuple[Tensor, Tensor]:
+        """q and the scales that fprop reads."""
+        return self.q, self.s
 
     @property
     def for_dgrad(self) -> tuple[Tensor, Tensor]:
@@ -114,7 +120,11 @@ def _check_dtype(dtype: torch.dtype | None, *weights: GatheredWeight) -> None:
             )
 
 
-def _fprop(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _product(
+    mm: Callable[..., Tensor], operand: Callable[[GatheredWeight], tuple[Tensor, Tensor]]
+) -> Callable[..., Tensor]:
+    """fprop or dgrad by `mm`, which reads the `operand` of the weight."""
+
     def multiply(
         a: Tensor,
         sa: Tensor,
@@ -128,26 +138,7 @@ def _fprop(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         **_: Any,
     ) -> Tensor:
         _check_dtype(w_dtype, w)
-        return mm(a, sa, w.q, w.s, offs, aligned, out_dtype, emulate=emulate)
-
-    return multiply
-
-
-def _dgrad(mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def multiply(
-        a: Tensor,
-        sa: Tensor,
-        w: GatheredWeight,
-        offs: Tensor | None = None,
-        aligned: bool = False,
-        out_dtype: torch.dtype = torch.bfloat16,
-        w_dtype: torch.dtype | None = None,
-        *,
-        emulate: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        _check_dtype(w_dtype, w)
-        return mm(a, sa, *w.for_dgrad, offs, aligned, out_dtype, emulate=emulate)
+        return mm(a, sa, *operand(w), offs, aligned, out_dtype, emulate=emulate)
 
     return multiply
 
@@ -182,7 +173,7 @@ def _experts(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     _check_dtype(x.dtype, w1, w2, w3)
-    weights = (operand for w in (w1, w2, w3) for operand in (w.q, w.s))
+    weights = (operand for w in (w1, w2, w3) for operand in w.for_fprop)
     return direct.blockwise_swiglu_fp8(x, *weights, *layout, **options)
 
 
@@ -219,12 +210,16 @@ _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     _aten.view.default: _same,
     _aten.as_strided.default: _as_strided,
     _aten.zeros_like.default: _zeros_like,
-    _ops.blockwise_fprop.default: _fprop(direct.blockwise_mm),
-    _ops.blockwise_dgrad.default: _dgrad(direct.blockwise_dgrad_fp8),
+    _ops.blockwise_fprop.default: _product(direct.blockwise_mm, operator.attrgetter("for_fprop")),
+    _ops.blockwise_dgrad.default: _product(
+        direct.blockwise_dgrad_fp8, operator.attrgetter("for_dgrad")
+    ),
     _ops.blockwise_dgrad_pair.default: _dgrad_pair,
     _ops.blockwise_swiglu.default: _experts,
     _ops.blockwise_swiglu_backward.default: _swiglu_backward,
     _ops.product_backward.default: _product_backward,
-    _ops.rowwise_fprop.default: _fprop(direct.rowwise_mm),
-    _ops.rowwise_dgrad.default: _dgrad(direct.rowwise_dgrad_fp8),
+    _ops.rowwise_fprop.default: _product(direct.rowwise_mm, operator.attrgetter("for_fprop")),
+    _ops.rowwise_dgrad.default: _product(
+        direct.rowwise_dgrad_fp8, operator.attrgetter("for_dgrad")
+    ),
 }
