@@ -71,7 +71,10 @@ def running(folder: Path) -> list[int]:
 
 
 def name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # It has ended since `running` found it.
+        return ""
 
 
 def wait_until(happened: Callable[[], object]) -> None:
