@@ -19,7 +19,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.deepseek_v3.infra.parallelize import _op_sac_save_list
 
-from titan_fp8.torchtitan_0_2 import moe_block
+from titan_fp8.host.torchtitan_0_2 import moe_block
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 

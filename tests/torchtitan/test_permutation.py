@@ -32,8 +32,9 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from titan_fp8 import permute, reference
-from titan_fp8.torchtitan_0_2 import moe, permutation, token_exchange
+from titan_fp8 import reference
+from titan_fp8.host import permute
+from titan_fp8.host.torchtitan_0_2 import moe, permutation, token_exchange
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 NAN = float("nan")

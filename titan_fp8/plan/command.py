@@ -20,7 +20,7 @@ from titan_fp8.plan.bound import bound, load, speed
 from titan_fp8.plan.measure import Timed, measure
 from titan_fp8.plan.model import Layer, Rank, degrees_of, pattern, read_rank, refusal
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.torchtitan_0_2.config import experts_recipe
+from titan_fp8.torchtitan_0_2.config import host_speedups_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -169,10 +169,10 @@ def fragment(rank: Rank, out: Sequence[Layer]) -> str:
             patterns.append(own)
     lines += ["[quantize.linear.titan_fp8]", f"filter_fqns = {json.dumps(patterns)}"]
     if any(layer.groups for layer in out):
-        # Left out, the permutation would follow the recipe.
-        asked, recipe = quantize.grouped_mm.titan_fp8.permutation, experts_recipe(quantize)
+        # Left out, the permutation might follow the recipe.
+        asked, on = quantize.grouped_mm.titan_fp8.permutation, host_speedups_of(rank.config)
         lines += ["", "[quantize.grouped_mm.titan_fp8]", f'recipe = "{BF16}"']
-        lines += [f'permutation = "{permutation_of(asked, recipe)}"']
+        lines += [f'permutation = "{permutation_of(asked, on)}"']
     return "\n".join(lines) + "\n"
 
 

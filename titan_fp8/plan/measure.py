@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.plan.model import Layer, Rank
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import patches
 
 Step = Callable[[], object]
 Clock = Callable[[list[list[Step]]], list[float]]
@@ -135,7 +135,7 @@ def _module(rank: Rank, layer: Layer, name: str, device: str, in_fp8: bool) -> n
             mesh = DeviceMesh(device, [0], mesh_dim_names=("ep",))
             weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
             if in_fp8:
-                patches.TOKEN_GROUP_ALIGNMENT.apply(lambda _: get_recipe(layer.recipe).alignment)
+                moe_utils.set_token_group_alignment_size_m(get_recipe(layer.recipe).alignment)
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight))
     return module
