@@ -34,7 +34,6 @@ from titan_fp8.recipe import BF16
 
 TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8, by this key
 LINEAR, GROUPED_MM = "quantize.linear.titan_fp8", "quantize.grouped_mm.titan_fp8"
-NOT_FP8 = (f"--{LINEAR}.host_speedups", "True")
 STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
 TRACED = 6  # steps after those that are measured; the last is traced
 COLLECTIVE = re.compile(r"nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I)
@@ -48,8 +47,10 @@ Row = dict[str, Any]
 def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
     """torchtitan's flags of bf16, of TUNED, or of a recipe, for those of model.converters."""
     sections = [name for name in converters if name in (LINEAR, GROUPED_MM)]
-    recipe, tuned = BF16 if arm == TUNED else arm, arm == TUNED and LINEAR in sections
-    return [word for s in sections for word in (f"--{s}.recipe", recipe)] + [*NOT_FP8] * tuned
+    recipe = BF16 if arm == TUNED else arm
+    key = (f"--{LINEAR}.host_speedups", str(arm == TUNED)) if recipe == BF16 else ()
+    flags = [word for s in sections for word in (f"--{s}.recipe", recipe)]
+    return [*flags, *(key if LINEAR in sections else ())]
 
 
 def run(

@@ -92,7 +92,7 @@ INPUT_STREAM = Patch(
             ("self", "input_dict", "labels", "global_valid_tokens"),
         ),
     ),
-    why="The trainer copies a batch in a way that makes the CPU wait (host's input_stream.py).",
+    why="The trainer copies a batch in a way that makes the CPU wait (input_stream.py).",
     without="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
     until="the trainer copies batches without blocking and keeps the token count on the GPU.",
 )
