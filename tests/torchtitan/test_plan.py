@@ -13,6 +13,7 @@ from titan_fp8.plan import __main__ as plan_main
 from titan_fp8.plan import bound, command, measure
 from titan_fp8.plan.measure import Timed
 from titan_fp8.plan.model import degrees_of, read_rank
+from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
@@ -183,11 +184,19 @@ def test_a_layer_that_does_not_fit_into_memory_is_said_and_the_others_are_timed(
 def test_uneven_experts_are_padded_as_in_a_job():
     rank = rank_of("deepseek_v3_16b")
     (layer,) = (layer for layer in rank.layers if layer.groups)
-    fp8 = measure.tokens_of_experts(rank, layer, "uneven", in_fp8=True)
+    fp8 = measure.tokens_of_experts(layer, "uneven", 128)
     assert all(tokens % 128 == 0 for tokens in fp8) and len(fp8) == layer.groups
     assert max(fp8) / min(fp8) == pytest.approx(4, rel=0.05)
     assert sum(fp8) == pytest.approx(layer.m, rel=0.02)
-    assert set(measure.tokens_of_experts(rank, layer, "even", in_fp8=False)) == {layer.m // 8}
+    assert set(measure.tokens_of_experts(layer, "even", 8)) == {layer.m // 8}
+
+
+def test_experts_are_padded_in_bf16_as_in_a_job_without_fp8():
+    rank = rank_of("deepseek_v3_debug", *SMALL, SHARD, "2", EP, "1", ngpu=2)
+    layer = next(layer for layer in rank.layers if layer.groups)
+    for in_fp8, unit in ((False, 8), (True, 128), (False, 8)):
+        measure._step(rank, layer, "uneven", "cpu", in_fp8)()
+        assert token_group_alignment() == unit
 
 
 def test_what_is_slower_is_left_out(capsys):

@@ -1,6 +1,7 @@
 """What `python -m titan_fp8.plan` does and prints, once torchtitan can be imported."""
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -52,7 +53,13 @@ def run(options: argparse.Namespace, flags: list[str]) -> int:
     plan = ", ".join(f"{name} {size}" for name in DEGREES if (size := getattr(rank.dims, name)) > 1)
     print(f"{config.model.name} {config.model.flavor} on {rank.dims.world_size} GPUs", end="")
     print(f" ({plan}), rank 0:" if plan else ":")
-    slower = print_times(_measured(rank)) if measures else print_bound(rank)
+    if measures:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        console = Console(stderr=True)
+        show = functools.partial(track, description="Layers", console=console)
+        slower = print_times(measure(rank, progress=show))
+    else:
+        slower = print_bound(rank)
     left = [f"{layer.cells[0]}: {layer.reason}" for layer in rank.layers if layer.recipe == BF16]
     print_list("Left in high precision", left)
     if options.filter:
@@ -75,12 +82,6 @@ def has_kernels() -> bool:
     except RuntimeError as error:
         print(error)
         return False
-
-
-def _measured(rank: Rank) -> list[Timed]:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    console = Console(stderr=True)
-    return measure(rank, progress=lambda cases: track(cases, "Layers", console=console))
 
 
 def check(options: argparse.Namespace) -> None:

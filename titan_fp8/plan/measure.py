@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.conversion import revert
 from titan_fp8.gathered_weight import GatheredWeight
@@ -98,13 +99,15 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> S
     module = _module(rank, layer, device, in_fp8)
     arguments: tuple[Tensor, ...] = ()
     shape: tuple[int, ...] = (1, layer.m, layer.products[0][1])
+    unit = get_recipe(layer.recipe).alignment if in_fp8 else 8  # torchtitan's own
     if layer.groups:
-        tokens = tokens_of_experts(rank, layer, groups, in_fp8)
+        tokens = tokens_of_experts(layer, groups, unit if rank.dims.ep_enabled else 1)
         arguments, shape = (torch.tensor(tokens, device=device),), (sum(tokens), shape[-1])
     x = torch.randn(shape, device=device, dtype=rank.dtype, requires_grad=True)
     inputs = (x, *module.parameters())
 
     def forward() -> Tensor:
+        moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
         with torch.autocast(device, rank.autocast, enabled=rank.autocast is not None):
             return module(x, *arguments)
 
@@ -113,9 +116,8 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> S
     return lambda: torch.autograd.grad(forward(), inputs, gradient)
 
 
-def tokens_of_experts(rank: Rank, layer: Layer, groups: str, in_fp8: bool) -> list[int]:
-    """Tokens of each expert of the rank, padded as by expert parallelism."""
-    unit = (get_recipe(layer.recipe).alignment if in_fp8 else 8) if rank.dims.ep_enabled else 1
+def tokens_of_experts(layer: Layer, groups: str, unit: int) -> list[int]:
+    """Tokens of each expert of the rank, padded to multiples of `unit`."""
     spread, each = 0.6 * (groups == "uneven"), layer.m / layer.groups / unit
     middle = (layer.groups - 1) / 2
     shares = (1 + spread * (e / middle - 1) for e in range(layer.groups)) if middle else [1.0]

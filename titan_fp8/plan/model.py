@@ -94,14 +94,9 @@ def refusal(key: str, value: object, allowed: object) -> ValueError:
 
 def degrees_of(config: Any, ngpu: int | None) -> ParallelDims:
     """ValueError if the degrees of parallelism do not fit each other or `ngpu`."""
-    kinds = (
-        "data_parallel_replicate",
-        "data_parallel_shard",
-        "context_parallel",
-        "tensor_parallel",
-    )
-    kinds += ("pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
-    degrees = [getattr(config.parallelism, f"{kind}_degree") for kind in kinds]
+    kinds = "data_parallel_replicate data_parallel_shard context_parallel tensor_parallel "
+    kinds += "pipeline_parallel expert_parallel expert_tensor_parallel"
+    degrees = [getattr(config.parallelism, f"{kind}_degree") for kind in kinds.split()]
     if ngpu is None and degrees[1] == -1:
         key = "parallelism.data_parallel_shard_degree = -1"
         raise ValueError(f"{key}: all remaining ranks; say by --ngpu how many GPUs the job has")
@@ -146,9 +141,7 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
         model: Any = spec.model_cls(args)
     if not hasattr(model, "layers"):
         raise refusal("model.name", config.model.name, "models of transformer blocks")
-    with mock.patch.object(
-        utils, "device_type", "cpu"
-    ):  # needs no GPU, and takes none of its memory
+    with mock.patch.object(utils, "device_type", "cpu"):  # so it takes no memory of a GPU
         converters = build_model_converters(config, dims)
         converters.convert(model)
     reports = [each.report for each in converters.converters if hasattr(each, "report")]
@@ -160,7 +153,14 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
     shapes = {name: shape for name, (shape, _) in gathered.items()}
     training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
     tokens = (size if dims.pp_enabled else training.local_batch_size) * training.seq_len // dims.cp
-    attention = _attention_flop(dims, args, shapes, tokens, training.seq_len)
+    attention = 0.0
+    if getattr(args, "attn_type", "sdpa") == "sdpa":
+        blocks = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+        width = 2 * (getattr(args, "head_dim", None) or args.dim // args.n_heads)
+        if hasattr(args, "qk_nope_head_dim"):
+            width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
+        # Forward has 2 s^2 per feature, of which causality leaves half; backward has twice that.
+        attention = 3.0 * tokens * training.seq_len * len(blocks) * args.n_heads * width / dims.tp
     layers = tuple(_layers(config, dims, args, model, tokens, left, gathered))
     uses_fsdp = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
     by_autocast = not (dims.fsdp_enabled or dims.tp_enabled or dims.pp_enabled)
@@ -174,9 +174,11 @@ def _torchtitans_errors(config: Any, dims: ParallelDims) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        key = "parallelism.pipeline_parallel"
-        schedule = f"{key}_schedule = {config.parallelism.pipeline_parallel_schedule!r}"
-        pipeline = f" {key}_degree = {dims.pp}, {schedule}:" * dims.pp_enabled
+        key, schedule = (
+            "parallelism.pipeline_parallel",
+            config.parallelism.pipeline_parallel_schedule,
+        )
+        pipeline = f" {key}_degree = {dims.pp}, {key}_schedule = {schedule!r}:" * dims.pp_enabled
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"torchtitan refuses this plan:{pipeline} {reason}") from error
 
@@ -218,25 +220,14 @@ def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
     return torch.Size(sizes), ranks
 
 
-def _attention_flop(dims: ParallelDims, args: Any, shapes: dict, tokens: int, length: int) -> float:
-    if getattr(args, "attn_type", "sdpa") != "sdpa":
-        return 0.0
-    blocks = len({name.split(".")[1] for name in shapes if name.startswith("layers.")})
-    width = 2 * (getattr(args, "head_dim", None) or args.dim // args.n_heads)
-    if hasattr(args, "qk_nope_head_dim"):
-        width = args.qk_nope_head_dim + args.qk_rope_head_dim + args.v_head_dim
-    # Forward has 2 s^2 per feature, of which causality leaves half; backward has twice that.
-    return 3.0 * tokens * length * blocks * args.n_heads * width / dims.tp
-
-
 def _layers(
     config: Any,
     dims: ParallelDims,
     args: Any,
     model: nn.Module,
     tokens: int,
-    left: dict[str, str],
-    gathered: dict[str, tuple[torch.Size, int]],
+    left: Any,
+    params: Any,
 ) -> Iterator[Layer]:
     """Modules with weights that the rank calls, those of equal shapes together."""
     rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
@@ -247,9 +238,7 @@ def _layers(
         # Under tensor parallelism the linears of a feed-forward run one by one.
         is_fused = isinstance(module, FP8FeedForward) and not dims.tp_enabled
         is_linear, is_experts = isinstance(module, nn.Linear), is_grouped_experts(module)
-        own = [
-            each for n, each in gathered.items() if n.startswith(f"{name}.") and len(each[0]) > 1
-        ]
+        own = [p for n, p in params.items() if n.startswith(f"{name}.") and len(p[0]) > 1]
         if not (is_fused or is_linear or is_experts) or not own or name in fused:
             continue
         groups, products = 0, [(shape[0], shape[1]) for shape, _ in own]
@@ -265,17 +254,10 @@ def _layers(
         recipe, ranks = getattr(first, "recipe", BF16), own[0][1]
         # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
         is_quantized = ranks > 1 or (ranks == 1 and get_recipe(recipe).has_weight_blocks)
-        layer = Layer(
-            modules=(),
-            m=rows if groups else tokens,
-            groups=groups,
-            products=tuple(products),
-            recipe=recipe,
-            reason="" if recipe != BF16 else left.get(name, "its converter is not listed"),
-            gathers_fp8=bool(marks(first))
-            and not config.training.enable_cpu_offload
-            and is_quantized,
-        )
+        in_fp8 = bool(marks(first)) and not config.training.enable_cpu_offload and is_quantized
+        reason = "" if recipe != BF16 else left.get(name, "its converter is not listed")
+        m = rows if groups else tokens
+        layer = Layer((), m, groups, tuple(products), recipe, reason, in_fp8)
         equal.setdefault(layer, []).append(name)
     for layer, names in equal.items():
         yield replace(layer, modules=tuple(names))
