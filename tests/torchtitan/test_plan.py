@@ -227,6 +227,13 @@ def test_what_is_slower_is_left_out(capsys):
     ]
 
 
+def test_a_filter_has_no_section_of_a_converter_that_is_not_listed():
+    rank = rank_of("deepseek_v3_16b")
+    rank.config.model.converters = ["quantize.grouped_mm.titan_fp8"]
+    text = command.fragment(rank, [layer for layer in rank.layers if layer.groups])
+    assert "linear" not in text and 'recipe = "bf16"' in text
+
+
 def test_a_pattern_that_would_match_other_layers_is_not_written():
     rank = rank_of("deepseek_v3_16b")
     layer = next(layer for layer in rank.layers if layer.patterns == ["attention.wo"])

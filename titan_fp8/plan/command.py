@@ -22,7 +22,7 @@ from titan_fp8.plan.bound import bound, speed, tables
 from titan_fp8.plan.measure import Timed, measure
 from titan_fp8.plan.model import DEGREES, Layer, Rank, degrees_of, read_rank, refusal
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.torchtitan_0_2.config import experts_recipe
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -188,10 +188,13 @@ def fragment(rank: Rank, out: Sequence[Layer]) -> str:
             lines.append(f"# {own} stays: its pattern would match other layers, too.")
         elif own not in patterns:
             patterns.append(own)
-    lines += ["[quantize.linear.titan_fp8]", f"filter_fqns = {json.dumps(patterns)}"]
+    if (
+        LINEAR in rank.config.model.converters
+    ):  # A section whose converter is not listed is refused.
+        lines += [f"[{LINEAR}]", f"filter_fqns = {json.dumps(patterns)}"]
     if any(layer.groups for layer in out):
         # Left out, the permutation would follow the recipe.
         asked, recipe = quantize.grouped_mm.titan_fp8.permutation, experts_recipe(quantize)
-        lines += ["", "[quantize.grouped_mm.titan_fp8]", f'recipe = "{BF16}"']
+        lines += ["", f"[{GROUPED_MM}]", f'recipe = "{BF16}"']
         lines += [f'permutation = "{permutation_of(asked, recipe)}"']
     return "\n".join(lines) + "\n"
