@@ -155,8 +155,8 @@ def print_bound(rank: Rank) -> list[Layer]:
     print_table(rows, text=2)
     unlike = dict.fromkeys(": ".join(layer.cells[:2]) for layer in outside)
     print_list("Outside the tables, as fast as their nearest GEMMs", [*unlike])
-    attention = "" if rank.attention_flop else "; attention is not counted"
-    print(f"\nThe bound is of what FP8 GEMMs gain; all but GEMMs takes no time in it{attention}.")
+    counted = "GEMMs and attention take" if rank.attention_flop else "GEMMs take"
+    print(f"\nThe bound is of what FP8 GEMMs gain, if only {counted} time.")
     return [layer for layer in rank.layers if layer in slower]
 
 
