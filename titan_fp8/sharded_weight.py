@@ -8,11 +8,14 @@ noticed, and the FP8 copy of a shard is trusted only where its values cannot hav
   it would cast them. This is right whatever happens to shards, but slow.
 - Whoever calls `requantize` (`requantize.py`) after each change of a model's weights, as the
   adapters do after each step of the optimizer, is believed. The next gather in training mode
-  quantizes all shards of the model together. From then on gathers in training mode reuse the
-  copies, until the next call.
+  quantizes all shards of the model together. From then on the scales hold for gathers in training
+  mode, until the next call.
 - A gather in eval or inference mode quantizes in any case, since other weights may have been put in
   place for it, such as averages. The next gather in training mode then quantizes, too, and so does
   the first one after `load_state_dict` or `Module._apply`.
+
+A copy is released once it is gathered, before activations need the memory. With scales that hold, a
+later gather casts the shard again, alone.
 
 Quantizing is a collective. All ranks make the same calls, in the same modes, so they agree on when
 to quantize. No rank's values and no rank's writes decide about that.
@@ -39,7 +42,7 @@ from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import get_recipe
-from titan_fp8.shards import QuantizedShard, ShardSpec, quantize_shards
+from titan_fp8.shards import QuantizedShard, ShardSpec, cast_shard, quantize_shards
 
 _log = logging.getLogger(__name__)
 
@@ -51,16 +54,14 @@ class ShardGather:
         param: FSDP2's object for the parameter.
         recipe, emulate: how the parameter is quantized.
         shard: the FP8 copy of this rank's shard; None before the first gather.
-        layouts: what FSDP2 gathers of it, as the dtype `ShardSpec.carrier`.
         together: the ShardGathers of the model, if `requantize` has been called; else None.
-        fresh: whether a gather in training mode may reuse `layouts`.
+        fresh: whether a gather in training mode may rely on the scales.
     """
 
     def __init__(self, param: FSDPParam):
         layer: Any = param._module_info.module
         self.param, self.recipe, self.emulate = param, str(layer.recipe), bool(layer.emulate)
         self.shard: QuantizedShard | None = None
-        self.layouts: tuple[Tensor, ...] = ()
         self.together: list[ShardGather] | None = None
         self.fresh = False
 
@@ -107,6 +108,13 @@ class ShardGather:
             return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
         return None
 
+    def layouts(self, shard: QuantizedShard) -> tuple[Tensor, ...]:
+        """What FSDP2 gathers: the FP8 copies of the shard, as the dtype `ShardSpec.carrier`."""
+        if shard.q is None:
+            cast_shard(shard, self.values)
+        copies = (q for q in (shard.q, shard.q_columns) if q is not None)
+        return tuple(q.view(shard.spec.carrier) for q in copies)
+
     @property
     def is_due(self) -> bool:
         """Whether to quantize the shard together with others. A weight in use keeps its scales."""
@@ -143,7 +151,7 @@ class ShardGather:
             self.fresh = False
         elif not self.fresh:
             quantize([each for each in self.together or [] if each.is_due] or [self])
-        return self.layouts, None
+        return self.layouts(self.shard), None
 
     def fsdp_post_all_gather(
         self,
@@ -158,9 +166,11 @@ class ShardGather:
         FSDP2 frees and refills the memory of `all_gather_outputs` in place, and the scales are
         updated in place, so `out` is already new.
         """
+        assert self.shard is not None
+        # The current stream waits for the gather, so it may write to the memory.
+        self.shard.release()
         if out is not None:
             return None
-        assert self.shard is not None
         shape = self.param._orig_size
         # The gathered rows may end in padding.
         q, *columns = (
@@ -235,7 +245,7 @@ def _warn(reason: str) -> None:
 
 @contextlib.contextmanager
 def _on_default_stream(device: torch.device) -> Iterator[None]:
-    """FP8 shards live from step to step, so their memory must not belong to FSDP2's own streams."""
+    """Shards that are quantized together live on, so no stream of FSDP2 may own their memory."""
     if device.type != "cuda":
         yield
         return
@@ -252,7 +262,6 @@ def quantize(gathers: Sequence[ShardGather]) -> None:
     for gather in gathers:
         assert gather.shard is not None
         shards.append((gather.shard, gather.values))
-        gather.layouts = ()  # The new copies may take their memory.
     # Autograd may have saved the scales in forward, as it saves the memory that FSDP2 refills.
     scales = tuple(scale for shard, _ in shards for scale in (shard.table, shard.s, shard.s_t))
     with (
@@ -260,7 +269,5 @@ def quantize(gathers: Sequence[ShardGather]) -> None:
         torch.autograd._unsafe_preserve_version_counter(scales),
     ):
         quantize_shards(shards)
-    for gather, (shard, _) in zip(gathers, shards, strict=True):
-        copies = (q for q in (shard.q, shard.q_columns) if q is not None)
-        gather.layouts = tuple(q.view(shard.spec.carrier) for q in copies)
+    for gather in gathers:
         gather.fresh = gather.together is not None

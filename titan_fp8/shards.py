@@ -84,7 +84,8 @@ class QuantizedShard:
     The scales are always updated in place, because gathered weights refer to them.
 
     Attributes:
-        q: the shard as fprop reads it, padded; None before the first quantization.
+        q: the shard as fprop reads it, padded; None before the first quantization and once
+            released.
         q_columns: rowwise, the shard quantized along its columns, for dgrad; else None.
         s, s_t: the scales of the whole weight, for fprop and dgrad.
         table: what the ranks agree on. Blockwise, the scales, of which `s` is a view; rowwise, the
@@ -121,6 +122,10 @@ class QuantizedShard:
     def new_q(self) -> Tensor:
         return torch.zeros(self.spec.padded, dtype=E4M3, device=self.table.device)
 
+    def release(self) -> None:
+        """Frees the FP8 copies. The scales stay, and with them `cast_shard` makes the same ones."""
+        self.q = self.q_columns = None
+
 
 @dataclass
 class _Edge:
@@ -148,6 +153,8 @@ def quantize_shards(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
     same weights, in the same order.
     """
     shards = list(shards)
+    for shard, _ in shards:
+        shard.release()  # The new copies may take their memory.
     torch._foreach_zero_([shard.table for shard, _ in shards])
     edges: list[_Edge] = []
     copies: list[tuple[Tensor, Tensor]] = []
@@ -162,6 +169,16 @@ def quantize_shards(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
     _cast_edges(edges)
     _copy((shard.s_t, shard.s.mT) for shard, _ in shards if shard.blockwise)
     _finish_rowwise([(shard, x) for shard, x in shards if not shard.blockwise])
+
+
+@torch.no_grad()
+def cast_shard(shard: QuantizedShard, x: Tensor) -> None:
+    """Makes the FP8 copies again, of values that have not changed: no collective is needed."""
+    if shard.blockwise:
+        _cast_edges(_quantize_blocks(shard, x, []))
+    else:
+        _quantize_rows(shard, x, [])
+        _cast_columns(shard, x)
 
 
 def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -185,7 +202,6 @@ def _quantize_blocks(
     # Rows before `head` and from `tail` on are in blocks that other ranks share.
     head = min(-start % BLOCK, n)
     tail = n if end == spec.whole[-2] or head == n else n - end % BLOCK
-    shard.q = None  # The new q may take its memory.
     if (head, tail) == (0, n) and x.shape == spec.padded:
         shard.q, own = shard.ops.quantize_weight(x, spec.dtype, emulate=shard.emulate)
         copies.append((s[..., start // BLOCK : cdiv(end, BLOCK), :], own))
@@ -244,7 +260,6 @@ def _cast_edges(edges: list[_Edge]) -> None:
 def _quantize_rows(shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
     """Quantizes the rows of x and takes the maxima of its columns; `copies` as for blocks."""
     spec = shard.spec
-    shard.q = None
     if not x.numel():
         shard.q = shard.new_q()
         return
@@ -265,15 +280,19 @@ def _finish_rowwise(shards: list[tuple[QuantizedShard, Tensor]]) -> None:
     parts = scales.split([amax.numel() for amax in maxima])
     _copy((shard.s_t.view(-1), part) for (shard, _), part in zip(shards, parts))
     _copy((shard.s, shard.table[..., : shard.spec.whole[-2]]) for shard, _ in shards)
-    for (shard, x), amax in zip(shards, maxima):
-        shard.q_columns = None
-        if x.numel():
-            own = shard.spec.part(amax, x.shape[0]).contiguous()
-            spec, emulate = shard.spec, shard.emulate
-            q = direct.quantize_shard_col(x, own, spec.dtype, emulate=emulate)
-            shard.q_columns = _padded(q, shard)
-        else:
-            shard.q_columns = shard.new_q()
+    for shard, x in shards:
+        _cast_columns(shard, x)
+
+
+def _cast_columns(shard: QuantizedShard, x: Tensor) -> None:
+    """Rowwise: casts the columns of x with the agreed maxima."""
+    spec = shard.spec
+    if not x.numel():
+        shard.q_columns = shard.new_q()
+        return
+    amax = spec.part(shard.table, x.shape[0])[..., spec.whole[-2] :].contiguous()
+    q = direct.quantize_shard_col(x, amax, spec.dtype, emulate=shard.emulate)
+    shard.q_columns = _padded(q, shard)
 
 
 def _padded(q: Tensor, shard: QuantizedShard) -> Tensor:

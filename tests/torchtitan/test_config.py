@@ -82,7 +82,7 @@ def test_every_key_is_a_flag(tmp_path):
 def test_flags_override_the_toml_key_by_key(tmp_path):
     flags = (f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.no-emulate", f"--{GROUPED_MM}.fqns", "moe")
     linear, experts = sections(parse(tmp_path, HEAD + SECTIONS, *flags))
-    assert linear == ("bf16", ["output", "wkv_a"], False)
+    assert linear == ("bf16", ["output", "wkv_a"], False, False)
     assert experts == ("rowwise_with_gw_hp", ["moe"], True, "host")
 
 

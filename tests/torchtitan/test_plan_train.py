@@ -105,7 +105,10 @@ def compared(monkeypatch, tmp_path, run, *flags, recipes="blockwise,rowwise"):
     monkeypatch.setattr(train, "run", run)
     config = str(ROOT / "configs/deepseek_v3_16b.toml")
     options = argparse.Namespace(config=config, recipes=recipes, ngpu=8)
-    return train.compare(options, ["--job.dump_folder", str(tmp_path), *flags], command.parse)
+    flags = ["--job.dump_folder", str(tmp_path), *flags]
+    table, is_slower = train.compare(options, flags, command.parse)
+    command.print_table(table, text=1)
+    return int(is_slower)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_the_arms_and_the_exit_status(speeds, status, tmp_path, monkeypatch, cap
     assert compared(monkeypatch, tmp_path, run) == status
     recipes = [(recipe, recipe, None) for recipe in ("blockwise", "rowwise")]
     assert runs == [(BF16, BF16, False), (BF16, BF16, True), *recipes]
-    title, header, *rows = capsys.readouterr().out.splitlines()
+    title, _, header, *rows = capsys.readouterr().out.splitlines()
     assert title == "27 of 27 blocks on 8 GPUs" and len(rows) == 4
     # 131,072 tokens a step on 8 GPUs, of which kernels took a second.
     compute = f"{speeds[2] / 16384:.0%}"

@@ -19,8 +19,10 @@ def samples_of_shard(
 ) -> Iterator[tuple[tuple[str, ...], Sample]]:
     """The GEMMs that read a layout of a shard, and a sample of it; nothing if it is not fresh."""
     shard, w = gather.shard, gather.values  # (N, K) or (E, N, K).
-    if shard is None or shard.q is None or not gather.fresh or not w.numel():
+    if shard is None or not gather.fresh or not w.numel():
         return
+    gather.layouts(shard)  # Has been released, if it has been gathered.
+    assert shard.q is not None
     spec = shard.spec
     dims = w.shape if w.dim() == 3 else (1, *w.shape)
     expert, row = sampler.sampled_rows_of_experts(dims[0], dims[1], w.device)

@@ -26,7 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--train", action="store_true", help="train 20 steps in bf16 and in FP8 on all GPUs")
     add("--recipes", metavar="A,B", help="of --train (default: that of CONFIG)")
     add("--ngpu", type=int, metavar="N", help="GPUs of the job (default: what its degrees need)")
-    add("--gpu", help="h100 or h200: measure nothing, use its table (default without a GPU: h200)")
     add("--filter", choices=["auto"], help="print the sections that leave out what does not pay")
     add("--out", type=Path, metavar="FILE", help="also write them to this new file")
     options, flags = parser.parse_known_args(argv)
@@ -34,25 +33,22 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable(logging.ERROR)
     try:
         if not (version := importlib.metadata.version("torchtitan")).startswith("0.2."):
-            raise ValueError(
-                f"torchtitan {version} is installed, but CONFIG is a TOML file of torchtitan 0.2: "
-                "use an environment with torchtitan 0.2.2"
-            )
+            wanted = "CONFIG is a TOML file of torchtitan 0.2: use an environment with 0.2.2"
+            raise ValueError(f"torchtitan {version} is installed, but {wanted}")
         if not torch.cuda.is_available():
             # Before torchtitan is imported, since otherwise it assumes that there are GPUs.
             cpu_host.prepare()
         from titan_fp8.plan.command import run
 
         return run(options, flags)
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, ValueError | OSError):  # of torchtitan, or of a custom module
+            traceback.print_exc()
+            error = ValueError(f"no plan can be made of {options.config}: see the error above")
         print(f"titan_fp8.plan: {error}", file=sys.stderr)
-    except Exception:  # of torchtitan, or of a module that the config imports
-        traceback.print_exc()
-        where = "the error above says where it failed"
-        print(f"titan_fp8.plan: no plan can be made of {options.config}: {where}", file=sys.stderr)
+        return 2
     finally:
         logging.disable(logging.NOTSET)
-    return 2
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a table of GEMM speeds says of a model, without a GPU.
+"""What tables of GEMM speeds say of a model, without a GPU.
 
 The speed of a layer is that of its GEMMs alone, each as much faster than bf16 as the nearest one in
 the table (`tables/`, from scripts/kernel_table.py). It bounds what FP8 GEMMs gain in a step: what
@@ -11,25 +11,24 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titan_fp8.plan.model import Layer, Rank, refusal
+from titan_fp8.plan.model import Layer, Rank
 from titan_fp8.recipe import BF16, Scaling, get_recipe
 
 TABLES = Path(__file__).parent / "tables"
 NAMES = {Scaling.NONE: BF16, Scaling.ROW: "rowwise", Scaling.BLOCK_1X128: "blockwise"}
 
 
-def load(gpu: str) -> dict[str, Any]:
-    """The table of a GPU, whose columns are op ("mm": fprop, dgrad), E or 0, M, N, K, and us."""
-    if not (file := TABLES / f"{gpu}.json").is_file():
-        there = ", ".join(repr(each.stem) for each in sorted(TABLES.glob("*.json")))
-        raise refusal("--gpu", gpu, f"{there}; scripts/kernel_table.py adds the GPU it runs on")
-    return json.loads(file.read_text(encoding="utf-8"))
+def tables() -> list[dict[str, Any]]:
+    """The table of each GPU; columns are op ("mm": fprop, dgrad), E or 0, M, N, K, and us."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(TABLES.glob("*.json"))]
 
 
 def speed(table: dict[str, Any], layer: Layer) -> tuple[float, bool]:
     """How many times as fast as bf16 a layer's GEMMs are, and whether the table has GEMMs like
-    them, within a factor of two in each dimension."""
+    them, within a factor of two in each dimension. (1, True) if it does not run in FP8."""
     bf16, fp8, is_inside = 0.0, 0.0, True
+    if layer.recipe == BF16 or layer.refused:
+        return 1.0, True
     rows = [dict(zip(table["columns"], row)) for row in table["us"]]
     for (n, k), stage in itertools.product(layer.products, ("fprop", "dgrad", "wgrad")):
         op, name = "mm", NAMES[getattr(get_recipe(layer.recipe), stage).left]

@@ -173,16 +173,20 @@ def fitted(config: Any, gpus: int) -> dict[str, int]:
     }
 
 
-def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]) -> int:
-    """Trains CONFIG in all arms on this machine's GPUs, and prints what each measured.
+def compare(
+    options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]
+) -> tuple[list[list[str]], bool]:
+    """Trains CONFIG in all arms on this machine's GPUs.
 
     Returns:
-        1 if the fastest recipe is slower than the faster kind of bf16; else 0.
+        The table of what each measured, and whether the fastest recipe is slower than the faster
+        kind of bf16.
 
     Raises:
         ValueError: a job fails, or does not fit into memory however few blocks it has.
     """
-    from titan_fp8.plan.model import degrees_of, experts_recipe, read_rank
+    from titan_fp8.plan.model import degrees_of, read_rank
+    from titan_fp8.torchtitan_0_2.config import experts_recipe
 
     config = parse(options.config, flags)
     for key, value in fitted(config, options.ngpu or torch.cuda.device_count()).items():
@@ -203,7 +207,7 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
     # The fewest blocks that have one of each kind, and one on each stage.
     first = [re.match(r"layers\.(\d+)", layer.modules[0]) for layer in rank.layers]
     least = max(dims.pp, *(1 + int(found[1]) for found in first if found))
-    blocks = whole = len(rank.plain.layers)  # type: ignore[arg-type]
+    blocks = whole = len(rank.model.layers)  # type: ignore[arg-type]
     rows: dict[str, Row] = {}
     folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
     while len(rows) < len(arms):
@@ -219,14 +223,16 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
             raise ValueError(f"training in {arm} with {blocks} blocks failed: {error} ({own})")
         else:
             rows[arm] = read(own, STEPS, sequences * config.training.seq_len / gpus)
-    print(f"{blocks} of {whole} blocks on {gpus} GPUs\n" + " " * 14, end="")
-    print("".join(f"{column:>10}" for column in ("tokens/s", "x bf16", "GiB", "compute", "loss")))
+    print(f"{blocks} of {whole} blocks on {gpus} GPUs")
+    table = [["", "tokens/s", "x bf16", "GiB", "compute", "loss"]]
     for arm, row in rows.items():
         speed, compute = row["tokens/s"], "" if row["compute"] is None else f"{row['compute']:.0%}"
-        cells = f"{speed:10,.0f}{speed / rows[BF16]['tokens/s']:10.2f}{row['GiB']:10.1f}"
-        print(f"{arm:14}{cells}{compute:>10}{row['loss']:10.4f}")
+        ratio = f"{speed / rows[BF16]['tokens/s']:.2f}"
+        table.append(
+            [arm, f"{speed:,.0f}", ratio, f"{row['GiB']:.1f}", compute, f"{row['loss']:.4f}"]
+        )
     bf16 = max(row["tokens/s"] for arm, row in rows.items() if arm not in recipes)
-    return int(max(rows[recipe]["tokens/s"] for recipe in recipes) < bf16)
+    return table, max(rows[recipe]["tokens/s"] for recipe in recipes) < bf16
 
 
 def main() -> None:

@@ -18,7 +18,9 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -291,3 +293,51 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
             "titan_fp8: no GPU found. torchtitan.train fails without one; "
             "scripts/train.sh CONFIG runs the same file on the CPU, with FP8 emulated"
         )
+
+
+def check_sizes(config: Any, dims: ParallelDims) -> None:
+    """Checks what torchtitan finds out only when it trains, without saying which key is wrong.
+
+    Raises:
+        ValueError: a batch, a sequence or a degree of parallelism does not fit the model or the
+            other degrees.
+    """
+    spec, training = get_train_spec(config.model.name), config.training
+    args = spec.model_args.get(config.model.flavor)
+    batch, whole = training.local_batch_size, training.global_batch_size
+    step = max(1, batch) * dims.dp_replicate * dims.dp_shard
+    experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
+    divisors = (
+        ("tensor", dims.tp, "n_heads", getattr(args, "n_heads", 0)),
+        ("tensor", dims.tp, "n_kv_heads", getattr(args, "n_kv_heads", 0)),
+        ("expert", dims.ep, "experts", experts),
+        (
+            "expert",
+            dims.ep,
+            "ranks of FSDP, CP and TP",
+            dims.dp_shard * dims.cp * dims.tp // dims.etp,
+        ),
+    )
+    for key, value, is_allowed, allowed in (
+        ("training.local_batch_size", batch, batch > 0, "positive numbers"),
+        ("training.seq_len", training.seq_len, training.seq_len > 0, "positive numbers"),
+        (
+            "training.global_batch_size",
+            whole,
+            whole <= 0 or whole % step == 0,
+            f"multiples of {step}, training.local_batch_size times data-parallel ranks",
+        ),
+        (
+            "parallelism.pipeline_parallel_degree",
+            dims.pp,
+            dims.pp == 1 or spec.pipelining_fn is not None,
+            f"1, since torchtitan has no pipeline for model.name = {config.model.name!r}",
+        ),
+        *(
+            (f"parallelism.{kind}_parallel_degree", degree, not count or count % degree == 0,
+             f"divisors of {what} = {count}")
+            for kind, degree, what, count in divisors
+        ),
+    ):  # fmt: skip
+        if not is_allowed:
+            raise ValueError(f"{key} = {value!r}: allowed are {allowed}")

@@ -19,7 +19,12 @@ from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health, patches
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
+from titan_fp8.torchtitan_0_2.config import (
+    GROUPED_MM,
+    LINEAR,
+    check_sizes,
+    experts_recipe,
+)
 from titan_fp8.torchtitan_0_2.experts import (
     FP8GroupedExperts,
     convert_experts,
@@ -38,9 +43,12 @@ class _Converter(QuantizationConverter):
     """What both converters do besides the conversion itself."""
 
     name: str
+    report: ConversionReport
+    """What `convert` has converted, and why not the rest."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
+        check_sizes(job_config, parallel_dims)
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
         self.gathers_in_fp8 = False
@@ -146,7 +154,7 @@ class LinearConverter(_Converter):
         self.prepare(section.recipe, section.emulate)
         is_default = section.filter_fqns == [*DEFAULT_FILTER_FQNS]
         with errors_prefixed(f"[{LINEAR}]"):
-            report = convert_linears(
+            self.report = report = convert_linears(
                 model,
                 recipe=section.recipe,
                 filter_fqns=None if is_default else section.filter_fqns,
@@ -175,7 +183,7 @@ class GroupedMMConverter(_Converter):
         self.check_model(model)
         self.prepare(recipe, section.emulate)
         with errors_prefixed(f"[{GROUPED_MM}]"):
-            report = convert_experts(
+            self.report = report = convert_experts(
                 model,
                 recipe=recipe,
                 fqns=section.fqns,
