@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
+from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
@@ -196,7 +196,7 @@ def test_experts_are_padded_in_bf16_as_in_a_job_without_fp8():
     layer = next(layer for layer in rank.layers if layer.groups)
     for in_fp8, unit in ((False, 8), (True, 128), (False, 8)):
         measure._step(rank, layer, "uneven", "cpu", in_fp8)()
-        assert token_group_alignment() == unit
+        assert unit == moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
 
 
 def test_what_is_slower_is_left_out(capsys):
