@@ -1,10 +1,24 @@
 """FP8 modules under FSDP2: how gradients are copied, and loading into its modules."""
 
+from pathlib import Path
+
 import gloo
 import pytest
 import torch
 from gradient_kernel import CopyGradient, Experts
-from titan import CONVERTERS, LINEAR, build, convert, job, one_process
+from titan import (
+    CONVERTERS,
+    LINEAR,
+    build,
+    convert,
+    job,
+    loss_and_gradients,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -117,3 +131,22 @@ def test_gradient_copies_are_replaced_where_the_key_says_so_under_fsdp(tmp_path,
     config = job(tmp_path, "llama3", *flags, converters=CONVERTERS["llama3"])
     convert(config, build(config), ranks=2)
     assert (_fsdp_collectives.foreach_reduce_scatter_copy_in is not original) == replaced
+
+
+def train_both_ways(rank: int, folder: Path, text: Path) -> None:
+    """On one of two ranks, in bf16."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    flags = (*training(text, folder), *FSDP, f"--{LINEAR}.recipe", "bf16")
+    results = []
+    for speedups in ("False", "True"):
+        own = (*flags, f"--{LINEAR}.host_speedups", speedups)
+        with trainer(parse(folder, toml("llama3", CONVERTERS["llama3"]), *own)) as t:
+            results.append(loss_and_gradients(t))
+    want, got = results
+    assert want.keys() == got.keys()
+    assert not [name for name in want if not torch.equal(want[name], got[name])]
+
+
+def test_a_dense_bf16_job_computes_the_same_with_the_key(tmp_path, text):
+    gloo.spawn(train_both_ways, 2, tmp_path, text)
