@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests that need a Hopper GPU: kernels against the reference and FP64, and whole layers.
-# Arguments go to pytest. The benchmarks are scripts/bench_*.
+# Arguments go to pytest. The benchmarks are in scripts/bench.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"

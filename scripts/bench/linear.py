@@ -1,6 +1,4 @@
-"""Forward and backward of a linear layer in FP8 and in bf16, quantizers included, on one GPU.
-
-    python scripts/bench_linear.py [--json FILE] [--shape M,N,K]
+"""Forward and backward of a linear layer in FP8 and in bf16, quantizers included.
 
 "% roofline" compares the speed with that of an ideal layer: its three GEMMs run one after the other
 at the rate of the fastest library FP8 GEMM of this run (cuBLAS 1x128 by 128x128, cuBLAS rowwise, or
@@ -18,20 +16,18 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import (
+from bench.common import (
     FP8_ERROR,
     HAS_TORCHAO,
     Layer,
+    Result,
     copy_gbps,
     layer_inputs,
     layer_rows,
     median_us,
-    parser,
     randn,
-    report,
-    require_hopper,
 )
-from shapes import LINEAR
+from bench.shapes import LINEAR
 from torch import Tensor, nn
 
 import titan_fp8
@@ -40,6 +36,7 @@ from titan_fp8.recipe import BF16, RECIPES
 
 KINDS = (BF16, *RECIPES)
 TORCHAO = ("torchao blockwise", "torchao rowwise", "torchao tensorwise")
+TITLE = "Linear layers"
 ABOUT = "Forward and backward of a linear layer, quantizers included."
 
 
@@ -106,15 +103,10 @@ def roofline_us(m: int, n: int, k: int, gbps: float) -> float:
     return gemms_us + quantized / gbps / 1e3
 
 
-def main() -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--shape", help="time this shape only")
-    args = arguments.parse_args()
-    require_hopper(arguments)
-    shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else LINEAR
+def measure() -> Result:
     gbps = copy_gbps()
     rows = []
-    for m, n, k in shapes:
+    for m, n, k in LINEAR:
         torch._dynamo.reset()
         weight, roof_us = randn(n, k, scale=k**-0.5), roofline_us(m, n, k, gbps)
         layers, yardsticks = (
@@ -125,9 +117,4 @@ def main() -> None:
             us = row["us"]
             share = 100 * roof_us / us if isinstance(us, float) else None
             rows.append({"M,N,K": f"{m},{n},{k}", **row, "% roofline": share})
-    copy = f"{gbps:.0f} GB/s"
-    report(rows, args.json, "Linear layers", ABOUT, **{"copy bandwidth": copy})
-
-
-if __name__ == "__main__":
-    main()
+    return rows, {"copy bandwidth": f"{gbps:.0f} GB/s"}

@@ -1,7 +1,7 @@
 """Shows where the time of a training step goes, from a trace of torchtitan's profiler.
 
     ./scripts/train.sh CONFIG --job.dump_folder FOLDER --profiling.enable_profiling
-    python scripts/summarize_trace.py FOLDER/profile_traces/iteration_10/rank0_trace.json
+    python scripts/bench trace FOLDER/profile_traces/iteration_10/rank0_trace.json
 
 Prints the GPU time by kind of kernel and by kernel, the idle time of the GPU, the bytes that
 all-gathers receive, and the CPU time in the CUDA runtime and in this project's ops. The profiler
@@ -10,14 +10,18 @@ slows the CPU down, so the idle time is an upper bound; the GPU time is accurate
 
 import argparse
 import re
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from tables import printable
 
 from titan_fp8.plan import train
+from titan_fp8.text_table import text_table
 
+LISTED = 30
+"""How many kernels or calls a table has at most."""
+LONG_GAP = 20
+"""Microseconds."""
 KINDS = {
     "NCCL": r"nccl",
     "inductor": r"^triton_(?!tem_)",  # templates (tem) are FlexAttention
@@ -76,58 +80,51 @@ def gathered_bytes(events: list[dict]) -> int:
     return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str]) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python scripts/bench trace", None, __doc__, formatter_class=raw
+    )
     parser.add_argument("trace", type=Path, help="a .json or .json.gz file of torch.profiler")
-    parser.add_argument("--top", type=int, default=30, help="how many kernels and calls to list")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         events = train.events(args.trace)
         received = gathered_bytes(events)
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as reason:
         parser.error(f"{args.trace} is not a trace of torch.profiler: {reason!r}")
     gpu = gpu_events(events)
-    steps = [e for e in events if e["name"].startswith("ProfilerStep")]
     if not gpu:
         parser.error(f"{args.trace}: the trace has no GPU kernels")
-
-    total, gaps = train.busy_us(gpu), gaps_between(gpu)
-    compute = train.busy_us(train.compute_kernels(gpu))
-    count = max(1, len({e["name"] for e in steps}))
-    print(f"{printable(args.trace)}: {count} step(s), total ms")
-    print(f"  GPU busy {total / 1e3:8.1f}, with kernels that compute {compute / 1e3:.1f}")
-    idle = sum(gap for gap, _ in gaps)
-    print(f"  GPU idle {idle / 1e3:8.1f} in {len(gaps)} gaps")
-    for floor in (20, 100, 500, 2000):
-        long = [gap for gap, _ in gaps if gap > floor]
-        print(f"    longer than {floor:4} us: {sum(long) / 1e3:8.1f} in {len(long)}")
+    steps = {e["name"] for e in events if e["name"].startswith("ProfilerStep")}
+    busy, compute = train.busy_us(gpu) / 1e3, train.busy_us(train.compute_kernels(gpu)) / 1e3
+    gaps = gaps_between(gpu)
+    idle = sum(gap for gap, _ in gaps) / 1e3
+    long = [dict(event, dur=gap) for gap, event in gaps if gap > LONG_GAP]
+    print(f"{printable(args.trace)}: {max(1, len(steps))} step(s), total ms")
+    print(f"  GPU busy {busy:.1f}, with kernels that compute {compute:.1f}")
+    print(f"  GPU idle {idle:.1f} in {len(gaps)} gaps")
     print(f"  received by all-gathers {received / 1e9:.2f} GB")
-
-    _table("GPU time by kind", gpu, kind_of, len(KINDS) + 1)
-    _table("GPU time by kernel", gpu, lambda e: e["name"][:90], args.top)
-    before = [dict(event, dur=gap) for gap, event in gaps if gap > 20]
-    _table(
-        "GPU idle (gaps over 20 us) by the kernel that follows",
-        before,
-        lambda e: e["name"][:90],
-        args.top // 2,
-    )
+    print_times("GPU time by kind", gpu, kind_of)
+    print_times("GPU time by kernel", gpu, name_of)
+    print_times(f"GPU idle (gaps over {LONG_GAP} us) by the kernel that follows", long, name_of)
     runtime = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    _table("CPU time in the CUDA runtime", runtime, lambda e: e["name"], args.top // 2)
+    print_times("CPU time in the CUDA runtime", runtime, name_of)
     ops = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("titan_fp8")]
-    _table("CPU time in this project's ops", ops, lambda e: e["name"], args.top)
+    print_times("CPU time in this project's ops", ops, name_of)
 
 
-def _table(title: str, events: list[dict], key: Callable[[dict], str], rows: int) -> None:
-    time: Counter[str] = Counter()
-    count: Counter[str] = Counter()
+def name_of(event: dict) -> str:
+    return event["name"][:90]
+
+
+def print_times(title: str, events: list[dict], key: Callable[[dict], str]) -> None:
+    """A table of the keys with the longest times."""
+    durations: dict[str, list[float]] = {}
     for event in events:
-        time[key(event)] += event["dur"]
-        count[key(event)] += 1
-    print(f"\n{title}:      ms  calls  us each")
-    for name, spent in time.most_common(rows):
-        print(f"  {spent / 1e3:9.2f} {count[name]:6} {spent / count[name]:8.1f}  {name}")
-
-
-if __name__ == "__main__":
-    main()
+        durations.setdefault(key(event), []).append(event["dur"])
+    longest = sorted(durations, key=lambda name: -sum(durations[name]))[:LISTED]
+    rows = [("ms", "calls", "us each", "")]
+    for name in longest:
+        us, calls = sum(durations[name]), len(durations[name])
+        rows.append((f"{us / 1e3:.2f}", str(calls), f"{us / calls:.1f}", name))
+    print(f"\n{title}:\n{text_table(rows, right={0, 1, 2})}")
