@@ -5,7 +5,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$root"
 prepare_env dev
-count_gpus
-[[ $gpus -gt 0 ]] || die "no GPU found"
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || die "no GPU found"
 # --noconftest: tests/conftest.py prepares torchtitan for the CPU.
 exec "$python" -m pytest --noconftest tests/gpu -q "$@"
