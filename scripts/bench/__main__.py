@@ -7,7 +7,6 @@ own (--help):
 
     plans         trains production models under many parallel plans
     kernel_table  measures the table that `titan_fp8.plan` reads without a GPU
-    trace         shows where the time of a training step goes
     render        writes docs/benchmarks.md from the files of --json
 """
 
@@ -17,7 +16,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = ("gemm", "grouped", "host", "linear", "memory", "permutation", "quantize")
-COMMANDS = ("plans", "kernel_table", "trace", "render")
+COMMANDS = ("plans", "kernel_table", "render")
 
 
 def main(argv: list[str]) -> int | None:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 from bench import common
-from bench.trace import gathered_bytes
 from tables import Row
 
 from titan_fp8.plan import train
@@ -33,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "outputs" / "bench_plans"
 IN_BF16 = "+bf16_all_gather"
 ARMS = (*RECIPE_NAMES, train.TUNED)
+ELEMENT_BYTES = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
+"""By PyTorch's names of dtypes."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -142,6 +143,17 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
     sections = (train.LINEAR, train.GROUPED_MM)[: 1 + (plan.config == DEEPSEEK)]
     flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
     return [*flags, *train.arm_flags(arm, sections)]
+
+
+def gathered_bytes(events: list[dict]) -> int:
+    """Bytes that all-gathers write to the memory of this rank, its own part included."""
+    total = 0
+    for event in events:
+        args = event.get("args", {})
+        # Each kernel of NCCL says how many elements it moves.
+        if "AllGather" in event["name"] and "Out msg nelems" in args:
+            total += args["Out msg nelems"] * ELEMENT_BYTES[args["dtype"]]
+    return total
 
 
 def row_of(

@@ -2,18 +2,16 @@
 
 import importlib
 import json
-import pkgutil
 
 import pytest
 import titan
 import torch
-from bench import block, common, trace
+from bench import block, common
 from bench.shapes import uneven_ends
 from tables import text_table
 from torch._functorch import partitioners
 
 from titan_fp8 import kernels, reference
-from titan_fp8.kernels import launch
 from titan_fp8.patches import restore
 from titan_fp8.torchtitan_0_2 import patches
 
@@ -80,66 +78,6 @@ def test_uneven_ends(groups, alignment):
 def test_ends_that_cannot_be_uneven(groups, m, alignment, problem):
     with pytest.raises(ValueError, match=problem):
         uneven_ends(groups, m, alignment)
-
-
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
-        ("triton_poi_fused_index_put_3", "inductor"),
-        ("triton_tem_fused_flex_attention_backward_transpose_view_1", "attention"),
-        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "GEMM"),
-        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
-    ],
-)
-def test_kernels_of_a_trace_are_told_apart(name, kind):
-    assert trace.kind_of({"cat": "kernel", "name": name}) == kind
-    assert trace.kind_of({"cat": "gpu_memcpy", "name": name}) == "copies"
-
-
-def test_kernels_of_ours_have_a_kind():
-    """The kind of a kernel follows from the module that it is in."""
-    kinds = {"gemm": "FP8 GEMM", "quantize": "quantizers", "transpose": "quantizers"}
-    kinds |= {"swiglu": "SwiGLU", "permute": "permutation", "gemm_bf16": "grouped GEMM"}
-    kinds |= {"gradients": "FSDP copies"}
-    found = pkgutil.walk_packages(kernels.__path__, "titan_fp8.kernels.")
-    modules = [importlib.import_module(info.name) for info in found]
-    ours = {k for m in modules for k in vars(m).values() if isinstance(k, launch.Kernel)}
-    assert len(ours) > 15
-    for kernel in ours:
-        kind = trace.kind_of({"cat": "kernel", "name": kernel.__name__})
-        module = kernel.fn.__module__.rpartition(".")[2]
-        assert kind == kinds.get(module, kinds[module.partition("_")[0]]), kernel.__name__
-
-
-def kernel_event(name, start, us, **args):
-    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": us, "args": args}
-
-
-def test_where_the_time_of_a_trace_goes(tmp_path, capsys):
-    """A collective inside a GEMM is no idle time, and 5 ms before a quantizer are."""
-    gathered = {"Out msg nelems": 10**9, "dtype": "BFloat16"}
-    events = [kernel_event("ncclDevKernel_AllGather", 2000, 3000, **gathered)]
-    events += [kernel_event("blockwise_gemm", 0, 10000), kernel_event("quantize_1x128", 15000, 500)]
-    file = tmp_path / "trace.json"
-    file.write_text(json.dumps({"traceEvents": events}))
-    trace.main([str(file)])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["GPU", "busy", "10.5,", "with", "kernels", "that", "compute", "10.5"] in lines
-    assert ["GPU", "idle", "5.0", "in", "1", "gaps"] in lines
-    assert ["received", "by", "all-gathers", "2.00", "GB"] in lines
-    assert ["10.00", "1", "10000.0", "FP8", "GEMM"] in lines
-    assert ["5.00", "1", "5000.0", "quantize_1x128"] in lines
-
-
-@pytest.mark.parametrize("text", [None, "[1]", '{"traceEvents": [{"ph": "X", "name": "k"}]}'])
-def test_a_file_that_is_not_a_trace(text, tmp_path, capsys):
-    file = tmp_path / "trace.json"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(SystemExit, match="2"):
-        trace.main([str(file)])
-    assert f"{file} is not a trace of torch.profiler" in capsys.readouterr().err
 
 
 ROWS = [
