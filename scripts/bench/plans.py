@@ -148,7 +148,7 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
 def gathered_bytes(events: list[dict]) -> int:
     """Bytes that all-gathers write to the memory of this rank, its own part included."""
     total = 0
-    for event in events:
+    for event in (e for e in events if e.get("cat") == "kernel"):
         args = event.get("args", {})
         # Each kernel of NCCL says how many elements it moves.
         if "AllGather" in event["name"] and "Out msg nelems" in args:
