@@ -9,25 +9,24 @@
     OUT/tokenizer/tokenizer_config.json
     OUT/report.txt                     what the text is; it is printed, too
 
-The text is Python's standard library: all its .py files, also empty ones and copies, except those
-in the folders LEFT_OUT, such as site-packages, test and encodings. With --from it is the text files
-below the named folders. There a file is text if it is UTF-8 without zero bytes; empty files, files
+The text is Python's standard library: all its .py files, except those in the folders LEFT_OUT. With
+--from it is the files below the named folders that are UTF-8 without zero bytes; empty files, files
 over 256 KiB, which are mostly generated tables, copies of other files, links and files below OUT
 are left out. The held-out part is a twentieth of the files or, with --held-out, the files below
 those folders, except those that are also in train.
 
-Source files are cut into pieces of about 400 characters, or as --piece says, which are sorted by
-their hash. For training this order is as good as random, but it is the same on every machine. So a
-batch mixes text from many files, and all data-parallel ranks, each of which reads one stretch of
-the corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens
-each token occurs more often, and more is learned in a hundred steps.
+Files are cut into pieces of about 400 characters, or as --piece says, which are sorted by their
+hash. For training this order is as good as random, but it is the same on every machine: a batch
+mixes text from many files, and all data-parallel ranks, each of which reads one stretch of the
+corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens each
+token occurs more often, and more is learned in a hundred steps.
 
-The result depends only on the text, the suffixes of its files, the names of the folders, the
-options, the versions of Python and tokenizers, and this file, not on where the folders are.
-OUT/stamp records all of these and is written last. If it matches and no file is missing, nothing is
-done. Otherwise the files above are replaced, and no other file in OUT is touched. A folder OUT with
-files, but without the lock of an earlier call, is refused, and so is another file beside a
-text.jsonl, which torchtitan would read as text; hidden files are allowed.
+The result depends only on what OUT/stamp records: the text, the suffixes of its files, the names of
+the folders, the options, the versions of Python and tokenizers, and this file. If the stamp, which
+is written last, matches and no file is missing, nothing is done. Otherwise the files above are
+replaced, and no other file in OUT is touched. A folder OUT with files, but without the lock of an
+earlier call, is refused, and so is another file beside a text.jsonl, which torchtitan would read as
+text; hidden files are allowed.
 """
 
 import argparse
@@ -49,7 +48,7 @@ from tables import printable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-VOCABULARIES = range(258, 2**31)  # at least the bytes and the two tokens above
+VOCABULARIES = range(258, 2**31)  # at least the bytes and these two tokens
 VALIDATION_EVERY = 20
 LARGEST_FILE = 256 * 1024  # bytes
 TOKENIZER_CHARACTERS = 50_000_000  # more would take long and teach the tokenizer nothing new
