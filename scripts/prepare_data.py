@@ -21,12 +21,12 @@ mixes text from many files, and all data-parallel ranks, each of which reads one
 corpus, see the same kind of text. The debug models have a vocabulary of 2048; with 512 tokens each
 token occurs more often, and more is learned in a hundred steps.
 
-The result depends only on what OUT/stamp records: the text, the suffixes of its files, the names of
-the folders, the options, the versions of Python and tokenizers, and this file. If the stamp, which
-is written last, matches and no file is missing, nothing is done. Otherwise the files above are
-replaced, and no other file in OUT is touched. A folder OUT with files, but without the lock of an
-earlier call, is refused, and so is another file beside a text.jsonl, which torchtitan would read as
-text; hidden files are allowed.
+The result depends only on what OUT/stamp records: the text, the names of the folders, the options,
+the versions of Python and tokenizers, and this file. If the stamp, which is written last, matches
+and no file is missing, nothing is done. Otherwise the files above are replaced, and no other file
+in OUT is touched. A folder OUT with files, but without the lock of an earlier call, is refused, and
+so is another file beside a text.jsonl, which torchtitan would read as text; hidden files are
+allowed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import tokenizers
 from tables import printable
@@ -60,18 +60,11 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
 
 
-class File(NamedTuple):
-    """A text file: the suffix of its name, and its text."""
-
-    suffix: str
-    text: str
-
-
 @dataclass
 class Part:
-    """The training part or the held-out part, and how many files were left out, by reason."""
+    """The texts of the training or the held-out part, and how many files were left out and why."""
 
-    files: list[File]
+    texts: list[str]
     left_out: Counter[str] = field(default_factory=Counter)
 
     def reasons(self) -> str:
@@ -82,30 +75,24 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="backslashreplace")).digest()
 
 
-def library() -> list[File]:
+def library() -> list[str]:
     """The standard library, ordered by the digest of the paths."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(folder) for path in folder.rglob("*.py")]
     names = [name for name in names if LEFT_OUT.isdisjoint(name.parts)]
     names.sort(key=lambda name: digest(name.as_posix()))
-    return [File(".py", (folder / n).read_text("utf-8", errors="replace")) for n in names]
+    return [(folder / name).read_text("utf-8", errors="replace") for name in names]
 
 
-def paths_below(folder: Path) -> list[Path]:
-    """The files and links below a folder, in the order of their paths relative to it.
-
-    So which of two copies comes first does not depend on where the folder is. Links to folders are
-    not followed.
-    """
+def paths_below(folder: Path) -> Iterator[Path]:
+    """The files and links below a folder; links to folders are not followed."""
 
     def refuse(error: OSError) -> NoReturn:
         raise error
 
-    paths: list[Path] = []
     for name, folders, files in os.walk(folder, onerror=refuse):
-        links = [link for link in folders if os.path.islink(os.path.join(name, link))]
-        paths += (Path(name, entry) for entry in links + files)
-    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
+        links = [entry for entry in folders if Path(name, entry).is_symlink()]
+        yield from (Path(name, entry) for entry in files + links)
 
 
 def text_of(path: Path, out: Path) -> tuple[str, str]:
@@ -129,7 +116,7 @@ def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
     Args:
         seen: the digests of texts that count as copies; those found here are added.
     """
-    found: dict[bytes, File] = {}
+    found: dict[bytes, str] = {}
     left_out: Counter[str] = Counter()
     for path in (path for folder in folders for path in paths_below(folder)):
         text, why = text_of(path, out)
@@ -138,7 +125,7 @@ def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
             left_out[why] += 1
         else:
             seen.add(key)
-            found[key] = File(printable(path.suffix), text)
+            found[key] = text
     return Part([found[key] for key in sorted(found)], left_out)
 
 
@@ -149,14 +136,14 @@ def both_parts(args: argparse.Namespace) -> tuple[Part, Part]:
     train = text_below(args.folders, out, seen) if args.folders else Part(library())
     if args.held_out:
         return train, text_below(args.held_out, out, seen)
-    rest = [file for i, file in enumerate(train.files) if i % VALIDATION_EVERY]
-    return Part(rest, train.left_out), Part(train.files[::VALIDATION_EVERY])
+    rest = [text for i, text in enumerate(train.texts) if i % VALIDATION_EVERY]
+    return Part(rest, train.left_out), Part(train.texts[::VALIDATION_EVERY])
 
 
 def shuffled_pieces(part: Part, size: int) -> list[str]:
     """Texts cut at the first line end after `size` characters; the pieces are sorted by digest."""
     pieces = []
-    for _, text in part.files:
+    for text in part.texts:
         start = 0
         while start < len(text):
             end = text.find("\n", start + size) + 1 or len(text)
@@ -173,9 +160,7 @@ def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
     """What determines the result, except for how many files were left out."""
     text = hashlib.sha256(Path(__file__).read_bytes())
     for part in parts:
-        for file in part.files:
-            text.update(digest(file.suffix) + digest(file.text))
-        text.update(b"/")
+        text.update(b"".join(map(digest, part.texts)) + b"/")
     versions = f"Python {sys.version.split()[0]}, tokenizers {tokenizers.__version__}"
     options = f"{args.vocab_size} tokens, pieces of {args.piece}"
     folders = f"from {folder_names(args.folders)!r}, held out {folder_names(args.held_out)!r}"
@@ -225,19 +210,15 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def describe(part: Part, texts: list[str], tokenizer: Tokenizer) -> str:
-    sample = list(some(texts, 1_000_000)) or texts[:1]
+def describe(part: Part, pieces: list[str], tokenizer: Tokenizer) -> str:
+    sample = list(some(pieces, 1_000_000)) or pieces[:1]
     encoded = tokenizer.encode_batch(sample, add_special_tokens=False)
     length = sum(map(len, sample)) / sum(len(encoding.ids) for encoding in encoded)
-    suffixes: Counter[str] = Counter()
-    for file in part.files:
-        suffixes[file.suffix or "none"] += len(file.text)
-    size, files = suffixes.total(), f"{len(part.files):,} files"
-    common = [f"{suffix} {count / size:.0%}" for suffix, count in suffixes.most_common(8)]
+    files, size = len(part.texts), sum(map(len, part.texts))
     return (
-        f"  {files}, {size / 1e6:.1f} million characters in {len(texts):,} pieces\n"
+        f"  {files:,} files, {size / 1e6:.1f} million characters in {len(pieces):,} pieces\n"
         f"  about {size / length / 1e6:.1f} million tokens of {length:.2f} characters\n"
-        f"  by suffix: {', '.join(common)}\n  left out: {part.reasons()}\n"
+        f"  left out: {part.reasons()}\n"
     )
 
 
@@ -246,7 +227,7 @@ def prepare(args: argparse.Namespace) -> str:
     out, stamp = args.out, args.out / "stamp"
     parts = both_parts(args)
     for name, part in zip(("training", "held-out"), parts):
-        if not any(file.text for file in part.files):
+        if not any(part.texts):
             left_out = part.reasons()
             sys.exit(f"prepare_data: the {name} part has no text (left out: {left_out})")
     wanted = fingerprint(args, parts)
