@@ -15,15 +15,13 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from tables import printable
 from titan_logs import HEALTH, InputError, merge, read_events, refuse_mixture
 
@@ -38,8 +36,7 @@ Values = dict[str, dict[int, float]]
 """Tag or layer -> step -> value."""
 
 
-@dataclass
-class Picture:
+class Picture(NamedTuple):
     title: str
     norm: Normalize
     unit: Any  # the format of numbers at the color bar
@@ -90,19 +87,22 @@ def pictures(health: Values) -> list[Picture]:
     underflow, error, spread = (
         by_layer(health, name) for name in ("underflow", "error", "scale_spread")
     )
-    share, of_underflow = PercentFormatter(1), LogNorm(1e-6, 1, clip=True)
+    of_underflow = LogNorm(1e-6, 1, clip=True)
     of_errors = Normalize(0.02, max(0.03, largest(error)), clip=True)
-    of_spreads = Normalize(0, max(1, largest(spread)))
+    powers = Normalize(0, max(1, largest(spread)))
     found = [
-        Picture("Non-zero elements that became zero", of_underflow, share, underflow),
-        Picture("Error of q · s", of_errors, share, error),
-        Picture("Largest scale of a tensor over its smallest", of_spreads, "2^{x:.0f}", spread),
+        Picture("Non-zero elements that became zero", of_underflow, percent, underflow),
+        Picture("Error of q · s", of_errors, percent, error),
+        Picture("Largest scale of a tensor over its smallest", powers, "2^{x:.3g}", spread),
     ]
     if tokens := unevenness(health):
         norm = Normalize(1, max(2, largest(tokens)))
-        title = "Tokens of the fullest expert over the mean"
-        found.append(Picture(title, norm, "{x:.1f} x", tokens))
+        found.append(Picture("Tokens of the fullest expert over the mean", norm, "{x} x", tokens))
     return found
+
+
+def percent(value: float, _: object) -> str:
+    return f"{100 * value:.4g} %"
 
 
 def largest(values: Values) -> float:
@@ -132,8 +132,6 @@ def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: se
     image = axes.imshow(grid, aspect="auto", interpolation="none", norm=picture.norm)
     bar = figure.colorbar(image, ax=axes, pad=0.02, format=picture.unit)
     bar.ax.tick_params(labelsize=7)
-    if picture.title.startswith("Largest scale"):
-        bar.locator = MaxNLocator(integer=True)
     crosses = [(steps.index(s), layers.index(name)) for name, s in bad if name in picture.values]
     if crosses:
         axes.plot(*zip(*crosses), "x", color="red", ms=5)
