@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from titan_fp8 import text_table as aligned
-
 Row = dict[str, object]
 """A result: column name -> value. None is a cell without a value."""
 
@@ -48,6 +46,8 @@ def cells(rows: Sequence[Row]) -> tuple[list[list[str]], set[int]]:
 
 
 def text_table(rows: Sequence[Row]) -> str:
+    from titan_fp8 import text_table as aligned  # Only here: it imports torch.
+
     return aligned.text_table(*cells(rows))
 
 
