@@ -97,18 +97,19 @@ def roof() -> float:
     return best
 
 
-def operands(op: str, dims: Dims, offs: Tensor | None) -> tuple:
-    """Arguments of an op: both operands with their scales, and the group ends."""
+def operands(op: str, dims: Dims, offs: Tensor | None, aligned: bool = False) -> tuple:
+    """Arguments of an op: both operands with their scales, the group ends, and `aligned`."""
     e, m, n, k = dims
     left, right = (getattr(hopper, name) for name in QUANTIZERS[op])
     if op.endswith("wgrad"):
-        return *left(randn(m, n), offs), *right(randn(m, k), offs), offs
+        columns = *left(randn(m, n), offs, aligned), *right(randn(m, k), offs, aligned)
+        return *columns, offs, aligned
     weight = (n, k) if offs is None else (e, n, k)
-    return *left(randn(m, k)), *right(randn(*weight)), offs
+    return *left(randn(m, k)), *right(randn(*weight)), offs, aligned
 
 
-def ours(op: str, dims: Dims, offs: Tensor | None) -> Product:
-    return functools.partial(getattr(hopper, op), *operands(op, dims, offs))
+def ours(op: str, dims: Dims, offs: Tensor | None, aligned: bool = False) -> Product:
+    return functools.partial(getattr(hopper, op), *operands(op, dims, offs, aligned))
 
 
 def is_right(op: str, dims: Dims, offs: Tensor | None) -> bool:
@@ -131,7 +132,7 @@ def in_bf16(wgrad: bool, dims: Dims, offs: Tensor | None) -> Product:
 def torch_rowwise(wgrad: bool, dims: Dims, offs: Tensor | None) -> Product:
     e, _, n, k = dims
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": not wgrad}
-    a, sa, b, sb, _ = operands("rowwise_wgrad" if wgrad else "rowwise_mm", dims, offs)
+    a, sa, b, sb, *_ = operands("rowwise_wgrad" if wgrad else "rowwise_mm", dims, offs)
     if offs is None:
         return lambda: torch._scaled_mm(a, b.t(), sa[:, None], sb[None], **options)
     if not wgrad:
@@ -145,7 +146,7 @@ def torch_rowwise(wgrad: bool, dims: Dims, offs: Tensor | None) -> Product:
 
 
 def cublas(wgrad: bool, dims: Dims) -> Product:
-    a, sa, b, sb, _ = operands("blockwise_wgrad" if wgrad else "blockwise_mm", dims, None)
+    a, sa, b, sb, *_ = operands("blockwise_wgrad" if wgrad else "blockwise_mm", dims, None)
     scaling = F.ScalingType
     recipes = (scaling.BlockWise1x128, sb, scaling.BlockWise1x128)
     if not wgrad:
@@ -156,7 +157,7 @@ def cublas(wgrad: bool, dims: Dims) -> Product:
 
 def deepgemm(dims: Dims, offs: Tensor | None) -> Product:
     _, m, n, _ = dims
-    a, sa, b, sb, _ = operands("blockwise_mm", dims, offs)
+    a, sa, b, sb, *_ = operands("blockwise_mm", dims, offs)
     y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     if offs is None:
         return lambda: deep_gemm.fp8_gemm_nt((a, sa), (b, sb), y)

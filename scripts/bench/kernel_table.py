@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from bench.common import Step, environment, median_us, randn, require_hopper, sets_beyond_l2
+from bench import gemm
+from bench.common import Step, environment, median_us, require_hopper, sets_beyond_l2
 from bench.shapes import uneven_ends
 
-from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.recipe import BF16
 
 TABLES = Path(__file__).parents[2] / "titan_fp8" / "plan" / "tables"
 KINDS = (BF16, "blockwise", "rowwise")
@@ -33,19 +33,12 @@ GROUPED = ((1408, 2048), (2048, 1408), (2048, 7168))
 """(N, K) of experts: DeepSeek-V3 16B's, and 671B's."""
 
 
-def gemm(kind: str, op: str, e: int, m: int, n: int, k: int) -> Step:
+def product(kind: str, op: str, e: int, m: int, n: int, k: int) -> Step:
     """A GEMM with operands of its own; e = 0: no groups. Group ends are multiples of 128."""
-    offs = uneven_ends(e, m, 128).cuda() if e else None
-    x, w, g = randn(m, k), randn(*([e] if e else []), n, k), randn(m, n)
+    offs, dims = uneven_ends(e, m, 128).cuda() if e else None, (max(e, 1), m, n, k)
     if kind == BF16:
-        left, right = (x, w.mT) if op == "mm" else (g.T, x)
-        return lambda: torch._grouped_mm(left, right, offs=offs) if e else left @ right
-    recipe, layout = get_recipe(kind), (offs, e > 0)
-    if op == "mm":
-        operands = *recipe.quantize_rows(x), *recipe.quantize_weight(w)
-        return lambda: recipe.mm(*operands, *layout)
-    columns = *recipe.quantize_columns(g, *layout), *recipe.quantize_columns(x, *layout)
-    return lambda: recipe.wgrad.op(*columns, *layout)
+        return gemm.in_bf16(op == "wgrad", dims, offs)
+    return gemm.ours(f"{kind}_{op}", dims, offs, aligned=e > 0)
 
 
 def rows() -> Iterator[list]:
@@ -55,7 +48,7 @@ def rows() -> Iterator[list]:
         _, m, n, k = shape
         count = min(sets_beyond_l2(m * (n + k)), 8)
         # Calls in one graph, since a graph of one short call waits for its launch.
-        arms = [[gemm(kind, op, *shape) for _ in range(count)] for kind in KINDS]
+        arms = [[product(kind, op, *shape) for _ in range(count)] for kind in KINDS]
         times = [median_us([lambda arm=arm: [each() for each in arm]]) / count for arm in arms]
         yield [op, *shape, *(float(f"{us:.4g}") for us in times)]
 

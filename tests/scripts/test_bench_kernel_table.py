@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from bench import kernel_table
+from bench import gemm, kernel_table
 
+from titan_fp8 import reference
 from titan_fp8.plan import bound
 
 SHIPPED = bound.TABLES
@@ -22,12 +23,13 @@ def on_cpu(monkeypatch):
         "GROUPS": ((2, 1024),),
         "GROUPED": ((16, 32),),
         "sets_beyond_l2": lambda size: 2,
-        "randn": lambda *shape: torch.randn(shape, dtype=torch.bfloat16),
         "median_us": lambda functions: [each() for each in functions] and 20.0,
         "environment": lambda: FACTS,
         "require_hopper": lambda: None,
     }.items():
         monkeypatch.setattr(kernel_table, name, value)
+    monkeypatch.setattr(gemm, "hopper", reference)
+    monkeypatch.setattr(gemm, "randn", lambda *shape: torch.randn(shape, dtype=torch.bfloat16))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
 
 
