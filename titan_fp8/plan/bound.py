@@ -1,7 +1,7 @@
 """What tables of GEMM speeds say of a model, without a GPU.
 
 The speed of a layer is that of its GEMMs alone, each as much faster than bf16 as the nearest one in
-the table (`tables/`, from scripts/kernel_table.py). It bounds what FP8 GEMMs gain in a step: what
+the table (`tables/`, from scripts/bench). It bounds what FP8 GEMMs gain in a step: what
 is left in high precision takes as long as its FLOPs take in bf16, and all else no time.
 """
 

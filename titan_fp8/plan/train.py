@@ -1,6 +1,6 @@
 """Trains a config for a few steps in bf16 and in FP8, and says how fast it was.
 
-`--train` and scripts/bench_plans.py both run jobs by `run`: torchrun in a subprocess, as
+`--train` and scripts/bench/plans.py both run jobs by `run`: torchrun in a subprocess, as
 scripts/train.sh launches it, with torchtitan's own profiler. `python -m titan_fp8.plan.train BLOCKS
 ...` is what each rank runs: torchtitan, with a model of BLOCKS blocks.
 

@@ -1,32 +1,25 @@
 """Measures a table of GEMM speeds for `titan_fp8.plan` on one Hopper GPU, in about a minute.
 
-    python scripts/kernel_table.py [--json FILE]
+    python scripts/bench kernel_table
 
-Writes titan_fp8/plan/tables/CARD.json, such as h200.json, or FILE. Results are not checked here:
-bench_gemm.py checks the same kernels.
+Writes titan_fp8/plan/tables/CARD.json, such as h200.json. Results are not checked here: gemm.py
+checks the same kernels.
 """
 
+import argparse
 import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from bench_common import (
-    Step,
-    environment,
-    median_us,
-    parser,
-    randn,
-    require_hopper,
-    sets_beyond_l2,
-)
-from shapes import uneven_ends
+from bench import gemm
+from bench.common import Step, environment, median_us, require_hopper, sets_beyond_l2
+from bench.shapes import uneven_ends
 
-from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.recipe import BF16
 
-TABLES = Path(__file__).parents[1] / "titan_fp8" / "plan" / "tables"
+TABLES = Path(__file__).parents[2] / "titan_fp8" / "plan" / "tables"
 KINDS = (BF16, "blockwise", "rowwise")
 TOKENS = (1024, 8192)
 DENSE = (
@@ -40,19 +33,12 @@ GROUPED = ((1408, 2048), (2048, 1408), (2048, 7168))
 """(N, K) of experts: DeepSeek-V3 16B's, and 671B's."""
 
 
-def gemm(kind: str, op: str, e: int, m: int, n: int, k: int) -> Step:
+def product(kind: str, op: str, e: int, m: int, n: int, k: int) -> Step:
     """A GEMM with operands of its own; e = 0: no groups. Group ends are multiples of 128."""
-    offs = uneven_ends(e, m, 128).cuda() if e else None
-    x, w, g = randn(m, k), randn(*([e] if e else []), n, k), randn(m, n)
+    offs, dims = uneven_ends(e, m, 128).cuda() if e else None, (max(e, 1), m, n, k)
     if kind == BF16:
-        left, right = (x, w.mT) if op == "mm" else (g.T, x)
-        return lambda: torch._grouped_mm(left, right, offs=offs) if e else left @ right
-    recipe, layout = get_recipe(kind), (offs, e > 0)
-    if op == "mm":
-        operands = *recipe.quantize_rows(x), *recipe.quantize_weight(w)
-        return lambda: recipe.mm(*operands, *layout)
-    columns = *recipe.quantize_columns(g, *layout), *recipe.quantize_columns(x, *layout)
-    return lambda: recipe.wgrad.op(*columns, *layout)
+        return gemm.in_bf16(op == "wgrad", dims, offs)
+    return gemm.ours(f"{kind}_{op}", dims, offs, aligned=e > 0)
 
 
 def rows() -> Iterator[list]:
@@ -62,7 +48,7 @@ def rows() -> Iterator[list]:
         _, m, n, k = shape
         count = min(sets_beyond_l2(m * (n + k)), 8)
         # Calls in one graph, since a graph of one short call waits for its launch.
-        arms = [[gemm(kind, op, *shape) for _ in range(count)] for kind in KINDS]
+        arms = [[product(kind, op, *shape) for _ in range(count)] for kind in KINDS]
         times = [median_us([lambda arm=arm: [each() for each in arm]]) / count for arm in arms]
         yield [op, *shape, *(float(f"{us:.4g}") for us in times)]
 
@@ -75,18 +61,14 @@ def file_of(card: str) -> Path:
     return TABLES / f"{found[0].lower()}.json"
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    args = arguments.parse_args(argv)
-    require_hopper(arguments)
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("python scripts/bench kernel_table", None, __doc__)
+    parser.parse_args(argv)
+    require_hopper()
     facts = environment()
     head = {key: facts[key] for key in ("card", "torch", "date", "commit", "command")}
     head |= {"groups": "uneven", "columns": ["op", *"EMNK", *KINDS]}
     lines = ",\n  ".join(map(json.dumps, rows()))
-    file = args.json or file_of(facts["card"])
+    file = file_of(facts["card"])
     file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "us": [\n  {lines}\n ]\n}}\n')
     print(f"written to {file}")
-
-
-if __name__ == "__main__":
-    main()
