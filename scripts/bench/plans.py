@@ -1,6 +1,6 @@
 """Trains production models under many parallel plans, in bf16 and in FP8, and prints one table.
 
-    python scripts/bench plans [--steps N] [--recipes bf16,blockwise] [PLAN ...]
+    python scripts/bench plans [--steps N] [--recipes "bf16,bf16 tuned,blockwise"] [PLAN ...]
 
 Without a PLAN it runs all that use as many GPUs as there are (CUDA_VISIBLE_DEVICES counts): 1, 2 or
 4. Every run is compiled and has op-level activation checkpointing. FSDP2 gathers weights in FP8,
@@ -191,7 +191,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("plans", nargs="*", metavar="PLAN")
     parser.add_argument("--steps", type=int, default=30, help="of each run (default: 30)")
-    parser.add_argument("--recipes", default="bf16,blockwise", help="default: bf16,blockwise")
+    arms = f"{BF16},{train.TUNED},blockwise"
+    parser.add_argument("--recipes", default=arms, help=f"default: {arms}")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.plans if name not in PLANS]:
         parser.error(f"no such plan: {', '.join(unknown)}; there are {', '.join(PLANS)}")

@@ -137,6 +137,8 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, c
     (tmp_path / "data/stamp").touch()
     assert plans.main(["llama3-8b-fsdp2", "llama3-8b-tp2"]) == 1
     rows = json.loads((tmp_path / "results" / "result.json").read_text())["rows"]
-    assert [row["plan"] for row in rows] == ["llama3-8b-fsdp2"] * 2 + ["llama3-8b-tp2"] * 2
+    arms = ("bf16", "bf16 tuned", "blockwise")
+    names = [(row["plan"], row["recipe"]) for row in rows]
+    assert names == [(p, a) for p in ("llama3-8b-fsdp2", "llama3-8b-tp2") for a in arms]
     assert all(row["error"] == "RuntimeError: out of memory" for row in rows)
     assert "RuntimeError: out of memory" in capsys.readouterr().out
