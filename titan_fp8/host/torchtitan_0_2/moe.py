@@ -14,7 +14,6 @@ from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
-from titan_fp8.host.torchtitan_0_2.token_exchange import exchange_counts
 
 
 class Routed(NamedTuple):
@@ -65,7 +64,6 @@ class GatherMoE(MoE):
     def finish(self, routed: Routed) -> Tensor:
         """The experts and what follows them: (T, dim)."""
         tokens, copies, counts, slots, rows, scores = routed
-        exchange_counts(self.experts, counts)
         copies = self.experts(copies, counts)
         # Computed here to overlap with the all-to-all that returns the copies.
         shared_experts = _without_compiler(self.shared_experts)

@@ -4,18 +4,15 @@ PyTorch's functional collectives do in Python what torchtitan's dispatch does no
 the process group, check the sizes, and pass through two autograd functions. These functions call
 the same ops, so activation checkpointing sees and saves what it did before.
 
-To send its rows, a rank must know how many of them each rank gets, and how many it receives. So the
-ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan does all
-of this in a hook on the experts, which runs after that of FSDP2. Here `exchange_counts` starts it
-before FSDP2's hook, whose work the CPU then does while the counts travel, and the sums are copied
-to the CPU together.
+To send its rows, a rank must know how many of them each rank gets, and how many it receives. So
+the ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan
+copies the two sums to the CPU one after the other; here they are copied together.
 """
 
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,50 +24,22 @@ from titan_fp8.functional import no_double_backward
 _c10d = torch.ops._c10d_functional
 
 
-class _Exchanged(NamedTuple):
-    """The rows for each expert, exchanged between the ranks.
+def _exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[list[int]]]:
+    """Exchanges the rows for each expert (experts,) between the ranks.
 
-    Attributes:
-        counts: how many of this rank's rows each expert gets (experts,).
-        received: how many rows come from each rank for each local expert (experts,), rank first.
-        splits: the sums of both for each rank (2, ranks), on the CPU.
-        copied: when `splits` has arrived there; None if it has.
+    Returns:
+        How many rows come from each rank for each local expert (experts,), rank first; and how many
+        this rank sends to, and receives from, each rank. Under op-level checkpointing a
+        recomputation gets what forward has saved.
     """
-
-    counts: Tensor
-    received: Tensor
-    splits: Tensor
-    copied: torch.cuda.Event | None
-
-
-_groups: WeakKeyDictionary[nn.Module, ProcessGroup] = WeakKeyDictionary()
-"""The ranks between which the tokens of experts are exchanged, once that has happened."""
-_started: WeakKeyDictionary[nn.Module, _Exchanged] = WeakKeyDictionary()
-"""What `exchange_counts` has started and `token_dispatch` has not used yet."""
-
-
-def exchange_counts(experts: nn.Module, counts: Tensor) -> None:
-    """Starts the exchange of the counts that `experts` will be called with.
-
-    It does nothing in a recomputation. Under op-level checkpointing the result is saved there;
-    under full checkpointing `token_dispatch` makes the exchange.
-    """
-    group = _groups.get(experts)
-    if group is not None and torch._C._current_graph_task_id() == -1:
-        _started[experts] = _exchange_counts(counts, group, blocking=False)
-
-
-def _exchange_counts(counts: Tensor, group: ProcessGroup, blocking: bool) -> _Exchanged:
     with torch.no_grad():
         with inside_checkpoint():
             arriving = all_to_all_single(counts, None, None, group)
         received = _c10d.wait_tensor.default(arriving)
         splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
         with inside_checkpoint():
-            splits = splits.to("cpu", non_blocking=not blocking)
-    pending = not blocking and counts.is_cuda
-    copied = torch.cuda.current_stream().record_event() if pending else None
-    return _Exchanged(counts, received, splits, copied)
+            splits = splits.to("cpu")
+    return received, splits.tolist()
 
 
 def all_to_all_single(
@@ -113,16 +82,10 @@ def token_dispatch(
     """
     rows, counts = inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
-    exchanged = _started.pop(mod, None)
-    if exchanged is None or exchanged.counts is not counts:
-        exchanged = _exchange_counts(counts, group, blocking=True)
-    _groups[mod] = group
-    if exchanged.copied is not None:
-        exchanged.copied.synchronize()
-    self.input_splits, self.output_splits = exchanged.splits.tolist()
+    received, (self.input_splits, self.output_splits) = _exchange_counts(counts, group)
     rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
     self.input_shape, rows, self.permuted_indices, sizes = expert_parallel._permute(
-        rows, exchanged.received, ranks, len(counts) // ranks
+        rows, received, ranks, len(counts) // ranks
     )
     return rows, sizes
 
