@@ -33,11 +33,11 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_fp8.chained_pass import ChainedPass
-from titan_fp8.recipe import RECIPES, op_of
+from titan_fp8.recipe import RECIPES
 
 _aten = torch.ops.aten
 _QUANTIZERS = {
-    op_of(recipe.quantize_rows_and_columns).overloadpacket for recipe in RECIPES.values()
+    recipe.quantize_rows_and_columns.overload.overloadpacket for recipe in RECIPES.values()
 }
 """The quantizers that write the copies of an input for fprop and for wgrad from one read."""
 

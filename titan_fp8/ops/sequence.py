@@ -16,7 +16,7 @@ of step and output, too. Torch's C++ code puts the string between double quotes,
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,14 +83,15 @@ def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[l
     return steps, kept, gone
 
 
-def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
-    """Runs the sequence that is the last argument on the tensors before it."""
+def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    """Runs the sequence that is the last argument on the tensors before it; without ops, fakes."""
     *tensors, sequence = arguments
     steps, results, gone = _decode(sequence)
     found: list[list[Any]] = [tensors]
     for step, places in zip(steps, gone, strict=True):
         args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
-        outputs = getattr(registry.direct, step.op)(*args, **step.options)
+        op = registry.OPS[step.op]
+        outputs = op(ops, *args, **step.options) if ops else op.fake(*args, **step.options)
         found.append([*outputs] if isinstance(outputs, tuple) else [outputs])
         del args, outputs
         for place in places:  # Frees the memory.
@@ -98,30 +99,14 @@ def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple([found[place.step][place.output] for place in results])
 
 
-_replayable = registry.replayable(run_steps)
-
-
-@functools.cache
-def _function(sequence: str) -> Callable[..., tuple[Tensor, ...]]:
-    """`run_steps`, replayed unless ops are emulated, which launch nothing."""
-    steps, _, _ = _decode(sequence)
-    return run_steps if any(step.options.get("emulate") for step in steps) else _replayable
-
-
 def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return list(_function(sequence)(*tensors, sequence))
+    return [*registry.run(run_steps, *tensors, sequence)]
+
+
+def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    return [*run_steps(None, *tensors, sequence)]
 
 
 OVERLOAD = registry.register(
-    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_run
+    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_fake
 )
-_dispatch = OVERLOAD._op
-
-
-def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    skips = not registry.needs_dispatcher(tensors) or registry.mode_ignores_ops()
-    return (_run if skips else _dispatch)(tensors, sequence)
-
-
-# As in the registry: code from torch.compile calls the overload, which calls its `_op`.
-OVERLOAD._op = _call
