@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import titan_fp8
 from titan_fp8 import chained_pass
 from titan_fp8.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
-from titan_fp8.ops import sequence
+from titan_fp8.ops import registry, sequence
 from titan_fp8.ops.sequence import Place, Step, encode
 from titan_fp8.recipe import RECIPES
 
@@ -120,19 +120,19 @@ def test_sequences_have_a_limit():
     assert [*map(len, sequences)] == [MAX_STEPS, 3]
 
 
-def test_a_sequence_frees_what_no_later_step_reads(monkeypatch):
+def test_a_sequence_frees_what_no_later_step_reads():
     made, alive = [], []
 
-    def step(_, x, *others):
+    def step(x, *_):
         alive.append([output() is not None for output in made])
         y = x + 1
         made.append(weakref.ref(y))
         return y
 
-    monkeypatch.setattr(sequence.registry, "OPS", {"a": step, "b": step, "c": step})
-    steps = [Step("a", (Place(0, 0),), {}), Step("b", (Place(1, 0), Place(0, 1)), {})]
-    steps.append(Step("c", (Place(2, 0), None, torch.float32, 1.5, "text", True), {}))
-    (result,) = sequence.run_steps(object(), *torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
+    ops = SimpleNamespace(quantize_row=step, transpose_fp8=step, blockwise_mm=step)
+    steps = [Step("quantize_row", (Place(0, 0),), {}), Step("transpose_fp8", (Place(1, 0), Place(0, 1)), {})]
+    steps.append(Step("blockwise_mm", (Place(2, 0), None, torch.float32, 1.5, "text", True), {}))
+    (result,) = sequence.run_steps(ops, *torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
     assert torch.equal(result, torch.full((3,), 3.0))
     assert alive == [[], [True], [False, True]]
 
@@ -158,10 +158,17 @@ def test_outputs_that_are_read_as_two_nodes():
 
 
 def test_the_string_of_a_sequence_can_stand_in_c():
-    step = Step("op", (Place(0, 0), None, True, torch.float32, "text"), {"scale_fmt": "ue8m0"})
+    arguments = Place(0, 0), None, True, torch.float32, "text"
+    step = Step("quantize_row", arguments, {"scale_fmt": "ue8m0"})
     string = encode([step], [Place(1, 0)])
     assert not set(string) & set('"\\\n')
-    assert sequence._decode(string) == ((step,), (Place(1, 0),), ([],))
+    assert sequence._decode(string) == ((step,), (Place(1, 0),), (0,), ([],))
+
+
+def test_a_sequence_refuses_fp16():
+    string = encode([Step("quantize_row", (Place(0, 0),), {})], [Place(1, 0)])
+    with pytest.raises(ValueError, match="titan_fp8::sequence: tensors are .torch.float16"):
+        fp8.sequence([torch.zeros(2, 16).half()], string)
 
 
 class Other(CustomGraphPass):
@@ -218,7 +225,7 @@ def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
     run = sequence.run_steps
 
     def run_steps(ops, *args):
-        calls.extend(args[-1:] if ops else ())  # Without ops it is traced.
+        calls.extend(args[-1:] if ops is not registry.fakes else ())
         return run(ops, *args)
 
     monkeypatch.setattr(sequence, "run_steps", run_steps)

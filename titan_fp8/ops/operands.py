@@ -115,7 +115,9 @@ def integers(*dims: Dim | EllipsisType) -> Accepted:
 def for_kernels(t: Tensor) -> Tensor:
     """t, contiguous, and at a multiple of 16 bytes if it is FP8, which is read by TMA."""
     t = t.contiguous()
-    if t.dtype != E4M3 or t.is_meta or torch.compiler.is_compiling():
+    if t.dtype != E4M3 or t.is_meta or type(t) not in (Tensor, torch.nn.Parameter):
+        return t
+    if torch.compiler.is_compiling():
         return t
     return t.clone() if t.data_ptr() % 16 else t
 

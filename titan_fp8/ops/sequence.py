@@ -22,7 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_fp8.layouts import E4M3
 from titan_fp8.ops import registry
+from titan_fp8.ops.operands import DTYPES, for_kernels
+
+_DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 
 
 class Place(NamedTuple):
@@ -60,10 +64,17 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
     return repr((calls, tuple(map(tuple, results))))
 
 
-@functools.cache
-def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[list[Place], ...]]:
-    """The steps, the results, and for each step the places that nothing needs after it."""
+class _Decoded(NamedTuple):
+    """A sequence. `contiguous`: the tensors to lay out for kernels. `gone`: what each step frees."""
 
+    steps: tuple[Step, ...]
+    results: tuple[Place, ...]
+    contiguous: tuple[int, ...]
+    gone: tuple[list[Place], ...]
+
+
+@functools.cache
+def _decode(sequence: str) -> _Decoded:
     def argument(value: Any) -> Any:
         if not isinstance(value, tuple):
             return value
@@ -74,24 +85,31 @@ def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[l
     steps = tuple(Step(op, tuple(map(argument, args)), options) for op, args, options in calls)
     kept = tuple(Place(*result) for result in results)
     last: dict[Place, int] = {}
+    contiguous = set()
     for number, step in enumerate(steps):
         last |= {place: number for place in step.arguments if isinstance(place, Place)}
+        read = (step.arguments[i] for i in registry.OPS[step.op].check.contiguous if i < len(step.arguments))
+        contiguous |= {place.output for place in read if isinstance(place, Place) and not place.step}
     gone = tuple(
         [p for p, number in last.items() if p.step and number == n and p not in kept]
         for n in range(len(steps))
     )
-    return steps, kept, gone
+    return _Decoded(steps, kept, tuple(contiguous), gone)
 
 
 def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    """Runs the sequence that is the last argument on the tensors before it; without ops, fakes."""
+    """Runs the sequence that is the last argument on the tensors before it."""
     *tensors, sequence = arguments
-    steps, results, gone = _decode(sequence)
+    steps, results, contiguous, gone = _decode(sequence)
+    if not _DTYPES.issuperset([t.dtype for t in tensors]):
+        dtypes = [t.dtype for t in tensors]
+        raise ValueError(f"titan_fp8::sequence: tensors are {dtypes}: allowed are {_DTYPES}")
+    for i in contiguous:
+        tensors[i] = for_kernels(tensors[i])
     found: list[list[Any]] = [tensors]
     for step, places in zip(steps, gone, strict=True):
         args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
-        op = registry.OPS[step.op]
-        outputs = op(ops, *args, **step.options) if ops else op.fake(*args, **step.options)
+        outputs = getattr(ops, step.op)(*args, **step.options)
         found.append([*outputs] if isinstance(outputs, tuple) else [outputs])
         del args, outputs
         for place in places:  # Frees the memory.
@@ -104,7 +122,7 @@ def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
 
 
 def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return [*run_steps(None, *tensors, sequence)]
+    return [*run_steps(registry.fakes, *tensors, sequence)]
 
 
 OVERLOAD = registry.register(
