@@ -64,8 +64,13 @@ class QuantizedWeight(NamedTuple):
     def device(self) -> torch.device:
         return self.rows[0].device
 
-    requires_grad = False
-    dtype = None
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def dtype(self) -> None:
+        """That of its gradient, which it does not get."""
 
     @property
     def for_fprop(self) -> WeightOperand:
@@ -141,9 +146,9 @@ class Function(torch.autograd.Function):
         """
         if _in_transform():
             raise RuntimeError(f"titan_fp8 cannot run inside transforms of torch.func: {_USE}")
-        if not torch.compiler.is_compiling():
-            if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
-                raise NotImplementedError(f"titan_fp8 has no forward-mode derivatives: {_USE}")
+        in_eager = not torch.compiler.is_compiling()
+        if in_eager and forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            raise NotImplementedError(f"titan_fp8 has no forward-mode derivatives: {_USE}")
         return cls.apply(*args)
 
 
@@ -208,8 +213,8 @@ class _FP8Product(Function):
         if x_quantized is None:
             y_MN, x_columns = _forward(x_MK, for_fprop, offs, for_wgrad, spec)
         else:
-            q, s, *x_columns = x_quantized
-            y_MN = run(_fprop, q, s, *for_fprop, offs, spec, emulate=spec.emulate)
+            rows, x_columns = x_quantized[:2], x_quantized[2:]
+            y_MN = run(_fprop, *rows, *for_fprop, offs, spec, emulate=spec.emulate)
             x_columns = x_columns or (x_MK.to(spec.dtype).bfloat16(),)
         ctx.dtypes = x_MK.dtype, w.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(offs, *for_dgrad, *(x_columns if for_wgrad else ()))
@@ -256,7 +261,7 @@ def _forward(
     x_MK = x_MK.detach().to(spec.dtype).contiguous()
     arguments = x_MK, *w, offs, for_wgrad, spec
     y_MN, *x_columns = run(product_forward, *arguments, emulate=spec.emulate)
-    return y_MN, x_columns or (x_MK.bfloat16(),)
+    return y_MN, (*x_columns,) or (x_MK.bfloat16(),)
 
 
 def product(
@@ -270,7 +275,8 @@ def product(
     """y (M, N) of x (M, K) and a weight, as `fp8_linear` and `fp8_grouped_mm` describe them.
 
     Args:
-        x_quantized: `gemms.quantized` of x, for products that share it; or None. The columns are needed if backward computes the gradient of the weight.
+        x_quantized: `gemms.quantized` of x, for products that share it; or None. The columns are
+            needed if backward computes the gradient of the weight.
     """
     if not torch.is_grad_enabled() and forward_ad._current_level < 0 and x_quantized is None:
         # An autograd function would only take time. But it refuses forward-mode AD.

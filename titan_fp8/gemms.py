@@ -101,7 +101,7 @@ def _given(*results: Tensor | None) -> tuple[Tensor, ...]:
     return tuple([t for t in results if t is not None])
 
 
-# Each of these takes tensors and constants by position, and returns fresh tensors: `run` replays it.
+# Each of these takes tensors and constants by position and returns fresh tensors, for `run`.
 
 
 def quantized(
@@ -139,9 +139,7 @@ def product_backward(
 ) -> tuple[Tensor, ...]:
     """Of dx (M, K) and dW (N, K) or (E, N, K) those that have a dtype in `dtypes`."""
     dx_dtype, dw_dtype = dtypes
-    rows, columns = quantize(
-        ops, g_MN, offs, dx_dtype is not None, dw_dtype is not None, spec
-    )
+    rows, columns = quantize(ops, g_MN, offs, dx_dtype is not None, dw_dtype is not None, spec)
     dx = None
     if dx_dtype is not None:
         dx = dgrad(ops, rows, (w, w_scale), offs, spec, dx_dtype)

@@ -166,7 +166,9 @@ def _merge(nodes: Sequence[fx.Node]) -> None:
                 inputs[value] = value.meta["val"] if eager_value is None else eager_value
             arguments.append(places.get(value) or Place(0, [*inputs].index(value)))
         name = cast(OpOverload, node.target)._opname
-        steps.append(Step(name, tuple(arguments), {k: v for k, v in node.kwargs.items() if k != "emulate"}))
+        steps.append(
+            Step(name, tuple(arguments), {k: v for k, v in node.kwargs.items() if k != "emulate"})
+        )
         if isinstance(node.meta["val"], Tensor):
             places[node] = Place(number, 0)
         else:

@@ -114,7 +114,9 @@ def sort_by_expert(
         The rows (R, dim), the permutation for `sort_back`, and the padded group sizes (experts,),
         int32.
     """
-    *indices, sizes = call("places_of_tokens", counts, experts, ranks, x.shape[0], length, alignment)
+    *indices, sizes = call(
+        "places_of_tokens", counts, experts, ranks, x.shape[0], length, alignment
+    )
     permutation = Permutation(*indices)
     return Permute.call(x, *permutation), permutation, sizes
 

@@ -107,6 +107,7 @@ def fp8_swiglu(
     Raises:
         ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
     """
+    get_recipe(recipe)
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
     weights = {"w1": w1, "w2": w2, "w3": w3}

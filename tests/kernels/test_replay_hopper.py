@@ -137,7 +137,9 @@ def product(recipe: str, ends: tuple | None, aligned: bool = False, gathered: bo
         )
         if not gathered:
             return x, g, offs, w
-        (q, s), (_, s_t) = (f(w) for f in (spec.recipe.quantize_weight, spec.recipe.quantize_weight_t))
+        (q, s), (_, s_t) = (
+            f(w) for f in (spec.recipe.quantize_weight, spec.recipe.quantize_weight_t)
+        )
         return x, g, offs, q, s, s_t
 
     return both, make

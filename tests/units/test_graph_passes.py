@@ -130,7 +130,10 @@ def test_a_sequence_frees_what_no_later_step_reads():
         return y
 
     ops = SimpleNamespace(quantize_row=step, transpose_fp8=step, blockwise_mm=step)
-    steps = [Step("quantize_row", (Place(0, 0),), {}), Step("transpose_fp8", (Place(1, 0), Place(0, 1)), {})]
+    steps = [
+        Step("quantize_row", (Place(0, 0),), {}),
+        Step("transpose_fp8", (Place(1, 0), Place(0, 1)), {}),
+    ]
     steps.append(Step("blockwise_mm", (Place(2, 0), None, torch.float32, 1.5, "text", True), {}))
     (result,) = sequence.run_steps(ops, *torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
     assert torch.equal(result, torch.full((3,), 3.0))

@@ -51,13 +51,13 @@ def _bf16_wgrad(c: Any) -> Tensor:
     return c.g.new_empty(*groups, c.g.shape[1], c.x.shape[1], dtype=c.out_dtype)
 
 
-_BLOCKWISE = {
+_BLOCKWISE: dict[str, Any] = {
     "a": fp8(M, K),
     "sa": fp32(M, blocks(K)),
     "b": fp8(E, N, K),
     "sb": fp32(E, blocks(N), blocks(K)),
 }
-_SECOND = {f"{name}2": operand for name, operand in _BLOCKWISE.items()}
+_SECOND: dict[str, Any] = {f"{name}2": operand for name, operand in _BLOCKWISE.items()}
 
 primitive(reference.blockwise_mm, _mm, **_BLOCKWISE)
 primitive(reference.blockwise_mm_pair, _mm, **_BLOCKWISE, **_SECOND)
@@ -69,9 +69,7 @@ primitive(
     b=fp8(K, MT),
     sb=fp32(K, blocks(MT)),
 )
-primitive(
-    reference.rowwise_mm, _mm, a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N)
-)
+primitive(reference.rowwise_mm, _mm, a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N))
 primitive(
     reference.rowwise_wgrad,
     _wgrad,

@@ -6,8 +6,8 @@ dimensions that it may have:
     primitive(reference.blockwise_mm, ..., a=fp8(M, K), sa=fp32(M, blocks(K)), b=fp8(E, N, K), ...)
 
 A dimension has the same size wherever it occurs. E is the number of groups and is there only if the
-op is given `offs`; `...` stands for any number of leading dimensions. `offs`, dtypes and `scale_fmt`
-mean the same in every op, so definitions need not list them.
+op is given `offs`; `...` stands for any number of leading dimensions. `offs`, dtypes and
+`scale_fmt` mean the same in every op, so definitions need not list them.
 
 Kernels take addresses. Without these checks they would read FP16 as bf16, or past the end of a
 scale.
@@ -147,7 +147,7 @@ class Check:
             raise TypeError(f"{op}: the tensors are {tensors}, not {list(operands)}")
         at = {name: names.index(name) for name in names}
         self._tensors = [
-            (at[name], name, kinds[name] != Tensor, operand, operand.scale and at[operand.scale])
+            (at[name], name, kinds[name] != Tensor, operand, at.get(operand.scale or ""))
             for name, operand in listed.items()
         ]
         self.contiguous = {i for i, _, _, operand, _ in self._tensors if not operand.padded}

@@ -74,16 +74,18 @@ primitive(
     lambda c: (*_rows_1x128(c.x), *_columns_1x128(c.x, c.offs, c.aligned)),
     x=high(M, K),
 )
-primitive(
-    reference.quantize_128x128, lambda c: _blocks_128x128(c.w, c.w.shape), w=high(..., R, K)
-)
+primitive(reference.quantize_128x128, lambda c: _blocks_128x128(c.w, c.w.shape), w=high(..., R, K))
 primitive(
     reference.quantize_128x128_t,
     lambda c: _blocks_128x128(c.w, _transposed(c.w.shape)),
     w=high(..., R, K),
 )
-_A_AND_B = {"a": high(M, H), "b": high(M, H, as_first=True)}
-primitive(reference.swiglu_1x128, lambda c: _rows_1x128(c.a), **_A_AND_B)
+primitive(
+    reference.swiglu_1x128,
+    lambda c: _rows_1x128(c.a),
+    a=high(M, H),
+    b=high(M, H, as_first=True),
+)
 primitive(
     reference.swiglu_backward_1x128_128x1_t,
     _swiglu_backward,

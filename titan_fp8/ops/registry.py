@@ -58,7 +58,7 @@ DISPATCHED, EMULATED = SimpleNamespace(), SimpleNamespace()
 """The ops, called through PyTorch's dispatcher; those of `EMULATED` with `emulate=True`."""
 
 modes_that_ignore_ops: weakref.WeakSet[TorchDispatchMode] = weakref.WeakSet()
-"""The dispatch modes of checkpoints that save no output of an FP8 op: ops need not be shown them."""
+"""The dispatch modes of checkpoints that save no output of an FP8 op, and need not see them."""
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
@@ -148,9 +148,7 @@ def compute(
     return _compute(body, x, *args, emulate=emulate, **options)
 
 
-def _compute(
-    body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool, **options: Any
-) -> Any:
+def _compute(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool, **options: Any) -> Any:
     if not isinstance(x, Tensor) or not x.is_cuda:
         return body(implementation(x, emulate), x, *args, **options)
     # Kernels are launched on the current device.
@@ -244,7 +242,7 @@ class Op:
         return getattr(fakes, self.name)(*args, **options)
 
     def __call__(self, impl: Any, *args: Any, **options: Any) -> Any:
-        # A replay is found by the dtypes, shapes and devices of the arguments, so it needs no check.
+        # A replay needs no check: it is found by the dtypes, shapes and devices of the arguments.
         self.check(*args, **options)
         return getattr(impl, self.name)(*self.check.laid_out(args), **options)
 

@@ -65,7 +65,7 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
 
 
 class _Decoded(NamedTuple):
-    """A sequence. `contiguous`: the tensors to lay out for kernels. `gone`: what each step frees."""
+    """A sequence. `contiguous`: which tensors to lay out for kernels. `gone`: what steps free."""
 
     steps: tuple[Step, ...]
     results: tuple[Place, ...]
@@ -88,8 +88,14 @@ def _decode(sequence: str) -> _Decoded:
     contiguous = set()
     for number, step in enumerate(steps):
         last |= {place: number for place in step.arguments if isinstance(place, Place)}
-        read = (step.arguments[i] for i in registry.OPS[step.op].check.contiguous if i < len(step.arguments))
-        contiguous |= {place.output for place in read if isinstance(place, Place) and not place.step}
+        read = (
+            step.arguments[i]
+            for i in registry.OPS[step.op].check.contiguous
+            if i < len(step.arguments)
+        )
+        contiguous |= {
+            place.output for place in read if isinstance(place, Place) and not place.step
+        }
     gone = tuple(
         [p for p, number in last.items() if p.step and number == n and p not in kept]
         for n in range(len(steps))
