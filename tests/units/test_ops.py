@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.graph_passes import FewerOps
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import DTYPES, OPS, call, registry
@@ -264,6 +265,9 @@ def test_layers_use_the_dispatcher_where_something_needs_it():
             assert dispatched(compare) == ops_of_layer  # for the other mode
         of_subclass = lambda: titan_fp8.fp8_linear(x.as_subclass(Subclass), w)  # noqa: E731
         assert dispatched(of_subclass) == ops_of_layer
+        (q, scale), (_, of_columns) = ops.quantize_128x128(w), ops.quantize_128x128_t(w)
+        gathered = GatheredWeight(q, scale, None, of_columns, w.dtype)
+        assert dispatched(lambda: titan_fp8.fp8_linear(x, gathered)) == set()
 
 
 def test_compiled_code_is_cached_for_these_schemas_only():
@@ -273,6 +277,7 @@ import os, torch
 infer = torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
+from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.graph_passes import FewerOps
 from torch._inductor import config
 from torch._inductor.codecache import compiled_fx_graph_hash

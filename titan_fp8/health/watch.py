@@ -75,10 +75,9 @@ def _rows(observer: "Observer", c: Any, outputs: Any) -> None:
 
 
 def _columns(blockwise: bool, observer: "Observer", c: Any, outputs: Any) -> None:
-    sample = observer.sampler.take_columns(
-        _sampled(observer, c.x), len(c.x), *outputs, c.offs, c.aligned, blockwise
-    )
-    observer.note(sample)
+    x, (q, s) = _sampled(observer, c.x), outputs
+    columns = observer.sampler.take_columns(x, len(c.x), q, s, c.offs, c.aligned, blockwise)
+    observer.note(columns)
 
 
 def _rows_and_columns(blockwise: bool, observer: "Observer", c: Any, outputs: Any) -> None:
@@ -106,8 +105,8 @@ def _swiglu_backward(observer: "Observer", c: Any, outputs: Any) -> None:
     for i, gradient in enumerate(swiglu_backward(dh, a, b)):
         of_gradient = outputs[4 * i : 4 * i + 4]
         _note_rows_and_columns(observer, gradient, len(c.a), of_gradient, c, blockwise=True)
-    h = swiglu(a, b), len(c.a), *outputs[8:]
-    observer.note(observer.sampler.take_columns(*h, c.offs, c.aligned, blockwise=True))
+    h, (q, s) = swiglu(a, b), outputs[8:]
+    observer.note(observer.sampler.take_columns(h, len(c.a), q, s, c.offs, c.aligned, True))
 
 
 # Weights

@@ -281,8 +281,11 @@ def primitive(
             x, *others = op.check.laid_out((x, *args))
             if kernel == "none" or not x.is_cuda:
                 return getattr(reference, name)(x, *others)
+            kernel_of_op = getattr(_permutation_kernels(), name)
+            if x.get_device() == torch._C._cuda_getDevice():
+                return kernel_of_op(x, *others)
             with torch.cuda.device(x.device):
-                return getattr(_permutation_kernels(), name)(x, *others)
+                return kernel_of_op(x, *others)
 
     setattr(fakes, name, make)
     op = Op(function, signature, operands, run=None if kernel == "hopper" else run_without_fp8)
