@@ -18,8 +18,8 @@ whole: Dynamo traces the checkpoint with the block, asks the policy while it tra
 partitioner acts on the answers. MoE blocks are compiled in parts, inside the checkpoint, so the
 dispatch modes would see the custom ops that Inductor's code calls at run time. Inductor reuses
 buffers in place, so a saved output may be overwritten before backward reads it, and no version
-counter shows it. So no output of an FP8 op is saved in these blocks, and FP8 ops skip the modes
-there, whether compiled code calls them or not (`ignores_fp8_ops`). In bf16 no output of a GEMM is
+counter shows it. So no output of an FP8 op is saved in these blocks, and FP8 ops that are not part
+of compiled code skip the modes there (`modes_that_ignore_ops`). In bf16 no output of a GEMM is
 saved there either, because Inductor calls GEMMs without dispatch.
 
 An op that a mode sees takes the CPU about 20 us longer. `outside_checkpoint` takes the mode of such
@@ -45,10 +45,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_fp8.ops.registry import mode_ignores_ops
-from titan_fp8.recipe import RECIPES, op_of
+from titan_fp8.ops.registry import mode_ignores_ops, modes_that_ignore_ops
+from titan_fp8.recipe import RECIPES
 
-_FPROPS = {op_of(recipe.fprop.op) for recipe in RECIPES.values()}
+_FPROPS = {recipe.fprop.op.overload for recipe in RECIPES.values()}
 
 
 def with_fp8_policy(checkpoint_wrapper: Callable) -> Callable:
@@ -77,7 +77,8 @@ def _with_fp8_contexts(context_fn: Callable, block: nn.Module) -> Callable:
     def make_contexts() -> tuple[Any, ...]:
         contexts: tuple[Any, ...] = context_fn()
         for context in contexts:
-            context.ignores_fp8_ops = is_compiled_in_parts()
+            if is_compiled_in_parts():
+                modes_that_ignore_ops.add(context)
             # In torch 2.13 the second mode has no policy_fn.
             if getattr(context, "policy_fn", None) is not None:
                 context.policy_fn = _fp8_policy(context.policy_fn, is_compiled_in_parts())

@@ -13,12 +13,12 @@ read after FSDP2 has freed and gathered the parameter again, and torch.compile h
 
 A weight may also be in FP8 already. With `fsdp_all_gather` FSDP2 makes it a `GatheredWeight`
 (`gathered_weight.py`), which is a parameter like any other and gets its gradient. FSDP2 gathers its
-FP8 values for forward and again for backward. A `QuantizedWeight` stays as it is and gets no
-gradient.
+FP8 values for forward and again, into the same memory, for backward. A `QuantizedWeight` stays as
+it is and gets no gradient. `operands_of` gives the GEMMs what they read of each kind.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,15 +34,12 @@ from titan_fp8.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.gemms import (
-    Operand,
-    Spec,
-    dgrad,
-    fprop,
-    quantize_operands,
-    wgrad,
-)
-from titan_fp8.ops import direct, replayable
+from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.gemms import DTypes, Operand, Spec, fprop, product_backward
+from titan_fp8.gemms import Weight as WeightOperand
+from titan_fp8.gemms import product as product_forward
+from titan_fp8.ops import run
+from titan_fp8.ops.operands import for_kernels
 from titan_fp8.recipe import get_recipe
 
 
@@ -67,10 +64,43 @@ class QuantizedWeight(NamedTuple):
     def device(self) -> torch.device:
         return self.rows[0].device
 
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @property
+    def dtype(self) -> None:
+        """That of its gradient, which it does not get."""
+
+    @property
+    def for_fprop(self) -> WeightOperand:
+        """q as fprop reads it."""
+        q, s = self.rows
+        return for_kernels(q), s
+
+    @property
+    def for_dgrad(self) -> WeightOperand:
+        """The q that dgrad reads, laid out as the weight, a view of its transpose."""
+        q_t, s_t = self.columns
+        return for_kernels(q_t).mT, s_t
+
 
 Weight = Tensor | QuantizedWeight
 WEIGHTS = (Tensor, QuantizedWeight)
 OPTIONAL = (Tensor, type(None))
+
+
+def operands_of(w: Weight, dtype: torch.dtype) -> tuple[WeightOperand, WeightOperand]:
+    """What fprop and dgrad read of a weight: itself and None, or q and the scales of this GEMM.
+
+    Raises:
+        NotImplementedError: a GatheredWeight is to be cast to `dtype`, as by autocast.
+    """
+    if isinstance(w, GatheredWeight):
+        w.check_dtype(dtype)
+    elif isinstance(w, Tensor):
+        return (w, None), (w, None)
+    return w.for_fprop, w.for_dgrad
 
 
 @torch.no_grad()
@@ -114,12 +144,17 @@ class Function(torch.autograd.Function):
             RuntimeError: inside a transform of torch.func, such as grad or vmap.
             NotImplementedError: an argument has a tangent, for forward-mode derivatives.
         """
-        if not torch.compiler.is_compiling():
-            if torch._C._are_functorch_transforms_active():
-                raise RuntimeError(f"titan_fp8 cannot run inside transforms of torch.func: {_USE}")
-            if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
-                raise NotImplementedError(f"titan_fp8 has no forward-mode derivatives: {_USE}")
+        if _in_transform():
+            raise RuntimeError(f"titan_fp8 cannot run inside transforms of torch.func: {_USE}")
+        in_eager = not torch.compiler.is_compiling()
+        if in_eager and forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            raise NotImplementedError(f"titan_fp8 has no forward-mode derivatives: {_USE}")
         return cls.apply(*args)
+
+
+@torch.compiler.assume_constant_result
+def _in_transform() -> bool:
+    return torch._C._are_functorch_transforms_active()
 
 
 def _has_tangent(x: Any) -> bool:
@@ -156,20 +191,10 @@ def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-@replayable
-def _forward(
-    x_MK: Tensor, w: Tensor, offs: Tensor | None, for_wgrad: bool, spec: Spec
-) -> tuple[Tensor, ...]:
-    """y, and with `for_wgrad` the columns of x."""
-    x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
-    return fprop(x_rows, w, offs, spec), *x_columns
-
-
 class _FP8Product(Function):
     """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
 
-    `for_wgrad`: backward computes dW, so the columns of x are needed. `x_quantized`: the rows and
-    columns of x; None if forward is to quantize it.
+    `for_wgrad`: backward computes dW, so the columns of x are needed.
     """
 
     @staticmethod
@@ -179,49 +204,64 @@ class _FP8Product(Function):
         w: Weight,
         bias: Tensor | None,
         offs: Tensor | None,
-        x_quantized: tuple[Operand, Operand] | None,
+        x_quantized: tuple[Tensor, ...] | None,
         for_wgrad: bool,
         spec: Spec,
     ) -> Tensor:
-        ctx.spec, ctx.x_dtype = spec, x_MK.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        if isinstance(w, QuantizedWeight):
-            x_rows, _ = x_quantized or quantize_operands(x_MK, offs, True, False, spec)
-            y_MN = fprop(x_rows, w.rows, offs, spec)
-            ctx.save_for_backward(offs, None, *w.columns)
-        elif x_quantized is None:
-            x_MK = x_MK.to(spec.dtype).contiguous()
-            y_MN, *x_columns = _forward(x_MK, w, offs, for_wgrad, spec)
-            ctx.save_for_backward(offs, w, *x_columns)
+        ctx.spec = spec
+        for_fprop, for_dgrad = operands_of(w, spec.dtype)
+        if x_quantized is None:
+            y_MN, x_columns = _forward(x_MK, for_fprop, offs, for_wgrad, spec)
         else:
-            x_rows, x_columns = x_quantized
-            y_MN = fprop(x_rows, w, offs, spec)
-            ctx.save_for_backward(offs, w, *(x_columns if for_wgrad else ()))
+            rows, x_columns = x_quantized[:2], x_quantized[2:]
+            y_MN = run(_fprop, *rows, *for_fprop, offs, spec, emulate=spec.emulate)
+            x_columns = x_columns or (x_MK.to(spec.dtype).bfloat16(),)
+        ctx.dtypes = x_MK.dtype, w.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(offs, *for_dgrad, *(x_columns if for_wgrad else ()))
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g_MN: Tensor) -> Any:
-        # A quantized weight (w is None) gets no gradient. So these are its columns, for dgrad, or
-        # the columns of x, for wgrad, never both.
-        offs, w, *columns = ctx.saved_tensors
-        spec = ctx.spec
+        offs, w, w_scale, *x_columns = ctx.saved_tensors
+        *dtypes, bias_dtype = ctx.dtypes
         needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
-        g = g_MN.to(spec.dtype).contiguous()
-        dx_MK = dw = None
-        if needs_dx and needs_dw:
-            x_columns, x_scale = columns if len(columns) == 2 else (columns[0], None)
-            tensors = g, w, None, x_columns, x_scale, offs
-            layout = spec.aligned, ctx.x_dtype, w.dtype, spec.recipe_name
-            dx_MK, dw = direct.product_backward(*tensors, *layout, emulate=spec.emulate)
-        else:
-            g_rows, g_columns = quantize_operands(g, offs, needs_dx, needs_dw, spec)
-            if needs_dx:
-                dx_MK = dgrad(g_rows, columns if w is None else w, offs, spec, ctx.x_dtype)
-            if needs_dw:
-                dw = wgrad(g_columns, columns, offs, spec, w.dtype)
-        db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
-        return dx_MK, dw, db, *(None for _ in others)
+        dtypes = needed(dtypes, (needs_dx, needs_dw))
+        gradients: tuple[Tensor, ...] = ()
+        if needs_dx or needs_dw:
+            g = g_MN.to(ctx.spec.dtype).contiguous()
+            arguments = g, w, w_scale, offs, dtypes, ctx.spec, *x_columns
+            gradients = run(product_backward, *arguments, emulate=ctx.spec.emulate)
+        db = g_MN.sum(0, dtype=torch.float32).to(bias_dtype) if needs_db else None
+        return *spread(gradients, dtypes), db, *(None for _ in others)
+
+
+def _fprop(ops: Any, q: Tensor, s: Tensor, *others: Any) -> Tensor:
+    w, w_scale, offs, spec = others
+    return fprop(ops, (q, s), (w, w_scale), offs, spec)
+
+
+def needed(
+    dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
+) -> tuple[torch.dtype | None, ...]:
+    """The dtypes of the gradients that are needed; None for others."""
+    return tuple([dtype if need else None for dtype, need in zip(dtypes, needs)])
+
+
+def spread(gradients: Sequence[Tensor], dtypes: DTypes) -> list[Tensor | None]:
+    """The gradients, each in the place of its dtype; None where there is none."""
+    left = [*gradients]
+    return [None if dtype is None else left.pop(0) for dtype in dtypes]
+
+
+def _forward(
+    x_MK: Tensor, w: WeightOperand, offs: Tensor | None, for_wgrad: bool, spec: Spec
+) -> tuple[Tensor, Operand]:
+    """y, and what wgrad reads of x."""
+    x_MK = x_MK.detach().to(spec.dtype).contiguous()
+    arguments = x_MK, *w, offs, for_wgrad, spec
+    y_MN, *x_columns = run(product_forward, *arguments, emulate=spec.emulate)
+    return y_MN, (*x_columns,) or (x_MK.bfloat16(),)
 
 
 def product(
@@ -230,22 +270,19 @@ def product(
     bias: Tensor | None,
     offs: Tensor | None,
     spec: Spec,
-    x_quantized: tuple[Operand, Operand] | None = None,
+    x_quantized: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """y (M, N) of x (M, K) and a weight, as `fp8_linear` and `fp8_grouped_mm` describe them.
 
     Args:
-        x_quantized: `quantize_operands` of x, for products that share it; or None. The columns are
+        x_quantized: `gemms.quantized` of x, for products that share it; or None. The columns are
             needed if backward computes the gradient of the weight.
     """
-    trained = isinstance(weight, Tensor) and weight.requires_grad
-    needs_no_grad = not torch.is_grad_enabled() and forward_ad._current_level < 0
-    if needs_no_grad and isinstance(weight, Tensor) and x_quantized is None:
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0 and x_quantized is None:
         # An autograd function would only take time. But it refuses forward-mode AD.
-        x_MK = x_MK.to(spec.dtype).contiguous()
-        (y_MN,) = _forward(x_MK, weight, offs, False, spec)
+        y_MN, _ = _forward(x_MK, operands_of(weight, spec.dtype)[0], offs, False, spec)
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
-    for_wgrad = torch.is_grad_enabled() and trained
+    for_wgrad = torch.is_grad_enabled() and weight.requires_grad
     return _FP8Product.call(x_MK, weight, bias, offs, x_quantized, for_wgrad, spec)
 
 

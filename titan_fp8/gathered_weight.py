@@ -2,25 +2,19 @@
 
 The tensor has the shape and dtype of the weight in high precision, requires grad, and gets its
 gradient in that dtype. Its values exist in FP8 only: q and scales, in the layout of the parameter.
-An FP8 product is called with it as with any weight. `__torch_dispatch__` then calls the op of
-`ops/gathered.py`, which reads q instead of quantizing a weight. Since the products do not change,
-neither does what they save, how torch.compile traces them and what activation checkpointing sees.
+An FP8 product is called with it as with any weight: its autograd function takes q and the scales
+out of it (`functional.py`) and passes them to the ops, which then quantize no weight.
 
 Views that FSDP2, DTensor and nn.Parameter make are supported; any other op is an error.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_fp8 import gemms  # noqa: F401  (defines product_backward)
-from titan_fp8.ops import direct
-
 _aten = torch.ops.aten
-_ops = torch.ops.titan_fp8
 
 
 class GatheredWeight(Tensor):
@@ -58,6 +52,15 @@ class GatheredWeight(Tensor):
     def for_dgrad(self) -> tuple[Tensor, Tensor]:
         """q, which the op of dgrad transposes, and the scales of the transpose."""
         return self.q if self.q_columns is None else self.q_columns, self.s_t
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises NotImplementedError if it should be cast, as by autocast, which q cannot be."""
+        if dtype != self.dtype:
+            raise NotImplementedError(
+                f"{self} was quantized as {self.dtype} and is to be multiplied as {dtype}: let "
+                "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
+                "fsdp_all_gather = false"
+            )
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         columns = [] if self.q_columns is None else ["q_columns"]
@@ -105,121 +108,10 @@ def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any
     return torch.zeros(w.shape, dtype=dtype or w.dtype, device=w.device)
 
 
-# These take the arguments of the ops for weights in high precision and call those for FP8 weights.
-# Recipe options such as scale_fmt are dropped: the weight is quantized already.
-
-
-def _check_dtype(dtype: torch.dtype | None, *weights: GatheredWeight) -> None:
-    """Raises NotImplementedError if weights should be cast, as by autocast, which q cannot be."""
-    for w in weights:
-        if dtype is not None and dtype != w.dtype:
-            raise NotImplementedError(
-                f"{w} was quantized as {w.dtype} and is to be multiplied as {dtype}: let "
-                "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
-                "fsdp_all_gather = false"
-            )
-
-
-def _product(
-    mm: Callable[..., Tensor], operand: Callable[[GatheredWeight], tuple[Tensor, Tensor]]
-) -> Callable[..., Tensor]:
-    """fprop or dgrad by `mm`, which reads the `operand` of the weight."""
-
-    def multiply(
-        a: Tensor,
-        sa: Tensor,
-        w: GatheredWeight,
-        offs: Tensor | None = None,
-        aligned: bool = False,
-        out_dtype: torch.dtype = torch.bfloat16,
-        w_dtype: torch.dtype | None = None,
-        *,
-        emulate: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        _check_dtype(w_dtype, w)
-        return mm(a, sa, *operand(w), offs, aligned, out_dtype, emulate=emulate)
-
-    return multiply
-
-
-def _dgrad_pair(
-    a: Tensor,
-    sa: Tensor,
-    w: GatheredWeight,
-    a2: Tensor,
-    sa2: Tensor,
-    w2: GatheredWeight,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    w_dtype: torch.dtype | None = None,
-    *,
-    emulate: bool = False,
-    **_: Any,
-) -> Tensor:
-    _check_dtype(w_dtype, w, w2)
-    left, right = (a, sa, *w.for_dgrad), (a2, sa2, *w2.for_dgrad)
-    layout = offs, aligned, out_dtype
-    return direct.blockwise_dgrad_pair_fp8(*left, *right, *layout, emulate=emulate)
-
-
-def _experts(
-    x: Tensor,
-    w1: GatheredWeight,
-    w2: GatheredWeight,
-    w3: GatheredWeight,
-    *layout: Any,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    _check_dtype(x.dtype, w1, w2, w3)
-    weights = (operand for w in (w1, w2, w3) for operand in w.for_fprop)
-    return direct.blockwise_swiglu_fp8(x, *weights, *layout, **options)
-
-
-def _swiglu_backward(
-    g: Tensor,
-    a: Tensor,
-    b: Tensor,
-    x_q_t: Tensor,
-    x_s_t: Tensor,
-    w1: GatheredWeight,
-    w2: GatheredWeight,
-    w3: GatheredWeight,
-    offs: Tensor | None,
-    aligned: bool = False,
-    dx_dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    _check_dtype(g.dtype, w1, w2, w3)
-    weights = (operand for w in (w1, w2, w3) for operand in w.for_dgrad)
-    layout = offs, aligned, dx_dtype, w1.dtype
-    return direct.blockwise_swiglu_backward_fp8(g, a, b, x_q_t, x_s_t, *weights, *layout, **options)
-
-
-def _product_backward(
-    g: Tensor, w: GatheredWeight, w_scale: None, *others: Any, emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    _check_dtype(g.dtype, w)
-    return direct.product_backward(g, *w.for_dgrad, *others, emulate=emulate)
-
-
 _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,
     _aten.view.default: _same,
     _aten.as_strided.default: _as_strided,
     _aten.zeros_like.default: _zeros_like,
-    _ops.blockwise_fprop.default: _product(direct.blockwise_mm, operator.attrgetter("for_fprop")),
-    _ops.blockwise_dgrad.default: _product(
-        direct.blockwise_dgrad_fp8, operator.attrgetter("for_dgrad")
-    ),
-    _ops.blockwise_dgrad_pair.default: _dgrad_pair,
-    _ops.blockwise_swiglu.default: _experts,
-    _ops.blockwise_swiglu_backward.default: _swiglu_backward,
-    _ops.product_backward.default: _product_backward,
-    _ops.rowwise_fprop.default: _product(direct.rowwise_mm, operator.attrgetter("for_fprop")),
-    _ops.rowwise_dgrad.default: _product(
-        direct.rowwise_dgrad_fp8, operator.attrgetter("for_dgrad")
-    ),
 }

@@ -1,42 +1,29 @@
-"""The three GEMMs of a product y = x Wᵀ, and the operands that they read.
+"""What a product y = x Wᵀ and a gated feed-forward compute, forward and backward.
 
     fprop   y  (M, N) = x  Wᵀ     reads the rows of x and of W
     dgrad   dx (M, K) = g  W      reads the rows of g and the columns of W
     wgrad   dW (N, K) = gᵀ x      reads the columns of g and of x
 
 Here and below, the "rows" of a matrix are the matrix quantized along its rows, and its "columns"
-are its transpose, quantized along the columns of the original (`layouts.py`). A weight in high
-precision is quantized by the op that multiplies by it. Given a GatheredWeight, which is in FP8
-already, the op calls its counterpart for FP8 weights (`gathered_weight.py`).
+are its transpose, quantized along the columns of the original (`layouts.py`).
+
+Each function is given the ops that it calls, `ops`: dispatched ones, or the kernels or reference
+that compute them (`ops/registry.py`). A weight is a tensor and its scales: one in high precision
+and None, which fprop and dgrad quantize, or one in FP8 with the scales that this GEMM reads.
 """
 
-import functools
-import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_fp8.ops import composite, direct
-from titan_fp8.ops.operands import (
-    MT_OF_M,
-    MT_ROWWISE_OF_M,
-    Accepted,
-    Check,
-    E,
-    K,
-    M,
-    N,
-    bf16,
-    blocks,
-    fp8,
-    fp32,
-    high,
-)
-from titan_fp8.recipe import RECIPES, Recipe, get_recipe
+from titan_fp8.recipe import RECIPES, FeedForwardOps, Recipe
 
 Operand = tuple[Tensor, ...]
 """What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
+Weight = tuple[Tensor, Tensor | None]
+DTypes = tuple[torch.dtype | None, ...]
+"""The dtypes of gradients; None: not needed."""
 
 
 class Spec(NamedTuple):
@@ -58,135 +45,162 @@ class Spec(NamedTuple):
     def recipe(self) -> Recipe:
         return RECIPES[self.recipe_name]
 
-
-def fprop(x_rows: Operand, w: Tensor | Operand, offs: Tensor | None, spec: Spec) -> Tensor:
-    """y (M, N) = x Wᵀ, which contracts K.
-
-    Args:
-        x_rows: the rows of x (M, K).
-        w: (N, K) or (E, N, K), in high precision or a GatheredWeight; or the rows of a
-            QuantizedWeight.
-    """
-    layout = offs, spec.aligned, spec.dtype
-    if isinstance(w, Tensor):
-        return spec.recipe.fprop.op(*x_rows, w, *layout, spec.dtype, emulate=spec.emulate)
-    return spec.recipe.mm(*x_rows, *w, *layout, emulate=spec.emulate)
+    @property
+    def feed_forward(self) -> FeedForwardOps:
+        assert self.recipe.feed_forward is not None, self.recipe_name
+        return self.recipe.feed_forward
 
 
-def dgrad(
-    g_rows: Operand,
-    w: Tensor | Operand,
-    offs: Tensor | None,
-    spec: Spec,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """dx (M, K) = g W, which contracts N.
-
-    Args:
-        g_rows: the rows of g (M, N).
-        w: (N, K) or (E, N, K), in high precision or a GatheredWeight; or the columns of a
-            QuantizedWeight.
-    """
-    layout = offs, spec.aligned, out_dtype
-    if isinstance(w, Tensor):
-        return spec.recipe.dgrad.op(*g_rows, w, *layout, spec.dtype, emulate=spec.emulate)
-    return spec.recipe.mm(*g_rows, *w, *layout, emulate=spec.emulate)
-
-
-def wgrad(
-    g_columns: Operand,
-    x_columns: Operand,
-    offs: Tensor | None,
-    spec: Spec,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """dW (N, K) or (E, N, K) = gᵀ x, which contracts the tokens.
-
-    Args:
-        g_columns, x_columns: the columns of g (M, N) and x (M, K); g and x themselves in bf16.
-    """
-    layout = offs, spec.aligned, out_dtype
-    return spec.recipe.wgrad.op(*g_columns, *x_columns, *layout, emulate=spec.emulate)
-
-
-def quantize_operands(
-    x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
+def quantize(
+    ops: Any, x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
 ) -> tuple[Operand, Operand]:
     """The rows and columns of x (M, K), an input or a gradient, as GEMMs read them.
 
     `rows` and `columns` say which of the two to compute; the other one is ().
     """
-    recipe, layout, emulate = spec.recipe, (offs, spec.aligned), spec.emulate
-    x_MK = x_MK.detach().to(spec.dtype)
+    recipe, layout = spec.recipe, (offs, spec.aligned)
     if columns and recipe.wgrad_in_bf16:
-        return (recipe.quantize_rows(x_MK, emulate=emulate) if rows else ()), (x_MK.bfloat16(),)
+        return (recipe.quantize_rows.on(ops, x_MK) if rows else ()), (x_MK.bfloat16(),)
     if rows and columns:
-        q, s, q_t, s_t = recipe.quantize_rows_and_columns(x_MK, *layout, emulate=emulate)
+        q, s, q_t, s_t = recipe.quantize_rows_and_columns.on(ops, x_MK, *layout)
         return (q, s), (q_t, s_t)
     if rows:
-        return recipe.quantize_rows(x_MK, emulate=emulate), ()
-    return (), (recipe.quantize_columns(x_MK, *layout, emulate=emulate) if columns else ())
+        return recipe.quantize_rows.on(ops, x_MK), ()
+    return (), (recipe.quantize_columns.on(ops, x_MK, *layout) if columns else ())
 
 
-class _CheckOfBackward:
-    """The check of `product_backward`, whose operands depend on the recipe and on the weight."""
-
-    contiguous = frozenset((0, 1, 3, 5))
-    """The positions of g, w, x_columns and offs."""
-
-    def __call__(
-        self, g: Tensor, w: Tensor, w_scale: Tensor | None, *others: Any, emulate: bool = False
-    ) -> None:
-        _check_of_backward(others[-1], w_scale is not None)(g, w, w_scale, *others)
+def fprop(ops: Any, x_rows: Operand, w: Weight, offs: Tensor | None, spec: Spec) -> Tensor:
+    """y (M, N) = x Wᵀ, which contracts K."""
+    layout = offs, spec.aligned, spec.dtype, spec.dtype
+    return spec.recipe.fprop.op.on(ops, *x_rows, w[0], *layout, w[1])
 
 
-@functools.cache
-def _check_of_backward(recipe_name: str, w_in_fp8: bool) -> Check:
-    recipe = get_recipe(recipe_name)
-    w: tuple[Accepted, Accepted | None] = high(E, N, K), None
-    if w_in_fp8:
-        scale = fp32(E, blocks(K), blocks(N)) if recipe.has_weight_blocks else fp32(E, K)
-        w = fp8(E, N, K), scale
-    x: tuple[Accepted, Accepted | None] = fp8(K, MT_ROWWISE_OF_M), fp32(E, K)
-    if recipe.wgrad_in_bf16:
-        x = bf16(M, K), None
-    elif recipe.has_weight_blocks:
-        x = fp8(K, MT_OF_M), fp32(K, blocks(MT_OF_M))
-    operands = {"g": high(M, N), "w": w[0], "w_scale": w[1], "x_columns": x[0], "x_scale": x[1]}
-    parameters = inspect.signature(product_backward).parameters
-    return Check("product_backward", parameters, operands)
+def dgrad(
+    ops: Any, g_rows: Operand, w: Weight, offs: Tensor | None, spec: Spec, out_dtype: torch.dtype
+) -> Tensor:
+    """dx (M, K) = g W, which contracts N."""
+    layout = offs, spec.aligned, out_dtype, spec.dtype
+    return spec.recipe.dgrad.op.on(ops, *g_rows, w[0], *layout, w[1])
 
 
-@composite(check=_CheckOfBackward())
-def product_backward(
-    g: Tensor,
+def wgrad(
+    ops: Any,
+    g_columns: Operand,
+    x_columns: Operand,
+    offs: Tensor | None,
+    spec: Spec,
+    out_dtype: torch.dtype | None,
+) -> Tensor | None:
+    """dW (N, K) or (E, N, K) = gᵀ x, which contracts the tokens; None if out_dtype is None."""
+    if out_dtype is None:
+        return None
+    return spec.recipe.wgrad.op.on(ops, *g_columns, *x_columns, offs, spec.aligned, out_dtype)
+
+
+def _given(*results: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple([t for t in results if t is not None])
+
+
+# Each of these takes tensors and constants by position and returns fresh tensors, for `run`.
+
+
+def quantized(
+    ops: Any, x_MK: Tensor, offs: Tensor | None, for_wgrad: bool, spec: Spec
+) -> tuple[Tensor, ...]:
+    """The rows of x, and with `for_wgrad` its columns; a wgrad in bf16 reads x itself."""
+    for_wgrad &= not spec.recipe.wgrad_in_bf16
+    rows, columns = quantize(ops, x_MK, offs, True, for_wgrad, spec)
+    return *rows, *columns
+
+
+def product(
+    ops: Any,
+    x_MK: Tensor,
     w: Tensor,
     w_scale: Tensor | None,
-    x_columns: Tensor,
-    x_scale: Tensor | None,
     offs: Tensor | None,
-    aligned: bool,
-    dx_dtype: torch.dtype,
-    dw_dtype: torch.dtype,
-    recipe: str,
-    *,
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """All of a product's backward: dx (M, K) and dW (N, K) or (E, N, K), from g (M, N).
+    for_wgrad: bool,
+    spec: Spec,
+) -> tuple[Tensor, ...]:
+    """y, and with `for_wgrad` the columns of x, as `quantized` returns them."""
+    q, s, *columns = quantized(ops, x_MK, offs, for_wgrad, spec)
+    return fprop(ops, (q, s), (w, w_scale), offs, spec), *columns
 
-    One op, because nothing else reads g quantized, and every op costs CPU time.
 
-    Args:
-        w, w_scale: the weight in high precision and None; or q, laid out as the weight, and the
-            scales that dgrad reads.
-        x_columns, x_scale: the columns of x; x itself and None in bf16.
-    """
-    spec = Spec(recipe, emulate, aligned, g.dtype)
-    g_rows, g_columns = quantize_operands(g, offs, True, True, spec)
-    weight: Tensor | Operand = w
-    if w_scale is not None:
-        weight = direct.transpose_fp8(w, emulate=emulate), w_scale
-    dx = dgrad(g_rows, weight, offs, spec, dx_dtype)
-    del g_rows, weight
-    columns = (x_columns,) if x_scale is None else (x_columns, x_scale)
-    return dx, wgrad(g_columns, columns, offs, spec, dw_dtype)
+def product_backward(
+    ops: Any,
+    g_MN: Tensor,
+    w: Tensor,
+    w_scale: Tensor | None,
+    offs: Tensor | None,
+    dtypes: DTypes,
+    spec: Spec,
+    *x_columns: Tensor,
+) -> tuple[Tensor, ...]:
+    """Of dx (M, K) and dW (N, K) or (E, N, K) those that have a dtype in `dtypes`."""
+    dx_dtype, dw_dtype = dtypes
+    rows, columns = quantize(ops, g_MN, offs, dx_dtype is not None, dw_dtype is not None, spec)
+    dx = None
+    if dx_dtype is not None:
+        dx = dgrad(ops, rows, (w, w_scale), offs, spec, dx_dtype)
+    del rows
+    return _given(dx, wgrad(ops, columns, x_columns, offs, spec, dw_dtype))
+
+
+def feed_forward(
+    ops: Any,
+    x_MK: Tensor,
+    w1: Tensor,
+    s1: Tensor | None,
+    w2: Tensor,
+    s2: Tensor | None,
+    w3: Tensor,
+    s3: Tensor | None,
+    offs: Tensor | None,
+    for_wgrad: bool,
+    spec: Spec,
+) -> tuple[Tensor, ...]:
+    """y = W2 h with h = silu(a) · b, a = W1 x, b = W3 x; a, b, and the columns of x for wgrad."""
+    rows, columns = quantize(ops, x_MK, offs, True, for_wgrad, spec)
+    a_MH = fprop(ops, rows, (w1, s1), offs, spec)
+    b_MH = fprop(ops, rows, (w3, s3), offs, spec)
+    h_rows = spec.feed_forward.swiglu.on(ops, a_MH, b_MH)
+    return fprop(ops, h_rows, (w2, s2), offs, spec), a_MH, b_MH, *columns
+
+
+def feed_forward_backward(
+    ops: Any,
+    g_MN: Tensor,
+    a_MH: Tensor,
+    b_MH: Tensor,
+    w1: Tensor,
+    s1: Tensor | None,
+    w2: Tensor,
+    s2: Tensor | None,
+    w3: Tensor,
+    s3: Tensor | None,
+    offs: Tensor | None,
+    dtypes: DTypes,
+    spec: Spec,
+    *x_columns: Tensor,
+) -> tuple[Tensor, ...]:
+    """Of dx, dW1, dW2 and dW3 those that have a dtype in `dtypes`."""
+    dx_dtype, dtype1, dtype2, dtype3 = dtypes
+    layout = offs, spec.aligned
+    # Large tensors are deleted as soon as they have been read, to save memory.
+    rows, columns = quantize(ops, g_MN, offs, True, dtype2 is not None, spec)
+    dh_MH = dgrad(ops, rows, (w2, s2), offs, spec, spec.dtype)
+    parts = spec.feed_forward.swiglu_backward.on(ops, dh_MH, a_MH, b_MH, *layout)
+    del rows, dh_MH
+    da, da_columns, db, db_columns, h_columns = zip(parts[::2], parts[1::2])
+    del parts
+    dw2 = wgrad(ops, columns, h_columns, offs, spec, dtype2)
+    del columns, h_columns
+    dw1 = wgrad(ops, da_columns, x_columns, offs, spec, dtype1)
+    dw3 = wgrad(ops, db_columns, x_columns, offs, spec, dtype3)
+    del da_columns, db_columns
+    dx = None
+    if dx_dtype is not None:
+        pair = *da, w1, *db, w3, *layout, dx_dtype, spec.dtype, s1, s3
+        dx = spec.feed_forward.dgrad_pair.on(ops, *pair)
+    return _given(dx, dw1, dw2, dw3)

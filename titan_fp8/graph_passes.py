@@ -7,7 +7,7 @@ columns. If backward recomputes that, forward needs the rows alone and backward 
 Such a quantizer is replaced by one that writes only what is read.
 
 Sequences. Each op costs the CPU more than many of its kernels run. Ops that read each other's
-outputs or the same FP8 tensor, such as a quantizer and the GEMMs after it, become one `sequence`
+outputs or the same tensor, such as a quantizer and the GEMMs after it, become one `sequence`
 (`ops/sequence.py`). Then what only they read is no tensor any more.
 """
 
@@ -23,21 +23,22 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import OpOverload
 
 from titan_fp8.chained_pass import ChainedPass
-from titan_fp8.layouts import E4M3
 from titan_fp8.ops import sequence
-from titan_fp8.ops.registry import FP8_OPS
+from titan_fp8.ops.registry import OPS
 from titan_fp8.ops.sequence import Place, Step
-from titan_fp8.recipe import RECIPES, op_of
+from titan_fp8.recipe import RECIPES
 
-MAX_STEPS = 8
+MAX_STEPS = 16
 """Steps of a sequence; a replay has room for 64 tensors and 128 addresses (`launcher.c`)."""
+
+_FP8_OPS = {op.overload for op in OPS.values() if op.replays}
 
 EAGER = "eager_input_vals"
 """The key of a node's meta with the arguments, as tensors without data, that the op has in eager
 mode. torch.compile gives its inputs the same strides."""
 
 _BOTH = {
-    op_of(r.quantize_rows_and_columns): (op_of(r.quantize_rows), op_of(r.quantize_columns))
+    r.quantize_rows_and_columns.overload: (r.quantize_rows.overload, r.quantize_columns.overload)
     for r in RECIPES.values()
 }
 """A quantizer of rows and columns -> that of the rows and that of the columns."""
@@ -101,7 +102,7 @@ def merge_ops(graph: fx.Graph) -> None:
 
 
 def _connected(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The FP8 ops, in groups whose ops read each other's outputs or the same FP8 tensors."""
+    """The FP8 ops, in groups whose ops read each other's outputs or the same tensors."""
     ops = {node: None for node in graph.nodes if _can_be_step(node)}
     parents = {node: node for node in graph.nodes}
 
@@ -113,7 +114,7 @@ def _connected(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in ops:
         for value in node.all_input_nodes:
             source = value.args[0] if value.target is getitem else value
-            if source in ops or value.meta["val"].dtype == E4M3:
+            if source in ops or value.meta["val"].is_floating_point():
                 parents[root(source)] = root(node)
     groups = defaultdict(list)
     for node in ops:
@@ -124,7 +125,8 @@ def _connected(graph: fx.Graph) -> list[list[fx.Node]]:
 def _can_be_step(node: fx.Node) -> bool:
     """Whether it is an FP8 op whose arguments are tensors and constants of a `Step`."""
     return (
-        node.target in FP8_OPS
+        node.target in _FP8_OPS
+        and not node.kwargs.get("emulate")
         and all(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
         and not any(isinstance(a, (list, tuple)) for a in node.args)
         and not any(isinstance(value, fx.Node) for value in node.kwargs.values())
@@ -164,7 +166,9 @@ def _merge(nodes: Sequence[fx.Node]) -> None:
                 inputs[value] = value.meta["val"] if eager_value is None else eager_value
             arguments.append(places.get(value) or Place(0, [*inputs].index(value)))
         name = cast(OpOverload, node.target)._opname
-        steps.append(Step(name, tuple(arguments), dict(node.kwargs)))
+        steps.append(
+            Step(name, tuple(arguments), {k: v for k, v in node.kwargs.items() if k != "emulate"})
+        )
         if isinstance(node.meta["val"], Tensor):
             places[node] = Place(number, 0)
         else:

@@ -21,10 +21,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from titan_fp8.recipe import RECIPES, op_of
+from titan_fp8.recipe import RECIPES
 
 _QUANTIZERS = {
-    op_of(recipe.quantize_rows_and_columns).overloadpacket for recipe in RECIPES.values()
+    recipe.quantize_rows_and_columns.overload.overloadpacket for recipe in RECIPES.values()
 }
 """The quantizers that write the copies of an input for fprop and for wgrad from one read."""
 

@@ -129,7 +129,9 @@ def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tens
 def swiglu_backward_1x128_128x1_t(
     dh: Tensor, a: Tensor, b: Tensor,
     offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32",
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """The operands of backward of a SwiGLU of a, b (M, H), given dh (M, H): ten tensors.
 
     `quantize_1x128_128x1_t` of da (4) and of db (4), `quantize_128x1_t` of h (2).

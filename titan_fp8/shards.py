@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, pad_blocks, round_up
-from titan_fp8.ops import direct
 from titan_fp8.recipe import Recipe, get_recipe
 from titan_fp8.reference import cast, scale_of
 
@@ -263,7 +262,7 @@ def _quantize_rows(shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, 
     if not x.numel():
         shard.q = shard.new_q()
         return
-    q, s, amax = direct.quantize_shard_row(x, spec.dtype, emulate=shard.emulate)
+    q, s, amax = torch.ops.titan_fp8.quantize_shard_row(x, spec.dtype, emulate=shard.emulate)
     shard.q = _padded(q, shard)
     table = spec.part(shard.table, x.shape[0])
     copies.append((table[..., spec.first_row : spec.first_row + x.shape[-2]], s))
@@ -291,7 +290,8 @@ def _cast_columns(shard: QuantizedShard, x: Tensor) -> None:
         shard.q_columns = shard.new_q()
         return
     amax = spec.part(shard.table, x.shape[0])[..., spec.whole[-2] :].contiguous()
-    q = direct.quantize_shard_col(x, amax, spec.dtype, emulate=shard.emulate)
+    quantize = torch.ops.titan_fp8.quantize_shard_col
+    q = quantize(x, amax, spec.dtype, emulate=shard.emulate)
     shard.q_columns = _padded(q, shard)
 
 

@@ -7,8 +7,8 @@ x. Backward computes the columns of h from a and b, which the gradient of SwiGLU
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
 round twice: h, da, db, and dx, whose two products are one GEMM. Weights that FSDP2 has gathered in
-FP8 (`gathered_weight.py`) run fused, too. Three separate products run instead if the recipe has no
-SwiGLU ops, if a weight is a `QuantizedWeight`, or if FSDP2 has gathered only some weights in FP8.
+FP8 (`gathered_weight.py`) run fused, too. If the recipe has no SwiGLU ops, three separate products
+run instead.
 """
 
 from typing import Any
@@ -28,40 +28,17 @@ from titan_fp8.functional import (
     OPTIONAL,
     WEIGHTS,
     Function,
-    QuantizedWeight,
     Weight,
     check_weight,
+    needed,
     no_double_backward,
+    operands_of,
     product,
+    spread,
 )
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.gemms import Spec, dgrad, fprop, quantize_operands, wgrad
-from titan_fp8.ops import replayable
-from titan_fp8.recipe import FeedForwardOps, get_recipe
-
-
-def _ops_of(spec: Spec) -> FeedForwardOps:
-    ops = spec.recipe.feed_forward
-    assert ops is not None, spec.recipe_name
-    return ops
-
-
-@replayable
-def _forward(
-    x_MK: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    offs: Tensor | None,
-    for_wgrad: bool,
-    spec: Spec,
-) -> tuple[Tensor, ...]:
-    """y, a, b, and with `for_wgrad` the columns of x."""
-    x_rows, x_columns = quantize_operands(x_MK, offs, True, for_wgrad, spec)
-    a_MH = fprop(x_rows, w1, offs, spec)
-    b_MH = fprop(x_rows, w3, offs, spec)
-    h_rows = _ops_of(spec).swiglu(a_MH, b_MH, emulate=spec.emulate)
-    return fprop(h_rows, w2, offs, spec), a_MH, b_MH, *x_columns
+from titan_fp8.gemms import Spec, feed_forward, feed_forward_backward, quantized
+from titan_fp8.ops import run
+from titan_fp8.recipe import get_recipe
 
 
 class _FP8SwiGLU(Function):
@@ -74,51 +51,33 @@ class _FP8SwiGLU(Function):
     def forward(
         ctx: Any,
         x_MK: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
+        w1: Weight,
+        w2: Weight,
+        w3: Weight,
         offs: Tensor | None,
         spec: Spec,
         for_wgrad: bool,
     ) -> Tensor:
-        ops, emulate = _ops_of(spec), spec.emulate
-        ctx.spec, ctx.x_dtype = spec, x_MK.dtype
-        if for_wgrad and offs is not None:
-            x_MK = x_MK.to(spec.dtype)
-            y_MN, *saved = ops.forward(x_MK, w1, w2, w3, offs, spec.aligned, emulate=emulate)
-        else:
-            y_MN, *saved = _forward(x_MK, w1, w2, w3, offs, for_wgrad, spec)
-        ctx.save_for_backward(w1, w2, w3, offs, *saved)
+        ctx.spec, ctx.dtypes = spec, (x_MK.dtype, w1.dtype, w2.dtype, w3.dtype)
+        operands = [operands_of(w, spec.dtype) for w in (w1, w2, w3)]
+        for_fprop, for_dgrad = zip(*operands)
+        x_MK = x_MK.to(spec.dtype).contiguous()
+        arguments = x_MK, *for_fprop[0], *for_fprop[1], *for_fprop[2], offs, for_wgrad, spec
+        y_MN, a_MH, b_MH, *x_columns = run(feed_forward, *arguments, emulate=spec.emulate)
+        weights = *for_dgrad[0], *for_dgrad[1], *for_dgrad[2]
+        ctx.save_for_backward(a_MH, b_MH, *weights, offs, *x_columns)
         return y_MN
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g_MN: Tensor) -> Any:
-        w1, w2, w3, offs, a_MH, b_MH, *x_columns = ctx.saved_tensors
-        spec = ctx.spec
-        ops, emulate = _ops_of(spec), spec.emulate
-        needs_dx, needs_dw1, needs_dw2, needs_dw3, *others = ctx.needs_input_grad
-        if needs_dx and needs_dw1 and needs_dw2 and needs_dw3:
-            tensors = g_MN.to(spec.dtype), a_MH, b_MH, *x_columns, w1, w2, w3
-            layout = offs, spec.aligned, ctx.x_dtype
-            gradients = ops.backward(*tensors, *layout, emulate=emulate)
-            return *gradients, *(None for _ in others)
-        g_rows, g_columns = quantize_operands(g_MN, offs, True, needs_dw2, spec)
-        dh_MH = dgrad(g_rows, w2, offs, spec, spec.dtype)
-        quantized = ops.swiglu_backward(dh_MH, a_MH, b_MH, offs, spec.aligned, emulate=emulate)
-        # Pairs of q and its scale.
-        da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantized[::2], quantized[1::2])
-        dx_MK = dw1 = dw2 = dw3 = None
-        if needs_dw1:
-            dw1 = wgrad(da_columns, x_columns, offs, spec, w1.dtype)
-        if needs_dw2:
-            dw2 = wgrad(g_columns, h_columns, offs, spec, w2.dtype)
-        if needs_dw3:
-            dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
-        if needs_dx:
-            pair, dtypes = (*da_rows, w1, *db_rows, w3), (ctx.x_dtype, spec.dtype)
-            dx_MK = ops.dgrad_pair(*pair, offs, spec.aligned, *dtypes, emulate=emulate)
-        return dx_MK, dw1, dw2, dw3, *(None for _ in others)
+        spec, others = ctx.spec, ctx.needs_input_grad[4:]
+        dtypes = needed(ctx.dtypes, ctx.needs_input_grad[:4])
+        saved = ctx.saved_tensors
+        g = g_MN.to(spec.dtype).contiguous()
+        arguments = g, *saved[:9], dtypes, spec, *saved[9:]
+        gradients = run(feed_forward_backward, *arguments, emulate=spec.emulate)
+        return *spread(gradients, dtypes), *(None for _ in others)
 
 
 def fp8_swiglu(
@@ -148,7 +107,7 @@ def fp8_swiglu(
     Raises:
         ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
     """
-    can_fuse = get_recipe(recipe).feed_forward is not None
+    get_recipe(recipe)
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
     weights = {"w1": w1, "w2": w2, "w3": w3}
@@ -162,15 +121,14 @@ def fp8_swiglu(
     check_devices(x, **weights, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
-    can_fuse &= len({isinstance(w, GatheredWeight) for w in weights.values()}) == 1
-    trained = [w is not None and w.requires_grad for w in in_high_precision.values()]
-    for_wgrad = torch.is_grad_enabled() and (trained[0] or trained[2])
-    if any(isinstance(w, QuantizedWeight) for w in weights.values()) or not can_fuse:
-        x_quantized = quantize_operands(x_MK, offs, True, for_wgrad, spec)
+    for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
+    if spec.recipe.feed_forward is not None:
+        y_MN = _FP8SwiGLU.call(x_MK, w1, w2, w3, offs, spec, for_wgrad)
+    else:
+        x_cast = x_MK.detach().to(spec.dtype).contiguous()
+        x_quantized = run(quantized, x_cast, offs, for_wgrad, spec, emulate=emulate)
         a_MH, b_MH = (product(x_MK, w, None, offs, spec, x_quantized) for w in (w1, w3))
         y_MN = product(F.silu(a_MH) * b_MH, w2, None, offs, spec)
-    else:
-        y_MN = _FP8SwiGLU.call(x_MK, w1, w2, w3, offs, spec, for_wgrad)
     return y_MN.view(*x.shape[:-1], w2.shape[-2])
 
 

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Shard
 from titan_fp8 import convert_linears, fsdp, sharded_weight
 from titan_fp8.gathered_weight import GatheredWeight
 from titan_fp8.linear import FP8Linear
-from titan_fp8.ops import direct
 from titan_fp8.recipe import get_recipe
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 
@@ -79,7 +78,7 @@ def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
     q, s_t = w.for_dgrad
     for got, want in zip((w.q, w.s), ops.quantize_weight(whole)):
         assert_equal(got, want, what)
-    for got, want in zip((direct.transpose_fp8(q), s_t), ops.quantize_weight_t(whole)):
+    for got, want in zip((torch.ops.titan_fp8.transpose_fp8(q), s_t), ops.quantize_weight_t(whole)):
         assert_equal(got, want, what)
     layer.reshard()
 

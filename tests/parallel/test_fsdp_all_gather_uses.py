@@ -286,7 +286,7 @@ def gather_some_in_fp8(recipe: str, fp8: bool) -> list[Tensor]:
     found = []
     for others in (["w2"], ["w3"], ["w1", "w2"]):
         torch.manual_seed(0)
-        model = convert_and_gather(FeedForward(fused=fp8), recipe, fp8)
+        model = convert_and_gather(FeedForward(fused=True), recipe, fp8)
         in_high_precision = [model.get_submodule(name).weight for name in others]
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -300,7 +300,7 @@ def choose(last_dimension: list[nn.Parameter], param: nn.Parameter) -> Shard:
     return Shard(1 if any(param is each for each in last_dimension) else 0)
 
 
-def test_feed_forwards_with_some_weights_gathered_in_fp8_are_three_products():
+def test_feed_forwards_with_some_weights_gathered_in_fp8():
     gloo.spawn(compare, 2, gather_some_in_fp8)
 
 

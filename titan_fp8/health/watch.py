@@ -1,22 +1,26 @@
 """An implementation of the primitive ops that tells an observer what its functions did.
 
-Each function below stands for one or more ops: it calls the op, then notes samples of what it has
-read and written, or the operands that a GEMM has read. The other ops pass unseen.
+Each function below stands for one or more ops. Given the arguments of a call by name and what the
+op has returned, it notes samples of both, or the operands that a GEMM has read. The other ops pass
+unseen.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from titan_fp8 import reference
 from titan_fp8.reference import swiglu, swiglu_backward
 
 if TYPE_CHECKING:
     from titan_fp8.health.observer import Observer
 
-Op = Callable[..., Any]
+Watch = Callable[["Observer", Any, Any], None]
 
 
 class WatchedOps:
@@ -38,11 +42,19 @@ class WatchedOps:
 
         @torch.no_grad()
         def run(x: Tensor, *args: Any, **options: Any) -> Any:
-            if not x.numel() or _is_captured(x):
-                return op(x, *args, **options)
-            return watch(self._observer, op, x, *args, **options)
+            outputs = op(x, *args, **options)
+            if x.numel() and not _is_captured(x):
+                arguments = _signature(name).bind(x, *args, **options)
+                arguments.apply_defaults()
+                watch(self._observer, SimpleNamespace(**arguments.arguments), outputs)
+            return outputs
 
         return run
+
+
+@functools.cache
+def _signature(name: str) -> inspect.Signature:
+    return inspect.signature(getattr(reference, name))
 
 
 def _is_captured(x: Tensor) -> bool:
@@ -58,155 +70,72 @@ def _sampled(observer: "Observer", x: Tensor) -> Tensor:
 # Inputs and gradients
 
 
-def _rows(observer: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
-    q, s = op(x, **options)
-    observer.note(observer.sampler.take_rows(_sampled(observer, x), q, s))
-    return q, s
+def _rows(observer: "Observer", c: Any, outputs: Any) -> None:
+    observer.note(observer.sampler.take_rows(_sampled(observer, c.x), *outputs))
 
 
-def _columns(
-    blockwise: bool,
-    observer: "Observer",
-    op: Op,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    **options: Any,
-) -> Any:
-    q, s = op(x, offs, aligned, **options)
-    observer.note(
-        observer.sampler.take_columns(_sampled(observer, x), len(x), q, s, offs, aligned, blockwise)
-    )
-    return q, s
+def _columns(blockwise: bool, observer: "Observer", c: Any, outputs: Any) -> None:
+    x, (q, s) = _sampled(observer, c.x), outputs
+    columns = observer.sampler.take_columns(x, len(c.x), q, s, c.offs, c.aligned, blockwise)
+    observer.note(columns)
 
 
-def _rows_and_columns(
-    blockwise: bool,
-    observer: "Observer",
-    op: Op,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    **options: Any,
-) -> Any:
-    outputs = op(x, offs, aligned, **options)
-    _note_rows_and_columns(
-        observer, _sampled(observer, x), len(x), outputs, offs, aligned, blockwise
-    )
-    return outputs
+def _rows_and_columns(blockwise: bool, observer: "Observer", c: Any, outputs: Any) -> None:
+    x = _sampled(observer, c.x)
+    _note_rows_and_columns(observer, x, len(c.x), outputs, c, blockwise)
 
 
 def _note_rows_and_columns(
-    observer: "Observer",
-    x: Tensor,
-    size: int,
-    outputs: tuple[Tensor, ...],
-    offs: Tensor | None,
-    aligned: bool,
-    blockwise: bool = True,
+    observer: "Observer", x: Tensor, size: int, outputs: Any, c: Any, blockwise: bool
 ) -> None:
     """Rows and columns of a tensor of `size` rows, of which x are the sampled ones."""
     q, s, q_t, s_t = outputs
-    rows = observer.note(observer.sampler.take_rows(x, q, s, offs))
-    columns = observer.sampler.take_columns(x, size, q_t, s_t, offs, aligned, blockwise)
+    rows = observer.note(observer.sampler.take_rows(x, q, s, c.offs))
+    columns = observer.sampler.take_columns(x, size, q_t, s_t, c.offs, c.aligned, blockwise)
     observer.note(columns, twin=rows)
 
 
-def _swiglu_rows(observer: "Observer", op: Op, a: Tensor, b: Tensor, **options: Any) -> Any:
-    q, s = op(a, b, **options)
-    observer.note(
-        observer.sampler.take_rows(swiglu(_sampled(observer, a), _sampled(observer, b)), q, s)
-    )
-    return q, s
+def _swiglu_rows(observer: "Observer", c: Any, outputs: Any) -> None:
+    h = swiglu(_sampled(observer, c.a), _sampled(observer, c.b))
+    observer.note(observer.sampler.take_rows(h, *outputs))
 
 
-def _swiglu_backward(
-    observer: "Observer",
-    op: Op,
-    dh: Tensor,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    **options: Any,
-) -> Any:
-    outputs = op(dh, a, b, offs, aligned, **options)
-    dh, a_at, b_at = _sampled(observer, dh), _sampled(observer, a), _sampled(observer, b)
-    for i, gradient in enumerate(swiglu_backward(dh, a_at, b_at)):
-        _note_rows_and_columns(
-            observer, gradient, len(a), outputs[4 * i : 4 * i + 4], offs, aligned
-        )
-    h, (q, s) = swiglu(a_at, b_at), outputs[8:]
-    observer.note(observer.sampler.take_columns(h, len(a), q, s, offs, aligned, blockwise=True))
-    return outputs
+def _swiglu_backward(observer: "Observer", c: Any, outputs: Any) -> None:
+    dh, a, b = (_sampled(observer, t) for t in (c.dh, c.a, c.b))
+    for i, gradient in enumerate(swiglu_backward(dh, a, b)):
+        of_gradient = outputs[4 * i : 4 * i + 4]
+        _note_rows_and_columns(observer, gradient, len(c.a), of_gradient, c, blockwise=True)
+    h, (q, s) = swiglu(a, b), outputs[8:]
+    observer.note(observer.sampler.take_columns(h, len(c.a), q, s, c.offs, c.aligned, True))
 
 
 # Weights
 
 
-def _weight(
-    gemm: str,
-    observer: "Observer",
-    op: Op,
-    w: Tensor,
-    dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Any:
-    if dtype is not None:
-        return op(w, dtype, **options)  # A shard, which shards.py samples.
-    q, s = op(w, **options)
-    sample = observer.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
-    observer.note(sample, source=observer.source(w), gemm=gemm)
-    return q, s
+def _weight(gemm: str, observer: "Observer", c: Any, outputs: Any) -> None:
+    if getattr(c, "dtype", None) is None:  # Otherwise it is a shard, which shards.py samples.
+        sample = observer.sampler.take_weight(c.w if gemm == "fprop" else c.w.mT, *outputs)
+        observer.note(sample, source=observer.source(c.w), gemm=gemm)
 
 
-def _rows_or_weight(observer: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
+def _rows_or_weight(observer: "Observer", c: Any, outputs: Any) -> None:
     """Rows of an input, of a gradient or of a weight; the GEMM that reads them will tell which."""
-    q, s = op(x, **options)
-    if x.dim() == 3:
-        sample = observer.sampler.take_weight(x, q, s)
+    if c.x.dim() == 3:
+        sample = observer.sampler.take_weight(c.x, *outputs)
     else:
-        sample = observer.sampler.take_rows(_sampled(observer, x), q, s)
-    observer.note(sample, source=observer.source(x), gemm="fprop")
-    return q, s
-
-
-def _transpose(observer: "Observer", op: Op, q: Tensor) -> Tensor:
-    q_t = op(q)
-    observer.transposed(q, q_t)
-    return q_t
+        sample = observer.sampler.take_rows(_sampled(observer, c.x), *outputs)
+    observer.note(sample, source=observer.source(c.x), gemm="fprop")
 
 
 # GEMMs
 
 
-def _mm(
-    observer: "Observer",
-    op: Op,
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    *args: Any,
-) -> Tensor:
-    observer.multiplied(a, b, offs)
-    return op(a, sa, b, sb, offs, *args)
+def _mm_pair(observer: "Observer", c: Any, outputs: Any) -> None:
+    observer.multiplied(c.a, c.b, None)
+    observer.multiplied(c.a2, c.b2, None)
 
 
-def _mm_pair(observer: "Observer", op: Op, *args: Any) -> Tensor:
-    a, _, b, _, a2, _, b2, *_ = args
-    observer.multiplied(a, b, None)
-    observer.multiplied(a2, b2, None)
-    return op(*args)
-
-
-def _wgrad(observer: "Observer", op: Op, g: Tensor, sg: Tensor, x: Tensor, *args: Any) -> Tensor:
-    observer.multiplied_columns(g, x)
-    return op(g, sg, x, *args)
-
-
-_WATCHED: dict[str, Op] = {
+_WATCHED: dict[str, Watch] = {
     "quantize_1x128": _rows,
     "quantize_128x1_t": functools.partial(_columns, True),
     "quantize_1x128_128x1_t": functools.partial(_rows_and_columns, True),
@@ -218,10 +147,10 @@ _WATCHED: dict[str, Op] = {
     "quantize_col_t": functools.partial(_columns, False),
     "quantize_row_col_t": functools.partial(_rows_and_columns, False),
     "quantize_weight_col_t": functools.partial(_weight, "dgrad"),
-    "transpose_fp8": _transpose,
-    "blockwise_mm": _mm,
+    "transpose_fp8": lambda observer, c, q_t: observer.transposed(c.q, q_t),
+    "blockwise_mm": lambda observer, c, _: observer.multiplied(c.a, c.b, c.offs),
     "blockwise_mm_pair": _mm_pair,
-    "blockwise_wgrad": _wgrad,
-    "rowwise_mm": _mm,
-    "rowwise_wgrad": _wgrad,
+    "blockwise_wgrad": lambda observer, c, _: observer.multiplied_columns(c.a, c.b),
+    "rowwise_mm": lambda observer, c, _: observer.multiplied(c.a, c.b, c.offs),
+    "rowwise_wgrad": lambda observer, c, _: observer.multiplied_columns(c.a, c.b),
 }

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-import titan_fp8.ops  # noqa: F401  (defines torch.ops.titan_fp8)
 from titan_fp8.functional import Function, no_double_backward
-
-_ops = torch.ops.titan_fp8
+from titan_fp8.ops import call
 
 
 def wait_for_collective(x: Tensor) -> Tensor:
@@ -45,16 +43,16 @@ class Expand(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, *(() if scores is None else (x, scores)))
-        return _ops.gather_rows(x, slots, scores, rows.shape[1])
+        return call("gather_rows", x, slots, scores, rows.shape[1])
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weighted = ctx.saved_tensors
         if not weighted:
-            return _ops.combine_rows(g, rows), None, None, None
+            return call("combine_rows", g, rows), None, None, None
         x, scores = weighted
-        return _ops.combine_rows(g, rows, scores), None, None, _ops.dot_rows(x, g, rows)
+        return call("combine_rows", g, rows, scores), None, None, call("dot_rows", x, g, rows)
 
 
 class Combine(Function):
@@ -67,15 +65,15 @@ class Combine(Function):
     def forward(ctx: Any, y: Tensor, slots: Tensor, rows: Tensor, scores: Tensor | None) -> Tensor:
         y = wait_for_collective(y)
         ctx.save_for_backward(slots, rows, *(() if scores is None else (y, scores)))
-        return _ops.combine_rows(y, rows, scores)
+        return call("combine_rows", y, rows, scores)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         slots, rows, *weighted = ctx.saved_tensors
         y, scores = weighted or (None, None)
-        dy = _ops.gather_rows(g, slots, scores, rows.shape[1])
-        return dy, None, None, None if scores is None else _ops.dot_rows(g, y, rows)
+        dy = call("gather_rows", g, slots, scores, rows.shape[1])
+        return dy, None, None, None if scores is None else call("dot_rows", g, y, rows)
 
 
 class Permute(Function):
@@ -84,13 +82,13 @@ class Permute(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return _ops.gather_rows(wait_for_collective(x), index)
+        return call("gather_rows", wait_for_collective(x), index)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return _ops.gather_rows(g, inverse), None, None
+        return call("gather_rows", g, inverse), None, None
 
 
 class Permutation(NamedTuple):
@@ -116,7 +114,9 @@ def sort_by_expert(
         The rows (R, dim), the permutation for `sort_back`, and the padded group sizes (experts,),
         int32.
     """
-    *indices, sizes = _ops.places_of_tokens(counts, experts, ranks, x.shape[0], length, alignment)
+    *indices, sizes = call(
+        "places_of_tokens", counts, experts, ranks, x.shape[0], length, alignment
+    )
     permutation = Permutation(*indices)
     return Permute.call(x, *permutation), permutation, sizes
 
@@ -128,7 +128,7 @@ def sort_back(y: Tensor, permutation: Permutation) -> Tensor:
 
 def rows_of_slots(slots: Tensor, scores: Tensor) -> Tensor:
     """`rows` (T, k) for `Expand` and `Combine`, from `slots` (R,) and the scores (T, k)."""
-    return _ops.invert_index(slots, scores.numel()).view_as(scores)
+    return call("invert_index", slots, scores.numel()).view_as(scores)
 
 
 def slots_by_expert(chosen: Tensor, experts: int) -> Tensor:

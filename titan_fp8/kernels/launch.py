@@ -79,7 +79,7 @@ def native(driver: str = "libcuda.so.1") -> ModuleType:
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
-    module.load_driver(driver)
+    module.load_driver(driver, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
     return module
 
 
@@ -110,13 +110,7 @@ class Kernel(GluonJITFunction):
             plans: dict[bytes, bytes] = {}
             first = functools.partial(self._launch_first, plans, [])
             constants = bytes(p.is_constexpr for p in self.params)
-            self._launcher = native().Launcher(
-                first,
-                plans,
-                constants,
-                torch._C._cuda_getDevice,
-                torch._C._cuda_getCurrentRawStream,
-            )
+            self._launcher = native().Launcher(first, plans, constants)
         if recording.recorder is not None:
             return functools.partial(self._launch_recorded, grid)
         return functools.partial(self._launcher, grid)

@@ -20,7 +20,9 @@ of the workspace.
 
 import contextlib
 import functools
+import itertools
 import operator
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -36,6 +38,8 @@ Function = Callable[..., Any]
 
 ALIGNMENT = 256
 """The alignment of temporaries in the workspace, in bytes."""
+MAX_TENSORS, MAX_SLOTS = 64, 128
+"""What `launcher.c` has room for."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -60,7 +64,7 @@ class Replay:
     them, and last the workspace, which holds all other Memory.
 
     Raises:
-        ValueError: an output is not a fresh tensor of its own.
+        ValueError: an output is not a fresh tensor of its own, or there are too many tensors.
     """
 
     def __init__(self, recorder: Recorder, result: Any):
@@ -104,15 +108,12 @@ class Replay:
             yield _Stage(new, run, gone)
 
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
-        native = launch.native().Replay(
-            steps,
-            self._slots,
-            self._workspace + 1,
-            zeros,
-            torch._C._cuda_getDevice,
-            torch._C._cuda_getCurrentRawStream,
-        )
-        return lambda tensors: native(*tensors)
+        tensors = self._workspace + 1
+        if tensors > MAX_TENSORS or len(self._slots) > MAX_SLOTS:
+            raise ValueError("a replay has too many tensors")
+        header = array("q", [tensors, len(self._slots), zeros, *itertools.chain(*self._slots)])
+        native, program = launch.native().replay, header.tobytes() + steps
+        return lambda tensors: native(program, *tensors)
 
     def _call(self, call: Call, inputs: int) -> Callable[[list[Tensor]], None]:
         args = [self._argument(value) for value in call.args]

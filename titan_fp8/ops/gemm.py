@@ -7,15 +7,19 @@ a and b are e4m3, their scales sa and sb FP32. `offs` (E,) are the group ends an
 that they are multiples of 128 (`layouts.py`). Rows of no group are zero in the result. `out_dtype`
 is bfloat16 or float32.
 
-The composite ops `*_fprop` and `*_dgrad` take the weight in high precision, cast it to `w_dtype` if
-that is given, and quantize it themselves. If quantizing a weight were an op of its own,
-torch.compile's partitioner would see that dgrad's copy depends on no gradient, move it to forward
-and keep an FP8 copy of every weight until backward.
+The composite ops `*_fprop` and `*_dgrad` take a weight in high precision, cast it to `w_dtype` if
+that is given, and quantize it. Or they take one in FP8, laid out as the parameter, with `w_scale`:
+the scales that this GEMM reads. Then dgrad transposes it. If quantizing or transposing a weight
+were an op of its own, torch.compile's partitioner would see that dgrad's copy depends on no
+gradient, move it to forward and keep an FP8 copy of every weight until backward.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_fp8 import reference
 from titan_fp8.ops.operands import (
     MT,
     MT_ROWWISE,
@@ -27,141 +31,78 @@ from titan_fp8.ops.operands import (
     blocks,
     fp8,
     fp32,
-    high,
+    weight,
 )
 from titan_fp8.ops.quantize import cast_weight
-from titan_fp8.ops.registry import composite, implementation, primitive
-
-_X = fp8(M, K), fp32(M, blocks(K))
-_W = fp8(E, N, K), fp32(E, blocks(N), blocks(K))
-_G = fp8(M, N), fp32(M, blocks(N))
-"""A quantized x, W or g, and its scale."""
+from titan_fp8.ops.registry import composite, primitive
 
 
-@primitive(a=_X[0], sa=_X[1], b=_W[0], sb=_W[1])
-def blockwise_mm(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """1x128 by 128x128: a (M, K), b (N, K) or (E, N, K); returns (M, N).
-
-    sa (M, ⌈K/128⌉); sb (⌈N/128⌉, ⌈K/128⌉), with groups (E, ⌈N/128⌉, ⌈K/128⌉).
-    """
-    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+def _mm(c: Any) -> Tensor:
+    return c.a.new_empty(c.a.shape[0], c.b.shape[-2], dtype=c.out_dtype)
 
 
-@primitive(
-    a=_X[0],
-    sa=_X[1],
-    b=_W[0],
-    sb=_W[1],
-    a2=_X[0],
-    sa2=_X[1],
-    b2=_W[0],
-    sb2=_W[1],
+def _wgrad(c: Any) -> Tensor:
+    groups = () if c.offs is None else c.offs.shape
+    return c.a.new_empty(*groups, c.a.shape[0], c.b.shape[0], dtype=c.out_dtype)
+
+
+def _bf16_wgrad(c: Any) -> Tensor:
+    groups = () if c.offs is None else c.offs.shape
+    return c.g.new_empty(*groups, c.g.shape[1], c.x.shape[1], dtype=c.out_dtype)
+
+
+_BLOCKWISE: dict[str, Any] = {
+    "a": fp8(M, K),
+    "sa": fp32(M, blocks(K)),
+    "b": fp8(E, N, K),
+    "sb": fp32(E, blocks(N), blocks(K)),
+}
+_SECOND: dict[str, Any] = {f"{name}2": operand for name, operand in _BLOCKWISE.items()}
+
+primitive(reference.blockwise_mm, _mm, **_BLOCKWISE)
+primitive(reference.blockwise_mm_pair, _mm, **_BLOCKWISE, **_SECOND)
+primitive(
+    reference.blockwise_wgrad,
+    _wgrad,
+    a=fp8(N, MT),
+    sa=fp32(N, blocks(MT)),
+    b=fp8(K, MT),
+    sb=fp32(K, blocks(MT)),
 )
-def blockwise_mm_pair(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    a2: Tensor,
-    sa2: Tensor,
-    b2: Tensor,
-    sb2: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """The sum of two `blockwise_mm` of the same shapes, rounded once; returns (M, N)."""
-    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+primitive(reference.rowwise_mm, _mm, a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N))
+primitive(
+    reference.rowwise_wgrad,
+    _wgrad,
+    a=fp8(N, MT_ROWWISE),
+    sa=fp32(E, N),
+    b=fp8(K, MT_ROWWISE),
+    sb=fp32(E, K),
+)
+primitive(reference.bf16_wgrad, _bf16_wgrad, g=bf16(M, N), x=bf16(M, K))
 
 
-@primitive(a=fp8(N, MT), sa=fp32(N, blocks(MT)), b=fp8(K, MT), sb=fp32(K, blocks(MT)))
-def blockwise_wgrad(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """1x128 by 1x128 along the tokens: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K).
-
-    sa (N, Mt/128), sb (K, Mt/128).
-    """
-    groups = () if offs is None else (offs.shape[0],)
-    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
+def _transposed(impl: Any, q: Tensor) -> Tensor:
+    """q (..., N, K), transposed and contiguous; that of a `QuantizedWeight` is so already."""
+    return q.mT if q.mT.is_contiguous() else impl.transpose_fp8(q)
 
 
-@primitive(a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N))
-def rowwise_mm(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """One scale per row: a (M, K), b (N, K) or (E, N, K); returns (M, N).
-
-    sa (M,); sb (N,), with groups (E, N).
-    """
-    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+def _columns(
+    impl: Any, w: Tensor, w_scale: Tensor | None, dtype: torch.dtype | None, scale_fmt: str
+) -> tuple[Tensor, Tensor]:
+    """What a blockwise dgrad reads of a weight."""
+    if w_scale is None:
+        return impl.quantize_128x128_t(cast_weight(impl, w, dtype), scale_fmt=scale_fmt)
+    return _transposed(impl, w), w_scale
 
 
-@primitive(a=fp8(N, MT_ROWWISE), sa=fp32(E, N), b=fp8(K, MT_ROWWISE), sb=fp32(E, K))
-def rowwise_wgrad(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """One scale per row and group: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K).
-
-    sa (N,), sb (K,), with groups (E, N), (E, K).
-    """
-    groups = () if offs is None else (offs.shape[0],)
-    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
-
-
-@primitive(g=bf16(M, N), x=bf16(M, K))
-def bf16_wgrad(
-    g: Tensor,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """gᵀ x in bf16, for `rowwise_with_gw_hp`: g (M, N), x (M, K); returns (N, K) or (E, N, K)."""
-    groups = () if offs is None else (offs.shape[0],)
-    return g.new_empty(*groups, g.shape[1], x.shape[1], dtype=out_dtype)
-
-
-@composite(a=_X[0], sa=_X[1], w=high(E, N, K))
+@composite(
+    a=fp8(M, K),
+    sa=fp32(M, blocks(K)),
+    w=weight(E, N, K),
+    w_scale=fp32(E, blocks(N), blocks(K)),
+)
 def blockwise_fprop(
+    impl: Any,
     a: Tensor,
     sa: Tensor,
     w: Tensor,
@@ -169,18 +110,25 @@ def blockwise_fprop(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     w_dtype: torch.dtype | None = None,
+    w_scale: Tensor | None = None,
     *,
     scale_fmt: str = "fp32",
-    emulate: bool = False,
 ) -> Tensor:
-    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_128x128(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
+    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K); returns (M, N)."""
+    b = w, w_scale
+    if w_scale is None:
+        b = impl.quantize_128x128(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
-@composite(a=_G[0], sa=_G[1], w=high(E, N, K))
+@composite(
+    a=fp8(M, N),
+    sa=fp32(M, blocks(N)),
+    w=weight(E, N, K),
+    w_scale=fp32(E, blocks(K), blocks(N)),
+)
 def blockwise_dgrad(
+    impl: Any,
     a: Tensor,
     sa: Tensor,
     w: Tensor,
@@ -188,18 +136,27 @@ def blockwise_dgrad(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     w_dtype: torch.dtype | None = None,
+    w_scale: Tensor | None = None,
     *,
     scale_fmt: str = "fp32",
-    emulate: bool = False,
 ) -> Tensor:
-    """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_128x128_t(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
+    """dx = a W for a (M, N) and W (N, K) or (E, N, K); returns (M, K)."""
+    b = _columns(impl, w, w_scale, w_dtype, scale_fmt)
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
-@composite(a=_G[0], sa=_G[1], w=high(E, N, K), a2=_G[0], sa2=_G[1], w2=high(E, N, K))
+@composite(
+    a=fp8(M, N),
+    sa=fp32(M, blocks(N)),
+    w=weight(E, N, K),
+    a2=fp8(M, N),
+    sa2=fp32(M, blocks(N)),
+    w2=weight(E, N, K, scale="w2_scale"),
+    w_scale=fp32(E, blocks(K), blocks(N)),
+    w2_scale=fp32(E, blocks(K), blocks(N)),
+)
 def blockwise_dgrad_pair(
+    impl: Any,
     a: Tensor,
     sa: Tensor,
     w: Tensor,
@@ -210,19 +167,20 @@ def blockwise_dgrad_pair(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     w_dtype: torch.dtype | None = None,
+    w_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
     *,
     scale_fmt: str = "fp32",
-    emulate: bool = False,
 ) -> Tensor:
     """dx = a W + a2 W2 for operands as in `blockwise_dgrad`, rounded once; returns (M, K)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_128x128_t(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
-    b2 = impl.quantize_128x128_t(cast_weight(impl, w2, w_dtype), scale_fmt=scale_fmt)
+    b = _columns(impl, w, w_scale, w_dtype, scale_fmt)
+    b2 = _columns(impl, w2, w2_scale, w_dtype, scale_fmt)
     return impl.blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, offs, aligned, out_dtype)
 
 
-@composite(a=fp8(M, K), sa=fp32(M), w=high(E, N, K))
+@composite(a=fp8(M, K), sa=fp32(M), w=weight(E, N, K), w_scale=fp32(E, N))
 def rowwise_fprop(
+    impl: Any,
     a: Tensor,
     sa: Tensor,
     w: Tensor,
@@ -230,17 +188,16 @@ def rowwise_fprop(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     w_dtype: torch.dtype | None = None,
-    *,
-    emulate: bool = False,
+    w_scale: Tensor | None = None,
 ) -> Tensor:
-    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_row(cast_weight(impl, w, w_dtype))
+    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K); returns (M, N)."""
+    b = impl.quantize_row(cast_weight(impl, w, w_dtype)) if w_scale is None else (w, w_scale)
     return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
-@composite(a=fp8(M, N), sa=fp32(M), w=high(E, N, K))
+@composite(a=fp8(M, N), sa=fp32(M), w=weight(E, N, K), w_scale=fp32(E, K))
 def rowwise_dgrad(
+    impl: Any,
     a: Tensor,
     sa: Tensor,
     w: Tensor,
@@ -248,10 +205,11 @@ def rowwise_dgrad(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     w_dtype: torch.dtype | None = None,
-    *,
-    emulate: bool = False,
+    w_scale: Tensor | None = None,
 ) -> Tensor:
-    """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_weight_col_t(cast_weight(impl, w, w_dtype))
+    """dx = a W for a (M, N) and W (N, K) or (E, N, K); returns (M, K)."""
+    if w_scale is None:
+        b = impl.quantize_weight_col_t(cast_weight(impl, w, w_dtype))
+    else:
+        b = _transposed(impl, w), w_scale
     return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)

@@ -3,19 +3,18 @@
 A definition lists its tensors in the order of its arguments, each with the dtypes and the
 dimensions that it may have:
 
-    @primitive(a=fp8(M, K), sa=fp32(M, blocks(K)), b=fp8(E, N, K), ...)
+    primitive(reference.blockwise_mm, ..., a=fp8(M, K), sa=fp32(M, blocks(K)), b=fp8(E, N, K), ...)
 
 A dimension has the same size wherever it occurs. E is the number of groups and is there only if the
-op is given `offs`; `...` stands for any number of leading dimensions. None in place of a tensor's
-description: it must be None. `offs`, dtypes and `scale_fmt` mean the same in every op, so
-definitions need not list them.
+op is given `offs`; `...` stands for any number of leading dimensions. `offs`, dtypes and
+`scale_fmt` mean the same in every op, so definitions need not list them.
 
 Kernels take addresses. Without these checks they would read FP16 as bf16, or past the end of a
 scale.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -69,11 +68,17 @@ MT_ROWWISE_OF_M = Dim("Mt", size=_width(ROW_ALIGNMENT))
 
 
 class Accepted(NamedTuple):
-    """What a tensor may be. `as_first`: it has the dtype of the op's first tensor."""
+    """What a tensor may be.
+
+    Attributes:
+        as_first: it has the dtype of the op's first tensor.
+        scale: the argument with its scales, if it may be quantized: given these it is in FP8.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[Dim | EllipsisType, ...]
     as_first: bool = False
+    scale: str | None = None
 
     @property
     def padded(self) -> bool:
@@ -84,6 +89,11 @@ class Accepted(NamedTuple):
 def high(*dims: Dim | EllipsisType, as_first: bool = False) -> Accepted:
     """In high precision."""
     return Accepted(DTYPES, dims, as_first)
+
+
+def weight(*dims: Dim | EllipsisType, scale: str = "w_scale") -> Accepted:
+    """In high precision, or in FP8 if the op is given its scales."""
+    return Accepted(DTYPES, dims, scale=scale)
 
 
 def fp8(*dims: Dim | EllipsisType) -> Accepted:
@@ -102,6 +112,16 @@ def integers(*dims: Dim | EllipsisType) -> Accepted:
     return Accepted((torch.int32, torch.int64), dims)
 
 
+def for_kernels(t: Tensor) -> Tensor:
+    """t, contiguous, and at a multiple of 16 bytes if it is FP8, which is read by TMA."""
+    t = t.contiguous()
+    if t.dtype != E4M3 or t.is_meta or type(t) not in (Tensor, torch.nn.Parameter):
+        return t
+    if torch.compiler.is_compiling():
+        return t
+    return t.clone() if t.data_ptr() % 16 else t
+
+
 _OFFS = Accepted((torch.int32,), (E,))
 
 
@@ -114,42 +134,34 @@ class Check:
     """
 
     def __init__(
-        self,
-        op: str,
-        parameters: Mapping[str, inspect.Parameter],
-        operands: Mapping[str, Accepted | None],
+        self, op: str, parameters: Mapping[str, inspect.Parameter], operands: Mapping[str, Accepted]
     ):
         self.op, names = op, list(parameters)
         self._first = names[0]
         kinds = {name: p.annotation for name, p in parameters.items()}
         tensors = [name for name in names if kinds[name] in (Tensor, Tensor | None)]
         # `offs` comes first, because others depend on it.
-        listed: dict[str, Accepted | None] = {}
-        if "offs" in names:
-            listed["offs"] = _OFFS
+        listed = {"offs": _OFFS} if "offs" in names else {}
         listed |= {name: operands[name] for name in tensors if name in operands}
         if len(listed) < len(tensors) or operands.keys() - listed.keys():
             raise TypeError(f"{op}: the tensors are {tensors}, not {list(operands)}")
+        at = {name: names.index(name) for name in names}
         self._tensors = [
-            (names.index(name), name, kinds[name] != Tensor, operand)
+            (at[name], name, kinds[name] != Tensor, operand, at.get(operand.scale or ""))
             for name, operand in listed.items()
         ]
-        self.contiguous = {
-            at for at, _, _, operand in self._tensors if operand is None or not operand.padded
-        }
+        self.contiguous = {i for i, _, _, operand, _ in self._tensors if not operand.padded}
         self._constants = [
-            (names.index(name), p.default, name)
+            (at[name], p.default, name)
             for name, p in parameters.items()
             if kinds[name] in (int, torch.dtype, torch.dtype | None)
         ]
-        self._offs, self._aligned = (
-            names.index(name) if name in names else len(names) for name in ("offs", "aligned")
-        )
+        self._offs, self._aligned = (at.get(name, len(names)) for name in ("offs", "aligned"))
 
-    def __call__(self, *args: Any, scale_fmt: str = "fp32", emulate: bool = False) -> None:
+    def __call__(self, *args: Any, scale_fmt: str = "fp32") -> None:
         # This costs CPU time at every call whose launches are not replayed.
-        first, given = args[0], len(args)
         sizes: Sizes = {}
+        given = len(args)
         offs = args[self._offs] if given > self._offs else None
         aligned = args[self._aligned] if given > self._aligned else False
         for at, default, name in self._constants:
@@ -160,35 +172,40 @@ class Check:
                 raise self._error(f"{name} = {value}", *map(str, DTYPES))
         if scale_fmt not in SCALE_FMTS:
             raise self._error(f"scale_fmt = {scale_fmt!r}", *map(repr, SCALE_FMTS))
+        first = args[0] if args else None
         if not isinstance(first, Tensor):
             raise self._error(f"{self._first} is {first!r}", "a tensor")
-        device = first.device
-        for at, name, optional, operand in self._tensors:
+        for at, name, optional, operand, scale in self._tensors:
             t = args[at] if at < given else None
-            if t is None and (optional or operand is None):
+            if t is None and optional:
                 continue
+            dtypes = (first.dtype,) if operand.as_first else operand.dtypes
+            if scale is not None and scale < given and args[scale] is not None:
+                dtypes = (E4M3,)
             if (
-                operand is None
-                or not isinstance(t, Tensor)
-                or t.dtype not in operand.dtypes
-                or operand.as_first
-                and t.dtype != first.dtype
-                or t.device != device
+                not isinstance(t, Tensor)
+                or t.dtype not in dtypes
+                or t.device != first.device
                 or not _fits(t.shape, operand.dims, sizes, offs, aligned)
             ):
-                raise self._refusal(name, t, operand, first, (sizes, offs, aligned))
+                raise self._refusal(name, t, operand, dtypes, first, (sizes, offs, aligned))
+
+    def laid_out(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments as kernels read them."""
+        return [
+            for_kernels(t) if i in self.contiguous and t is not None else t
+            for i, t in enumerate(args)
+        ]
 
     def _error(self, what: str, *allowed: str) -> ValueError:
         are = "are" if len(allowed) > 1 else "is"
         return ValueError(f"titan_fp8::{self.op}: {what}: allowed {are} {' and '.join(allowed)}")
 
     def _refusal(
-        self, name: str, t: Any, operand: Accepted | None, first: Tensor, call: tuple
+        self, name: str, t: Any, operand: Accepted, dtypes: tuple, first: Tensor, call: tuple
     ) -> ValueError:
-        if operand is None or not isinstance(t, Tensor):
-            what = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else repr(t)
-            return self._error(f"{name} is {what}", "None" if operand is None else "a tensor")
-        dtypes = (first.dtype,) if operand.as_first else operand.dtypes
+        if not isinstance(t, Tensor):
+            return self._error(f"{name} is {t!r}", "a tensor")
         what = f"{name} is {t.dtype} of shape {tuple(t.shape)}"
         allowed = f"{' or '.join(map(str, dtypes))} of shape ({_in_words(operand.dims, *call)})"
         if t.device != first.device:

@@ -2,8 +2,8 @@
 
 Names give the block that shares a scale, (rows x columns) of the input; `_t` says that the output
 is written transposed. The last dimension of inputs is a multiple of 16. `layouts.py` explains Mt,
-`offs` and `aligned`, `reference.py` the arithmetic. `scale_fmt` is the format of scales: "fp32", or
-"ue8m0" for powers of two.
+`offs` and `aligned`, `reference.py` what each of them computes. `scale_fmt` is the format of
+scales: "fp32", or "ue8m0" for powers of two.
 """
 
 from collections.abc import Sequence
@@ -12,126 +12,122 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_fp8 import reference
 from titan_fp8.layouts import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
-from titan_fp8.ops.operands import K, M, R, fp32, high
+from titan_fp8.ops.operands import H, K, M, N, R, fp8, fp32, high
 from titan_fp8.ops.registry import primitive
 
 
-def new_fp8(x: Tensor, shape: Sequence[int]) -> Tensor:
+def new_fp8(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=E4M3)
 
 
-def new_scale(x: Tensor, shape: Sequence[int]) -> Tensor:
+def new_scale(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
 
-def new_scale_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
-    """(rows, ⌈columns/128⌉), stride 1 along the rows, which are padded to a multiple of 4."""
-    return new_scale(x, (cdiv(columns, BLOCK), round_up(rows, 4)))[:, :rows].t()
+def _transposed(shape: Sequence[int]) -> tuple[int, ...]:
+    *lead, n, k = shape
+    return *lead, k, n
 
 
-def new_scale_128x128(w: Tensor, n: int, k: int) -> Tensor:
-    """(..., ⌈n/128⌉, ⌈k/128⌉), the last dimension padded to a multiple of 4."""
-    storage = new_scale(w, (*w.shape[:-2], cdiv(n, BLOCK), round_up(cdiv(k, BLOCK), 4)))
-    return storage[..., : cdiv(k, BLOCK)]
+def _rows_1x128(x: Tensor, shape: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """q and scales (rows, ⌈columns/128⌉), stride 1 along the rows, padded to a multiple of 4."""
+    rows, columns = shape or x.shape
+    s = new_scale(x, cdiv(columns, BLOCK), round_up(rows, 4))
+    return new_fp8(x, rows, columns), s[:, :rows].t()
+
+
+def _columns_1x128(x: Tensor, offs: Tensor | None, aligned: bool) -> tuple[Tensor, Tensor]:
+    return _rows_1x128(x, (x.shape[1], transposed_width(x.shape[0], offs, aligned, BLOCK)))
+
+
+def _blocks_128x128(w: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """q and scales (..., ⌈n/128⌉, ⌈k/128⌉), the last dimension padded to a multiple of 4."""
+    *lead, n, k = shape
+    s = new_scale(w, *lead, cdiv(n, BLOCK), round_up(cdiv(k, BLOCK), 4))
+    return new_fp8(w, *shape), s[..., : cdiv(k, BLOCK)]
+
+
+def _rows(x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return new_fp8(x, *shape), new_scale(x, *shape[:-1])
+
+
+def _columns(x: Tensor, offs: Tensor | None, aligned: bool) -> tuple[Tensor, Tensor]:
+    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, ROW_ALIGNMENT)
+    return new_fp8(x, k, width), new_scale(x, *(() if offs is None else offs.shape), k)
+
+
+def _swiglu_backward(c: Any) -> tuple[Tensor, ...]:
+    columns = [_columns_1x128(c.a, c.offs, c.aligned) for _ in range(3)]
+    return *_rows_1x128(c.a), *columns[0], *_rows_1x128(c.a), *columns[1], *columns[2]
 
 
 # Blockwise
 
-
-@primitive(x=high(M, K))
-def quantize_1x128(
-    x: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rows of x (M, K): q (M, K) and s (M, ⌈K/128⌉)."""
-    return new_fp8(x, x.shape), new_scale_1x128(x, *x.shape)
-
-
-@primitive(x=high(M, K))
-def quantize_128x1_t(
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Columns of x (M, K): q (K, Mt) and s (K, Mt/128)."""
-    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, BLOCK)
-    return new_fp8(x, (k, width)), new_scale_1x128(x, k, width)
-
-
-@primitive(x=high(M, K))
-def quantize_1x128_128x1_t(
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of x (M, K) from one read: the outputs of the two ops above."""
-    return (*quantize_1x128(x), *quantize_128x1_t(x, offs, aligned))
-
-
-@primitive(w=high(..., R, K))
-def quantize_128x128(
-    w: Tensor,
-    dtype: torch.dtype | None = None,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """A weight (..., N, K), as `dtype`: q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉).
-
-    dtype: what w is rounded to before it is quantized, one of `DTYPES`; by default its own.
-    """
-    return new_fp8(w, w.shape), new_scale_128x128(w, *w.shape[-2:])
-
-
-@primitive(w=high(..., R, K))
-def quantize_128x128_t(
-    w: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """A weight (..., N, K), transposed: q (..., K, N) and s (..., ⌈K/128⌉, ⌈N/128⌉)."""
-    *lead, n, k = w.shape
-    return new_fp8(w, (*lead, k, n)), new_scale_128x128(w, k, n)
-
+primitive(reference.quantize_1x128, lambda c: _rows_1x128(c.x), x=high(M, K))
+primitive(
+    reference.quantize_128x1_t, lambda c: _columns_1x128(c.x, c.offs, c.aligned), x=high(M, K)
+)
+primitive(
+    reference.quantize_1x128_128x1_t,
+    lambda c: (*_rows_1x128(c.x), *_columns_1x128(c.x, c.offs, c.aligned)),
+    x=high(M, K),
+)
+primitive(reference.quantize_128x128, lambda c: _blocks_128x128(c.w, c.w.shape), w=high(..., R, K))
+primitive(
+    reference.quantize_128x128_t,
+    lambda c: _blocks_128x128(c.w, _transposed(c.w.shape)),
+    w=high(..., R, K),
+)
+primitive(
+    reference.swiglu_1x128,
+    lambda c: _rows_1x128(c.a),
+    a=high(M, H),
+    b=high(M, H, as_first=True),
+)
+primitive(
+    reference.swiglu_backward_1x128_128x1_t,
+    _swiglu_backward,
+    dh=high(M, H),
+    a=high(M, H, as_first=True),
+    b=high(M, H, as_first=True),
+)
 
 # Rowwise
 
+primitive(reference.quantize_row, lambda c: _rows(c.x, c.x.shape), x=high(..., K))
+primitive(reference.quantize_col_t, lambda c: _columns(c.x, c.offs, c.aligned), x=high(M, K))
+primitive(
+    reference.quantize_row_col_t,
+    lambda c: (*_rows(c.x, c.x.shape), *_columns(c.x, c.offs, c.aligned)),
+    x=high(M, K),
+)
+primitive(
+    reference.quantize_weight_col_t,
+    lambda c: _rows(c.w, _transposed(c.w.shape)),
+    w=high(..., R, K),
+)
 
-@primitive(x=high(..., K))
-def quantize_row(x: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows of x (..., R, C): q (..., R, C) and s (..., R)."""
-    return new_fp8(x, x.shape), new_scale(x, x.shape[:-1])
+# Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8
 
+primitive(
+    reference.quantize_shard_row,
+    lambda c: (*_rows(c.x, c.x.shape), new_scale(c.x, *c.x.shape[:-2], c.x.shape[-1])),
+    x=high(..., R, K),
+)
+primitive(
+    reference.quantize_shard_col,
+    lambda c: new_fp8(c.x, *c.x.shape),
+    x=high(..., R, K),
+    amax=fp32(..., K),
+)
 
-@primitive(x=high(M, K))
-def quantize_col_t(
-    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Columns of x (M, K), by group: q (K, Mt) and s (K,), with groups (E, K)."""
-    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, ROW_ALIGNMENT)
-    return new_fp8(x, (k, width)), new_scale(x, (k,) if offs is None else (offs.shape[0], k))
+# Of weights that are in FP8 already
 
-
-@primitive(x=high(M, K))
-def quantize_row_col_t(
-    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
-    return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
-
-
-@primitive(w=high(..., R, K))
-def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
-    """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""
-    *lead, n, k = w.shape
-    return new_fp8(w, (*lead, k, n)), new_scale(w, (*lead, k))
-
-
-# Of both recipes
+primitive(
+    reference.transpose_fp8, lambda c: new_fp8(c.q, *_transposed(c.q.shape)), q=fp8(..., N, K)
+)
 
 
 def cast_weight(impl: Any, w: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -144,29 +140,3 @@ def cast_weight(impl: Any, w: Tensor, dtype: torch.dtype | None) -> Tensor:
     if cast is not w and hasattr(impl, "note_cast"):
         impl.note_cast(w, cast)
     return cast
-
-
-# Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8
-
-
-@primitive(x=high(..., R, K))
-def quantize_shard_row(
-    x: Tensor, dtype: torch.dtype, *, emulate: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x (..., R, K), R > 0, as `dtype`: q (..., R, K), s (..., R).
-
-    The third output is the absolute maxima (..., K) of the columns, FP32.
-    """
-    *lead, rows, columns = x.shape
-    return new_fp8(x, x.shape), new_scale(x, (*lead, rows)), new_scale(x, (*lead, columns))
-
-
-@primitive(x=high(..., R, K), amax=fp32(..., K))
-def quantize_shard_col(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, *, emulate: bool = False
-) -> Tensor:
-    """Columns of x (..., R, K), R > 0, as `dtype`, not transposed: q (..., R, K).
-
-    amax (..., K): the absolute maxima of the whole columns, of which x has some rows.
-    """
-    return new_fp8(x, x.shape)

@@ -16,13 +16,17 @@ of step and output, too. Torch's C++ code puts the string between double quotes,
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_fp8.layouts import E4M3
 from titan_fp8.ops import registry
+from titan_fp8.ops.operands import DTYPES, for_kernels
+
+_DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 
 
 class Place(NamedTuple):
@@ -60,10 +64,17 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
     return repr((calls, tuple(map(tuple, results))))
 
 
-@functools.cache
-def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[list[Place], ...]]:
-    """The steps, the results, and for each step the places that nothing needs after it."""
+class _Decoded(NamedTuple):
+    """A sequence. `contiguous`: which tensors to lay out for kernels. `gone`: what steps free."""
 
+    steps: tuple[Step, ...]
+    results: tuple[Place, ...]
+    contiguous: tuple[int, ...]
+    gone: tuple[list[Place], ...]
+
+
+@functools.cache
+def _decode(sequence: str) -> _Decoded:
     def argument(value: Any) -> Any:
         if not isinstance(value, tuple):
             return value
@@ -74,23 +85,37 @@ def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[l
     steps = tuple(Step(op, tuple(map(argument, args)), options) for op, args, options in calls)
     kept = tuple(Place(*result) for result in results)
     last: dict[Place, int] = {}
+    contiguous = set()
     for number, step in enumerate(steps):
         last |= {place: number for place in step.arguments if isinstance(place, Place)}
+        read = (
+            step.arguments[i]
+            for i in registry.OPS[step.op].check.contiguous
+            if i < len(step.arguments)
+        )
+        contiguous |= {
+            place.output for place in read if isinstance(place, Place) and not place.step
+        }
     gone = tuple(
         [p for p, number in last.items() if p.step and number == n and p not in kept]
         for n in range(len(steps))
     )
-    return steps, kept, gone
+    return _Decoded(steps, kept, tuple(contiguous), gone)
 
 
-def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
+def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:
     """Runs the sequence that is the last argument on the tensors before it."""
     *tensors, sequence = arguments
-    steps, results, gone = _decode(sequence)
+    steps, results, contiguous, gone = _decode(sequence)
+    if not _DTYPES.issuperset([t.dtype for t in tensors]):
+        dtypes = [t.dtype for t in tensors]
+        raise ValueError(f"titan_fp8::sequence: tensors are {dtypes}: allowed are {_DTYPES}")
+    for i in contiguous:
+        tensors[i] = for_kernels(tensors[i])
     found: list[list[Any]] = [tensors]
     for step, places in zip(steps, gone, strict=True):
         args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
-        outputs = getattr(registry.direct, step.op)(*args, **step.options)
+        outputs = getattr(ops, step.op)(*args, **step.options)
         found.append([*outputs] if isinstance(outputs, tuple) else [outputs])
         del args, outputs
         for place in places:  # Frees the memory.
@@ -98,30 +123,14 @@ def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple([found[place.step][place.output] for place in results])
 
 
-_replayable = registry.replayable(run_steps)
-
-
-@functools.cache
-def _function(sequence: str) -> Callable[..., tuple[Tensor, ...]]:
-    """`run_steps`, replayed unless ops are emulated, which launch nothing."""
-    steps, _, _ = _decode(sequence)
-    return run_steps if any(step.options.get("emulate") for step in steps) else _replayable
-
-
 def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return list(_function(sequence)(*tensors, sequence))
+    return [*registry.run(run_steps, *tensors, sequence)]
+
+
+def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    return [*run_steps(registry.fakes, *tensors, sequence)]
 
 
 OVERLOAD = registry.register(
-    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_run
+    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_fake
 )
-_dispatch = OVERLOAD._op
-
-
-def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    skips = not registry.needs_dispatcher(tensors) or registry.mode_ignores_ops()
-    return (_run if skips else _dispatch)(tensors, sequence)
-
-
-# As in the registry: code from torch.compile calls the overload, which calls its `_op`.
-OVERLOAD._op = _call
