@@ -1,0 +1,282 @@
+"""Trains runs of one arm, one after another, in one process per GPU. run.py launches it by torchrun.
+
+torchtitan's trainer is built once, and so compiled once. Before each run `PairedTrainer.restart`
+gives it new weights, a new state of the optimizer and of the learning rate, and another order of
+the text, all of which depend on the seed alone: a run gives the same numbers whether it is the
+first of its process or the tenth, and all arms of a seed start from the same weights and read the
+same batches.
+"""
+
+import argparse
+import copy
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import math
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import text as texts
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import titan_fp8.cpu_host
+
+if not torch.cuda.is_available():
+    titan_fp8.cpu_host.prepare()  # before torchtitan is imported
+
+import arms
+import flavors
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.moe.moe import MoE
+from torchtitan.tools import utils
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+PARTS = {"tenth": 1 / 10, "third": 1 / 3, "two_thirds": 2 / 3, "end": 1.0}
+"""The parts of a run after which the held-out loss is computed."""
+CURVE_POINTS = 50
+SPEED_FROM_STEP, SPEED_EVERY = 11, 25  # the steps before it compile and warm up
+VERSIONS = ("torch", "triton", "torchtitan")
+
+
+class OutOfTime(Exception):
+    """The run would not end in time."""
+
+
+class PairedTrainer(Trainer):
+    """torchtitan's trainer, for many runs one after another.
+
+    Attributes:
+        losses: (steps,), the mean loss of each batch of this run, of this rank's part of it.
+    """
+
+    def __init__(self, config: JobConfig, text: texts.Text):
+        training = config.training
+        flavors.register(
+            config.model.name,
+            build_dataloader_fn=None,
+            build_tokenizer_fn=lambda config: SimpleNamespace(eos_id=text.end),
+        )
+        super().__init__(config)
+        dims = self.parallel_dims
+        if dims.pp_enabled or dims.cp_enabled:
+            raise ValueError("paired runs train under FSDP, HSDP, expert and tensor parallelism")
+        if text.vocabulary > self.model_args.vocab_size:
+            raise ValueError(
+                f"{config.model.name} {config.model.flavor} has {self.model_args.vocab_size:,} "
+                f"tokens, and the text {text.vocabulary:,}"
+            )
+        self.text, self.steps, self.seq_len = text, training.steps, training.seq_len
+        mesh = dims.get_mesh("batch") if dims.dp_enabled else None
+        self.readers, self.reader = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
+        self.local_batch = training.local_batch_size
+        self.batch = self.local_batch * self.readers * self.gradient_accumulation_steps
+        self.metrics_processor.should_log = lambda step: False
+        self.loss_sum, self.loss_fn = self.loss_fn, self.counted_loss
+        self.fresh_optimizers = [copy.deepcopy(each.state_dict()) for each in self.optimizers]
+        self.fresh_schedule = copy.deepcopy(self.lr_schedulers.state_dict())
+
+    def counted_loss(self, predictions: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of a micro-batch; its part of the batch's mean is kept."""
+        loss = self.loss_sum(predictions, labels)
+        self.losses[self.step - 1] += loss.detach() / (self.batch * self.seq_len)
+        return loss
+
+    def restart(self, seed: int) -> float:
+        """Makes everything that training changes that of a new run.
+
+        Returns:
+            The sum of squares of this rank's weights: other weights have another one.
+        """
+        debug = dataclasses.replace(self.job_config.debug, seed=seed)
+        dist_utils.set_determinism(self.parallel_dims, self.device, debug, ["pp"])
+        (model,) = self.model_parts
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
+        for optimizer, state in zip(self.optimizers, self.fresh_optimizers):
+            optimizer.load_state_dict(copy.deepcopy(state))
+        self.lr_schedulers.load_state_dict(self.fresh_schedule)
+        self.step = self.ntokens_seen = 0
+        self.losses = torch.zeros(self.steps, device=self.device, dtype=torch.float64)
+        local = (getattr(p, "_local_tensor", p) for p in model.parameters())
+        return sum(p.detach().double().square().sum() for p in local).item()
+
+    def run(self, seed: int, ulp: bool, until: float) -> dict[str, Any]:
+        """Trains one run, and returns what is reported of it.
+
+        Raises:
+            OutOfTime: it would not end before `until`, in seconds since 1970.
+        """
+        weights = self.restart(seed)
+        if ulp:
+            arms.move_by_one_ulp(self.model_parts[0], seed)
+        # After steps, converters quantize what depends on weights alone, and so after a restart.
+        for hook in self.optimizers._optimizer_step_post_hooks.values():
+            hook(self.optimizers, (), {})
+        order = texts.order(len(self.text.train), self.seq_len, self.steps * self.batch, seed)
+        evaluations = {max(1, round(part * self.steps)): name for name, part in PARTS.items()}
+        batches, held_out = self.batches(order), {}
+        start = time.time()
+        for step in range(1, self.steps + 1):
+            self.step = step
+            self.gc_handler.run(step)
+            self.train_step(batches)
+            if step in evaluations:
+                held_out[evaluations[step]] = self.held_out_loss()
+            if step == SPEED_FROM_STEP - 1:
+                utils.device_module.synchronize()
+                warm = time.time()
+            elif step >= SPEED_FROM_STEP and step % SPEED_EVERY == 0:
+                self.check_time(step, warm, until)
+        losses = self.summed(self.losses).cpu().numpy()
+        seconds = time.time() - start
+        tokens = self.batch * self.seq_len
+        speed_steps = max(1, self.steps - SPEED_FROM_STEP + 1)
+        since = warm if self.steps >= SPEED_FROM_STEP else start
+        return {
+            "seed": seed,
+            "steps": self.steps,
+            "tokens": self.steps * tokens,
+            "held_out": held_out,
+            "last_third": float(losses[-math.ceil(self.steps / 3) :].mean()),
+            "curve": [round(float(part.mean()), 4) for part in self.thinned(losses)],
+            "weights": weights,
+            "order": zlib.crc32(order.tobytes()),
+            "tokens_per_second": round(speed_steps * tokens / (time.time() - since)),
+            "seconds": round(seconds, 1),
+        }
+
+    def check_time(self, step: int, warm: float, until: float) -> None:
+        # The host may be ahead of the GPU, whose losses it has to wait for.
+        self.losses[step - 1].item()
+        left = (self.steps - step) * (time.time() - warm) / (step - SPEED_FROM_STEP + 1)
+        if self.slowest(time.time() + left) > until:
+            raise OutOfTime
+
+    def slowest(self, value: float) -> float:
+        """The largest value of all ranks, which must agree when to stop."""
+        if dist.get_world_size() == 1:
+            return value
+        largest = torch.tensor(value, device=self.device, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
+
+    def thinned(self, losses: np.ndarray) -> list[np.ndarray]:
+        return np.array_split(losses, min(CURVE_POINTS, self.steps))
+
+    def sequences(self, tokens: np.ndarray, numbers: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
+        """The inputs and labels of sequences of `tokens`, by their numbers: (n, seq_len) each."""
+        first = numbers[:, None] * self.seq_len
+        rows = torch.from_numpy(tokens[first + np.arange(self.seq_len + 1)].astype(np.int64))
+        return {"input": rows[:, :-1].contiguous()}, rows[:, 1:].contiguous()
+
+    def batches(self, order: np.ndarray) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """This rank's micro-batches of a run."""
+        for batch in order.reshape(-1, self.batch):
+            mine = batch.reshape(self.readers, -1, self.local_batch)[self.reader]
+            yield from (self.sequences(self.text.train, numbers) for numbers in mine)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean loss of the held-out text, without the end that fills no batch."""
+        (model,) = self.model_parts
+        # Routing counts feed the balancing of experts, which training must find as it left them.
+        counters = [b for n, b in model.named_buffers() if n.endswith("tokens_per_expert")]
+        counted = [counter.clone() for counter in counters]
+        there = (len(self.text.held_out) - 1) // self.seq_len
+        in_turn = self.local_batch * self.readers
+        numbers = np.arange(there // in_turn * in_turn)
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        model.eval()
+        for turn in numbers.reshape(-1, self.readers, self.local_batch):
+            inputs, labels = self.sequences(self.text.held_out, turn[self.reader])
+            inputs = {name: x.to(self.device) for name, x in inputs.items()}
+            labels = labels.to(self.device)
+            x, labels, extra, options = self.post_dataloading_process(inputs, labels)
+            with self.train_context(), self.maybe_enable_amp:
+                total += self.loss_sum(model(x, **extra, **options), labels)
+        model.train()
+        for counter, count in zip(counters, counted):
+            counter.copy_(count)
+        return self.summed(total).item() / (len(numbers) * self.seq_len)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that read different text."""
+        if self.parallel_dims.dp_enabled:
+            dist.all_reduce(x, group=self.parallel_dims.get_mesh("loss").get_group())
+        return x
+
+
+def job_config(toml: str, flags: list[str], arm: str) -> JobConfig:
+    """The config of an arm: that of the TOML, without logs, checkpoints and validation."""
+    config = ConfigManager().parse_args(["--job.config_file", toml, *flags])
+    arms.apply(arms.ARMS[arm], config)
+    config.job.dump_folder = tempfile.mkdtemp(prefix="converge_")
+    config.checkpoint.enable = config.validation.enable = False
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    if utils.device_type == "cpu":
+        config.optimizer.implementation = "foreach"  # fused does not take DTensors on the CPU
+    return config
+
+
+def facts(arm: str) -> dict[str, Any]:
+    """The versions of what computes."""
+    names = [*VERSIONS, *(["torchao"] if arm.startswith("torchao") else [])]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": device, "versions": {n: importlib.metadata.version(n) for n in names}}
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Appends a line to a file that several processes write to."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--toml", required=True)
+    parser.add_argument("--arm", required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970")
+    parser.add_argument("--about", type=json.loads, default={}, help="more fields of the results")
+    end = sys.argv.index("--")
+    args, flags = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    init_logger()
+    start = time.time()
+    text = texts.read(args.text)
+    trainer = PairedTrainer(job_config(args.toml, flags, args.arm), text)
+    about = {**args.about, "arm": args.arm, "world": dist.get_world_size(), **facts(args.arm)}
+    about["experts"] = any(isinstance(module, MoE) for module in trainer.model_parts[0].modules())
+    needed = 0.0
+    for seed in args.seeds:
+        try:
+            if trainer.slowest(time.time() + needed) > args.until:
+                raise OutOfTime
+            run = trainer.run(seed, arms.ARMS[args.arm].ulp, args.until)
+        except OutOfTime:
+            logger.info(f"{args.arm}: seed {seed} would not end in time")
+            break
+        needed = run["seconds"]
+        if dist.get_rank() == 0:
+            append(args.results, {**about, **run, "since_start": round(time.time() - start, 1)})
+            logger.info(f"{args.arm}: seed {seed}: held-out loss {run['held_out']['end']:.4f}")
+    trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
