@@ -1,6 +1,6 @@
 """The models of the paired runs: small copies of the production models, as flavors of torchtitan.
 
-`register` adds them to torchtitan's own: "paired" has 100 to 125 million active parameters, and
+`register` adds them to torchtitan's own: "paired" has about 110 million active parameters, and
 "paired_tiny" runs on a CPU in seconds. All dimensions that FP8 divides into blocks are multiples of
 128 in "paired", except DeepSeek-V3's own 576 of wkv_a. The vocabulary is small, so that the output
 layer, which stays in bf16, does not dominate.

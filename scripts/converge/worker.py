@@ -126,24 +126,26 @@ class PairedTrainer(Trainer):
             hook(self.optimizers, (), {})
         order = texts.order(len(self.text.train), self.seq_len, self.steps * self.batch, seed)
         evaluations = {max(1, round(part * self.steps)): name for name, part in PARTS.items()}
-        batches, held_out = self.batches(order), {}
-        start = time.time()
+        batches, held_out, evaluating = self.batches(order), {}, 0.0
+        warm = time.time()
         for step in range(1, self.steps + 1):
             self.step = step
             self.gc_handler.run(step)
             self.train_step(batches)
             if step in evaluations:
+                self.losses[step - 1].item()  # the GPU has caught up
+                begin = time.time()
                 held_out[evaluations[step]] = self.held_out_loss()
+                evaluating += (time.time() - begin) * (step >= SPEED_FROM_STEP)
             if step == SPEED_FROM_STEP - 1:
-                utils.device_module.synchronize()
+                self.losses[step - 1].item()
                 warm = time.time()
             elif step >= SPEED_FROM_STEP and step % SPEED_EVERY == 0:
                 self.check_time(step, warm, until)
         losses = self.summed(self.losses).cpu().numpy()
-        seconds = time.time() - start
+        seconds = time.time() - warm
+        timed = self.steps - SPEED_FROM_STEP + 1 if self.steps >= SPEED_FROM_STEP else self.steps
         tokens = self.batch * self.seq_len
-        speed_steps = max(1, self.steps - SPEED_FROM_STEP + 1)
-        since = warm if self.steps >= SPEED_FROM_STEP else start
         return {
             "seed": seed,
             "steps": self.steps,
@@ -153,13 +155,12 @@ class PairedTrainer(Trainer):
             "curve": [round(float(part.mean()), 4) for part in self.thinned(losses)],
             "weights": weights,
             "order": zlib.crc32(order.tobytes()),
-            "tokens_per_second": round(speed_steps * tokens / (time.time() - since)),
-            "seconds": round(seconds, 1),
+            "tokens_per_second": round(timed * tokens / (seconds - evaluating)),
+            "seconds": round(seconds * self.steps / timed, 1),
         }
 
     def check_time(self, step: int, warm: float, until: float) -> None:
-        # The host may be ahead of the GPU, whose losses it has to wait for.
-        self.losses[step - 1].item()
+        self.losses[step - 1].item()  # waits for the GPU, of which the CPU may be ahead
         left = (self.steps - step) * (time.time() - warm) / (step - SPEED_FROM_STEP + 1)
         if self.slowest(time.time() + left) > until:
             raise OutOfTime
