@@ -17,12 +17,15 @@ up before.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import text as texts
 
 ARMS = ("bf16", "null", "blockwise", "rowwise", "blockwise_pow2", "rowwise_with_gw_hp")
 ARMS += ("torchao_rowwise", "torchao_tensorwise", "errors", "control")
@@ -44,8 +47,12 @@ class Job:
 
 
 def experiment(toml: Path, text: Path, flags: list[str]) -> str:
-    """What the runs that are compared must have in common."""
-    contents = [toml.read_bytes(), str(text.stat().st_size).encode(), *map(str.encode, flags)]
+    """What the runs that are compared must have in common.
+
+    Raises:
+        ValueError: `text` is no text.
+    """
+    contents = [toml.read_bytes(), str(texts.read(text).digest).encode(), *map(str.encode, flags)]
     return f"{zlib.crc32(b'|'.join(contents)):08x}"
 
 
@@ -87,6 +94,11 @@ def divided(missing: dict[str, list[int]], slots: int) -> list[tuple[str, list[i
     ]
 
 
+def launcher(gpus: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
+    return [*command, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+
+
 def start(arm: str, seeds: list[int], slot: int, args: argparse.Namespace, until: float) -> Job:
     gpus = args.gpus_per_run
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -95,9 +107,7 @@ def start(arm: str, seeds: list[int], slot: int, args: argparse.Namespace, until
     if args.devices:
         mine = args.devices[slot * gpus : (slot + 1) * gpus]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    command += [str(HERE / "worker.py"), "--toml", str(args.toml), "--arm", arm]
+    command = [*launcher(gpus), str(HERE / "worker.py"), "--toml", str(args.toml), "--arm", arm]
     command += ["--seeds", *map(str, seeds), "--text", str(args.text)]
     command += ["--results", str(args.results), "--until", str(until)]
     command += ["--about", json.dumps(args.about), "--", *args.flags]
@@ -191,10 +201,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the jobs
     args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.touch()
-    key = experiment(args.toml, args.text, args.flags)
     try:
+        key = experiment(args.toml, args.text, args.flags)
         there = done([args.results, *args.known], args.toml, key)
     except ValueError as error:
         print(f"run.py: {error}", file=sys.stderr)

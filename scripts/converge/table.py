@@ -1,4 +1,4 @@
-"""The answer of the paired runs: how far each arm's loss is from that of bf16, and how sure that is.
+"""The answer of the paired runs: how far the loss of each arm is from that of bf16, and how surely.
 
     python scripts/converge/table.py RESULTS.jsonl ... [--plot OUT.png]
 

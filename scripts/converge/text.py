@@ -15,6 +15,7 @@ Each piece of text begins and ends with a token of its own.
 
 import argparse
 import json
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,9 +43,9 @@ def read(path: Path) -> Text:
         with np.load(path) as file:
             train, held_out = file["train"], file["held_out"]
             numbers = int(file["vocabulary"]), int(file["end"])
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{path}: {error}: scripts/converge/text.py makes such a file (docs/convergence.md)"
+            f"{path}: {error!r}: scripts/converge/text.py makes such a file (docs/convergence.md)"
         ) from None
     digest = zlib.crc32(held_out.tobytes(), zlib.crc32(train.tobytes()))
     return Text(train, held_out, *numbers, digest)

@@ -1,4 +1,4 @@
-"""Trains runs of one arm, one after another, in one process per GPU. run.py launches it by torchrun.
+"""Trains the runs of one arm one after another, in one process per GPU, which run.py launches.
 
 torchtitan's trainer is built once, and so compiled once. Before each run `PairedTrainer.restart`
 gives it new weights, a new state of the optimizer and of the learning rate, and another order of
@@ -176,7 +176,9 @@ class PairedTrainer(Trainer):
     def thinned(self, losses: np.ndarray) -> list[np.ndarray]:
         return np.array_split(losses, min(CURVE_POINTS, self.steps))
 
-    def sequences(self, tokens: np.ndarray, numbers: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
+    def sequences(
+        self, tokens: np.ndarray, numbers: np.ndarray
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The inputs and labels of sequences of `tokens`, by their numbers: (n, seq_len) each."""
         first = numbers[:, None] * self.seq_len
         rows = torch.from_numpy(tokens[first + np.arange(self.seq_len + 1)].astype(np.int64))
