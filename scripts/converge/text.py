@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-HELD_OUT = 2**19
+HELD_OUT = 2**19 + 1  # and so 2**19 labels
 PIECES = 4096  # tokenized at once
 
 
