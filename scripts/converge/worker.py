@@ -28,6 +28,7 @@ import text as texts
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import titan_fp8.cpu_host
 
@@ -102,6 +103,9 @@ class PairedTrainer(Trainer):
         debug = dataclasses.replace(self.job_config.debug, seed=seed)
         dist_utils.set_determinism(self.parallel_dims, self.device, debug, ["pp"])
         (model,) = self.model_parts
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what an evaluation has left gathered
         with torch.no_grad():
             model.init_weights(buffer_device=None)
         for optimizer, state in zip(self.optimizers, self.fresh_optimizers):
