@@ -7,7 +7,6 @@ torchtitan.
 
 import copy
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,10 +179,6 @@ def move_by_one_ulp(model: nn.Module, seed: int) -> None:
         x.copy_(torch.where(x == 0, x, moved))
 
 
-_CONVERTERS: dict[str, Callable[..., Any]] = {
-    "converge.errors": RandomErrors,
-    "converge.control": Control,
-    TORCHAO_EXPERTS: TorchaoExperts,
-}
-for _name, _converter in _CONVERTERS.items():
-    register_model_converter(_converter, _name)
+register_model_converter(RandomErrors, "converge.errors")
+register_model_converter(Control, "converge.control")
+register_model_converter(TorchaoExperts, TORCHAO_EXPERTS)

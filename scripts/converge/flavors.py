@@ -1,7 +1,7 @@
 """The models of the paired runs: small copies of the production models, as flavors of torchtitan.
 
-`register` adds them to torchtitan's own: "paired" has about 110 million active parameters, and
-"paired_tiny" runs on a CPU in seconds. All dimensions that FP8 divides into blocks are multiples of
+`register` adds them to torchtitan's own. "paired" has about 110 million active parameters, and
+"paired_tiny" is for CPUs. All dimensions that FP8 divides into blocks are multiples of
 128 in "paired", except DeepSeek-V3's own 576 of wkv_a. The vocabulary is small, so that the output
 layer, which stays in bf16, does not dominate.
 """
@@ -44,20 +44,6 @@ FLAVORS: dict[str, dict[str, Any]] = {
             qk_nope_head_dim=64,
             qk_rope_head_dim=64,
             v_head_dim=128,
-        ),
-        "paired_tiny": DeepSeekV3ModelArgs(
-            vocab_size=512,
-            dim=128,
-            inter_dim=256,
-            moe_inter_dim=128,
-            n_layers=2,
-            n_dense_layers=1,
-            n_heads=2,
-            moe_args=MoEArgs(num_experts=4, num_shared_experts=1, top_k=2, **ROUTING),
-            kv_lora_rank=64,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
         ),
     },
     "qwen3": {

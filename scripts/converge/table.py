@@ -1,8 +1,9 @@
 """The answer of the paired runs: how far the loss of each arm is from that of bf16, and how surely.
 
-    python scripts/converge/table.py RESULTS.jsonl ... [--plot OUT.png]
+    python scripts/converge/table.py RESULTS.jsonl ... [--plot OUT.png] [--page PAGE.md]
 
-prints a table in Markdown for each model. A difference is that of two runs with the same seed, in
+prints a table in Markdown for each model, or writes them into a page, between the comment that
+names this file and the next one. A difference is that of two runs with the same seed, in
 per cent of bf16's loss. "a ± b" is the mean over the seeds, and half of its 95 % confidence
 interval by Student's t. An arm is, by its held-out loss at the end,
 
@@ -17,6 +18,7 @@ of the interval down to 0.1 %, or 0.25 % for models with experts.
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ import numpy as np
 from scipy import stats
 
 BASELINE, NULL = "bf16", "null"
-TOLERANCE = 0.25
+TOLERANCE = 0.25  # per cent
 GOAL_DENSE, GOAL_EXPERTS = 0.1, 0.25
 LEVEL = 0.95
 PARTS = {"tenth": "a tenth", "third": "a third", "two_thirds": "two thirds", "end": "the end"}
@@ -224,16 +226,27 @@ def draw(models: list[Model], out: Path) -> None:
     plt.close(figure)
 
 
+def insert(tables: str, page: Path) -> None:
+    """Puts the tables into a page, in place of earlier ones."""
+    text = page.read_text(encoding="utf-8")
+    parts = re.split(r"(<!-- .*table\.py.* -->\n)(?s:.*?)(?=<!--)", text)
+    if len(parts) != 3:
+        raise InputError(f"{page} must have one comment that names table.py, and one after it")
+    page.write_text("".join((*parts[:2], "\n", tables, "\n", parts[2])), encoding="utf-8")
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--plot", type=Path, metavar="OUT.png")
+    parser.add_argument("--page", type=Path, metavar="PAGE.md")
     args = parser.parse_args(argv)
     try:
         models = read(args.results)
-        print("\n".join(map(table, models)), end="")
+        tables = "\n".join(map(table, models))
+        insert(tables, args.page) if args.page else print(tables, end="")
     except (OSError, InputError) as error:
         print(f"table.py: {error}", file=sys.stderr)
         return 2

@@ -71,8 +71,8 @@ class PairedTrainer(Trainer):
         )
         super().__init__(config)
         dims = self.parallel_dims
-        if dims.pp_enabled or dims.cp_enabled:
-            raise ValueError("paired runs train under FSDP, HSDP, expert and tensor parallelism")
+        if dims.pp_enabled or dims.cp_enabled or dims.tp_enabled:
+            raise ValueError("paired runs train under FSDP, HSDP and expert parallelism alone")
         if text.vocabulary > self.model_args.vocab_size:
             raise ValueError(
                 f"{config.model.name} {config.model.flavor} has {self.model_args.vocab_size:,} "
@@ -83,6 +83,16 @@ class PairedTrainer(Trainer):
         self.readers, self.reader = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
         self.local_batch = training.local_batch_size
         self.batch = self.local_batch * self.readers * self.gradient_accumulation_steps
+        there, self.in_turn = (
+            (len(text.held_out) - 1) // self.seq_len,
+            self.local_batch * self.readers,
+        )
+        if there < self.in_turn:
+            raise ValueError(
+                f"the held-out text has {there:,} sequences of {self.seq_len:,} tokens, and one "
+                f"evaluation of all ranks reads {self.in_turn:,} at once"
+            )
+        self.held_out = np.arange(there // self.in_turn * self.in_turn)
         self.metrics_processor.should_log = lambda step: False
         self.loss_sum, self.loss_fn = self.loss_fn, self.counted_loss
         self.fresh_optimizers = [copy.deepcopy(each.state_dict()) for each in self.optimizers]
@@ -125,21 +135,18 @@ class PairedTrainer(Trainer):
         weights = self.restart(seed)
         if ulp:
             arms.move_by_one_ulp(self.model_parts[0], seed)
-        # After steps, converters quantize what depends on weights alone, and so after a restart.
-        for hook in self.optimizers._optimizer_step_post_hooks.values():
-            hook(self.optimizers, (), {})
         order = texts.order(len(self.text.train), self.seq_len, self.steps * self.batch, seed)
-        evaluations = {max(1, round(part * self.steps)): name for name, part in PARTS.items()}
+        evaluations = {name: max(1, round(part * self.steps)) for name, part in PARTS.items()}
         batches, held_out, evaluating = self.batches(order), {}, 0.0
         warm = time.time()
         for step in range(1, self.steps + 1):
             self.step = step
             self.gc_handler.run(step)
             self.train_step(batches)
-            if step in evaluations:
+            for part in (name for name, at in evaluations.items() if at == step):
                 self.losses[step - 1].item()  # the GPU has caught up
                 begin = time.time()
-                held_out[evaluations[step]] = self.held_out_loss()
+                held_out[part] = self.held_out_loss()
                 evaluating += (time.time() - begin) * (step >= SPEED_FROM_STEP)
             if step == SPEED_FROM_STEP - 1:
                 self.losses[step - 1].item()
@@ -149,14 +156,14 @@ class PairedTrainer(Trainer):
         losses = self.summed(self.losses).cpu().numpy()
         seconds = time.time() - warm
         timed = self.steps - SPEED_FROM_STEP + 1 if self.steps >= SPEED_FROM_STEP else self.steps
-        tokens = self.batch * self.seq_len
+        tokens, points = self.batch * self.seq_len, min(CURVE_POINTS, self.steps)
         return {
             "seed": seed,
             "steps": self.steps,
             "tokens": self.steps * tokens,
             "held_out": held_out,
             "last_third": float(losses[-math.ceil(self.steps / 3) :].mean()),
-            "curve": [round(float(part.mean()), 4) for part in self.thinned(losses)],
+            "curve": [round(float(part.mean()), 4) for part in np.array_split(losses, points)],
             "weights": weights,
             "order": zlib.crc32(order.tobytes()),
             "tokens_per_second": round(timed * tokens / (seconds - evaluating)),
@@ -176,9 +183,6 @@ class PairedTrainer(Trainer):
         largest = torch.tensor(value, device=self.device, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
-
-    def thinned(self, losses: np.ndarray) -> list[np.ndarray]:
-        return np.array_split(losses, min(CURVE_POINTS, self.steps))
 
     def sequences(
         self, tokens: np.ndarray, numbers: np.ndarray
@@ -201,12 +205,9 @@ class PairedTrainer(Trainer):
         # Routing counts feed the balancing of experts, which training must find as it left them.
         counters = [b for n, b in model.named_buffers() if n.endswith("tokens_per_expert")]
         counted = [counter.clone() for counter in counters]
-        there = (len(self.text.held_out) - 1) // self.seq_len
-        in_turn = self.local_batch * self.readers
-        numbers = np.arange(there // in_turn * in_turn)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         model.eval()
-        for turn in numbers.reshape(-1, self.readers, self.local_batch):
+        for turn in self.held_out.reshape(-1, self.readers, self.local_batch):
             inputs, labels = self.sequences(self.text.held_out, turn[self.reader])
             inputs = {name: x.to(self.device) for name, x in inputs.items()}
             labels = labels.to(self.device)
@@ -216,7 +217,7 @@ class PairedTrainer(Trainer):
         model.train()
         for counter, count in zip(counters, counted):
             counter.copy_(count)
-        return self.summed(total).item() / (len(numbers) * self.seq_len)
+        return self.summed(total).item() / (len(self.held_out) * self.seq_len)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum over the ranks that read different text."""

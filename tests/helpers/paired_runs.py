@@ -29,12 +29,14 @@ def write_text(path: Path) -> Path:
 
 
 def write_moe(folder: Path) -> Path:
-    """The TOML of a DeepSeekV3 like the Llama3 of tiny.toml."""
+    """The TOML of torchtitan's tiny DeepSeekV3 of titan.py, otherwise as tiny.toml."""
     toml = (SCRIPTS / "tiny.toml").read_text()
-    toml = toml.replace('"llama3"', '"deepseek_v3"').replace(
-        '["quantize.linear.titan_fp8"]',
-        '["quantize.linear.titan_fp8", "quantize.grouped_mm.titan_fp8"]',
-    )
+    for old, new in (
+        ('"llama3"', '"deepseek_v3"'),
+        ('"paired_tiny"', '"tiny"'),
+        ('_fp8"]', '_fp8", "quantize.grouped_mm.titan_fp8"]'),
+    ):
+        toml = toml.replace(old, new)
     path = folder / "tiny_moe.toml"
     path.write_text(toml + '\n[quantize.grouped_mm.titan_fp8]\npermutation = "gather"\n')
     return path
@@ -47,9 +49,10 @@ def paired_trainer(arm: str, text: Path, toml: Path, *flags: str) -> Iterator:
     from worker import PairedTrainer, job_config, texts
 
     with one_process():
-        trainer = PairedTrainer(job_config(str(toml), [*SHORT, *flags], arm), texts.read(text))
         try:
+            config = job_config(str(toml), [*SHORT, *flags], arm)
+            trainer = PairedTrainer(config, texts.read(text))
             yield trainer
-        finally:
             trainer.close()
+        finally:
             train_spec._extra_train_specs.clear()

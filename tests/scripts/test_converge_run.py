@@ -128,7 +128,7 @@ def test_arms_are_those_of_the_worker():
 
 
 def test_a_process_of_its_own_gives_the_same_numbers(text, tmp_path, monkeypatch):
-    """On two ranks, where FSDP2 keeps the FP8 copies of the weights of a step for the next one."""
+    """On two ranks, where an evaluation leaves weights gathered, and FSDP2 gathers in FP8."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     alone, second = tmp_path / "alone.jsonl", tmp_path / "second.jsonl"
     for file, seeds in ((alone, "2"), (second, "1-2")):

@@ -87,6 +87,18 @@ def test_prints_a_row_for_each_arm_and_draws_them(tmp_path, capsys):
     assert plot.stat().st_size > 10_000
 
 
+def test_writes_into_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- table.py: begin -->\n<!-- end -->\nb\n")
+    for gap in (0.1, 0.2):  # the second table takes the place of the first
+        results = write(tmp_path / "r.jsonl", {"bf16": [0.0] * 2, "null": [0.0, gap]})
+        assert table.main([str(results), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("a\n<!-- table.py: begin -->\n\n### m\n")
+    assert text.endswith("\n\n<!-- end -->\nb\n") and text.count("`null`") == 1
+    assert "+0.100" in text
+
+
 def test_models_with_experts_need_fewer_seeds(read):
     more = [
         table.more_seeds(read({"blockwise": [0.0, 0.2, 0.4]}, experts=experts), "blockwise")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from paired_runs import SCRIPTS, TOKENS, paired_trainer, write_moe, write_text
+from paired_runs import SCRIPTS, paired_trainer, write_moe, write_text
 from titan import build, parse_args
 
 ARMS = ("null", "blockwise", "rowwise_with_gw_hp", "errors", "control")
@@ -126,7 +126,7 @@ def test_held_out_loss_is_that_of_all_its_tokens_and_does_not_change_training(te
         tokens = torch.from_numpy(trainer.text.held_out.astype("int64"))
         rows = tokens[: 16 * 64 + 1]  # two whole batches of 8 sequences
         with torch.no_grad(), trainer.maybe_enable_amp:
-            logits = model(rows[:-1].view(16, 64)).float().view(-1, TOKENS)
+            logits = model(rows[:-1].view(16, 64)).float().flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, rows[1:]).item()
     assert run["held_out"]["end"] == pytest.approx(loss, abs=1e-4)
     with pytest.MonkeyPatch.context() as patch, paired_trainer("bf16", text, toml) as trainer:
@@ -151,6 +151,10 @@ def test_run_stops_that_would_not_end_in_time(text, monkeypatch):
         (
             ("--training.steps", "59"),
             "the text has 468 sequences of 64 tokens, and a run reads 472",
+        ),
+        (
+            ("--training.seq_len", "1024"),
+            "the held-out text has 1 sequences of 1,024 tokens",
         ),
         (("--model.flavor", "small"), "llama3 small has 256 tokens, and the text 512"),
     ],
