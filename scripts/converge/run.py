@@ -40,7 +40,6 @@ class Job:
     """A process, or one per GPU, that trains runs of one arm one after another."""
 
     arm: str
-    seeds: list[int]
     slot: int
     log: Path
     process: subprocess.Popen
@@ -118,7 +117,7 @@ def start(arm: str, seeds: list[int], slot: int, args: argparse.Namespace, until
         process = subprocess.Popen(
             command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
         )
-    return Job(arm, seeds, slot, log, process)
+    return Job(arm, slot, log, process)
 
 
 def run_all(args: argparse.Namespace, missing: dict[str, list[int]]) -> bool:
@@ -130,8 +129,8 @@ def run_all(args: argparse.Namespace, missing: dict[str, list[int]]) -> bool:
     try:
         while jobs or (queue and time.time() < until):
             while queue and free and time.time() < until:
+                print("arm {}, seeds {}".format(*queue[0]), flush=True)
                 jobs.append(start(*queue.pop(0), free.pop(0), args, until))
-                print(f"{jobs[-1].arm}: seeds {jobs[-1].seeds}", flush=True)
             time.sleep(0.2)
             for job in [job for job in jobs if job.process.poll() is not None]:
                 jobs.remove(job)

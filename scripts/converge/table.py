@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from run import ARMS
 from scipy import stats
 
-BASELINE, NULL = "bf16", "null"
+BASELINE, NULL, CONTROL = "bf16", "null", "control"
 TOLERANCE = 0.25  # per cent
 GOAL_DENSE, GOAL_EXPERTS = 0.1, 0.25
 LEVEL = 0.95
@@ -41,6 +42,11 @@ class InputError(Exception):
     """Results that cannot be compared."""
 
 
+def student(n: int) -> float:
+    """Student's t for the mean of n values."""
+    return stats.t.ppf((1 + LEVEL) / 2, n - 1)
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean, and half of its confidence interval; infinite for fewer than two values."""
@@ -52,8 +58,7 @@ class Interval:
     def of(cls, values: np.ndarray) -> "Interval":
         if len(values) < 2:
             return cls(float(values.mean()) if len(values) else np.nan, np.inf)
-        t = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)
-        return cls(float(values.mean()), float(t * stats.sem(values)))
+        return cls(float(values.mean()), float(student(len(values)) * stats.sem(values)))
 
     def contains(self, value: float) -> bool:
         return abs(value - self.mean) <= self.half
@@ -65,10 +70,8 @@ class Interval:
 def seeds_needed(values: np.ndarray, goal: float) -> int | None:
     """How many values like these have an interval of at most ± `goal`; None for very many."""
     spread = values.std(ddof=1)
-    for n in range(2, MOST_SEEDS):
-        if stats.t.ppf((1 + LEVEL) / 2, n - 1) * spread / np.sqrt(n) <= goal:
-            return n
-    return None
+    enough = (n for n in range(2, MOST_SEEDS) if student(n) * spread / np.sqrt(n) <= goal)
+    return next(enough, None)
 
 
 def verdict(end: Interval, null: float) -> str:
@@ -92,6 +95,10 @@ class Model:
     @property
     def one(self) -> dict:
         return next(iter(self.runs[BASELINE].values()))
+
+    @property
+    def goal(self) -> float:
+        return GOAL_EXPERTS if self.one["experts"] else GOAL_DENSE
 
     def add(self, run: dict) -> None:
         """Raises InputError for a run of another experiment, and for one that is there already."""
@@ -130,9 +137,8 @@ class Model:
         return np.array([100 * (ours - theirs) / theirs for ours, theirs in pairs])
 
     def arms(self) -> list[str]:
-        """Those with pairs, the null first."""
-        arms = [arm for arm in self.runs if arm != BASELINE and self.pairs(arm)]
-        return sorted(arms, key=lambda arm: arm != NULL)
+        """Those with pairs, in the order of run.py: the null is the first."""
+        return [arm for arm in ARMS if arm != BASELINE and self.pairs(arm)]
 
     def end(self, arm: str) -> Interval:
         return Interval.of(self.differences(arm, "end"))
@@ -161,7 +167,7 @@ def more_seeds(model: Model, arm: str) -> str:
     values = model.differences(arm, "end")
     if len(values) < 2 or not np.isfinite(values).all():
         return "-"
-    needed = seeds_needed(values, GOAL_EXPERTS if model.one["experts"] else GOAL_DENSE)
+    needed = seeds_needed(values, model.goal)
     return f"over {MOST_SEEDS}" if needed is None else str(max(0, needed - len(values)))
 
 
@@ -170,10 +176,9 @@ def table(model: Model) -> str:
     runs = [run for runs in model.runs.values() for run in runs.values()]
     devices, commits = ({run[key] for run in runs} for key in ("device", "commit"))
     versions = {f"{name} {v}" for run in runs for name, v in run["versions"].items()}
-    goal = GOAL_EXPERTS if one["experts"] else GOAL_DENSE
     held_out = np.mean([run["held_out"]["end"] for run in model.runs[BASELINE].values()])
     parts = [f"held out, {name}" for name in PARTS.values()]
-    heads = ["arm", "seeds", *parts, "training, last third", "result", f"seeds to ±{goal} %"]
+    heads = ["arm", "seeds", *parts, "training, last third", "result", f"seeds to ±{model.goal} %"]
     lines = [
         f"### {model.name}",
         "",
@@ -190,7 +195,17 @@ def table(model: Model) -> str:
         cells += ["the null" if arm == NULL else verdict(end, null), more_seeds(model, arm)]
         lines.append(f"| {' | '.join(cells)} |")
     facts = [", ".join(sorted(each)) for each in (devices, versions, commits)]
-    return "\n".join([*lines, "", f"{facts[0]}; {facts[1]}; commit {facts[2]}.", ""])
+    lines += ["", f"{found(model)}{facts[0]}; {facts[1]}; commit {facts[2]}.", ""]
+    return "\n".join(lines)
+
+
+def found(model: Model) -> str:
+    """In how many seeds the control is further from bf16 than any run of the null."""
+    null, control = (model.differences(arm, "end") for arm in (NULL, CONTROL))
+    if not len(null) or not len(control):
+        return "No control ran. "
+    count = int((control > np.abs(null).max()).sum())
+    return f"The control is found in {count} of {len(control)} seeds: it is above every null. "
 
 
 def draw(models: list[Model], out: Path) -> None:
@@ -200,8 +215,7 @@ def draw(models: list[Model], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    most = max(len(model.arms()) for model in models)
-    size = (5.5 * len(models), 1.2 + 0.34 * most)
+    size = (6 * len(models), 1.2 + 0.34 * max(len(model.arms()) for model in models))
     figure, panels = plt.subplots(1, len(models), figsize=size, squeeze=False, layout="tight")
     for model, panel in zip(models, panels[0]):
         panel.axvspan(-TOLERANCE, TOLERANCE, color="0.92")

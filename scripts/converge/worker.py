@@ -48,7 +48,7 @@ PARTS = {"tenth": 1 / 10, "third": 1 / 3, "two_thirds": 2 / 3, "end": 1.0}
 """The parts of a run after which the held-out loss is computed."""
 CURVE_POINTS = 50
 SPEED_FROM_STEP, SPEED_EVERY = 11, 25  # the steps before it compile and warm up
-VERSIONS = ("torch", "triton", "torchtitan")
+VERSIONS = ("torch", "triton", "torchtitan", "torchao")
 
 
 class OutOfTime(Exception):
@@ -238,20 +238,6 @@ def job_config(toml: str, flags: list[str], arm: str) -> JobConfig:
     return config
 
 
-def facts(arm: str) -> dict[str, Any]:
-    """The versions of what computes."""
-    names = [*VERSIONS, *(["torchao"] if arm.startswith("torchao") else [])]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"device": device, "versions": {n: importlib.metadata.version(n) for n in names}}
-
-
-def append(path: Path, line: dict[str, Any]) -> None:
-    """Appends a line to a file that several processes write to."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(line) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--toml", required=True)
@@ -267,7 +253,11 @@ def main() -> None:
     start = time.time()
     text = texts.read(args.text)
     trainer = PairedTrainer(job_config(args.toml, flags, args.arm), text)
-    about = {**args.about, "arm": args.arm, "world": dist.get_world_size(), **facts(args.arm)}
+    names = VERSIONS if "torchao" in args.arm else VERSIONS[:-1]
+    versions = {name: importlib.metadata.version(name) for name in names}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    about = {**args.about, "arm": args.arm, "device": device, "versions": versions}
+    about["world"] = dist.get_world_size()
     about["experts"] = any(isinstance(module, MoE) for module in trainer.model_parts[0].modules())
     needed = 0.0
     for seed in args.seeds:
@@ -280,7 +270,10 @@ def main() -> None:
             break
         needed = run["seconds"]
         if dist.get_rank() == 0:
-            append(args.results, {**about, **run, "since_start": round(time.time() - start, 1)})
+            line = {**about, **run, "since_start": round(time.time() - start, 1)}
+            with args.results.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # other processes append to it
+                file.write(json.dumps(line) + "\n")
             logger.info(f"{args.arm}: seed {seed}: held-out loss {run['held_out']['end']:.4f}")
     trainer.close()
     dist.destroy_process_group()

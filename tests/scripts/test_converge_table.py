@@ -75,16 +75,24 @@ def test_verdicts(mean, half, null, expected):
 
 def test_prints_a_row_for_each_arm_and_draws_them(tmp_path, capsys):
     arms = {"bf16": [0.0] * 3, "control": [3.0, 4.0, 5.0], "null": [-0.01, 0.0, 0.01]}
-    arms |= {"rowwise": [np.nan, 0.0, 0.0], "blockwise": [0.1, 0.2, 0.3], "lonely": [0.5]}
+    arms |= {"rowwise": [np.nan, 0.0, 0.0], "blockwise": [0.1, 0.2, 0.3], "errors": [0.5]}
     results, plot = write(tmp_path / "r.jsonl", arms), tmp_path / "p.png"
     assert table.main([str(results), "--plot", str(plot)]) == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "`" in line]
+    out = capsys.readouterr().out
+    assert "The control is found in 3 of 3 seeds" in out
+    rows = [line.split(" | ") for line in out.splitlines() if "`" in line]
     rows = {row[0].strip("| `"): row[1:] for row in rows}
     assert [*rows][0] == "null" and rows["null"][-2] == "the null"
     assert rows["control"][-2:] == ["differs", "384 |"]
-    assert rows["rowwise"][-2] == "not finite" and rows["lonely"][-2] == "not shown"
+    assert rows["rowwise"][-2] == "not finite" and rows["errors"][-2] == "not shown"
     assert rows["blockwise"] == ["3", *["+0.200 ± 0.248"] * 5, "not shown", "4 |"]
     assert plot.stat().st_size > 10_000
+
+
+def test_control_is_found_where_it_exceeds_every_null(read):
+    arms = {"null": [-0.3, 0.0, 0.1], "control": [0.2, 0.4, -9.0]}
+    assert "found in 1 of 3 seeds" in table.found(read(arms))
+    assert table.found(read({"null": [0.1]})) == "No control ran. "
 
 
 def test_writes_into_a_page(tmp_path):
