@@ -152,7 +152,9 @@ class PairedTrainer(Trainer):
                 self.losses[step - 1].item()
                 warm = time.time()
             elif step >= SPEED_FROM_STEP and step % SPEED_EVERY == 0:
-                self.check_time(step, warm, until)
+                self.losses[step - 1].item()  # waits for the GPU, of which the CPU may be ahead
+                seconds = (time.time() - warm) / (step - SPEED_FROM_STEP + 1)
+                self.check_time(seconds * (self.steps - step), until)
         losses = self.summed(self.losses).cpu().numpy()
         seconds = time.time() - warm
         timed = self.steps - SPEED_FROM_STEP + 1 if self.steps >= SPEED_FROM_STEP else self.steps
@@ -170,19 +172,12 @@ class PairedTrainer(Trainer):
             "seconds": round(seconds * self.steps / timed, 1),
         }
 
-    def check_time(self, step: int, warm: float, until: float) -> None:
-        self.losses[step - 1].item()  # waits for the GPU, of which the CPU may be ahead
-        left = (self.steps - step) * (time.time() - warm) / (step - SPEED_FROM_STEP + 1)
-        if self.slowest(time.time() + left) > until:
+    def check_time(self, seconds: float, until: float) -> None:
+        """Raises OutOfTime, on all ranks, if so many more seconds are too late for one of them."""
+        end = torch.tensor(time.time() + seconds, device=self.device, dtype=torch.float64)
+        dist.all_reduce(end, dist.ReduceOp.MAX)
+        if end.item() > until:
             raise OutOfTime
-
-    def slowest(self, value: float) -> float:
-        """The largest value of all ranks, which must agree when to stop."""
-        if dist.get_world_size() == 1:
-            return value
-        largest = torch.tensor(value, device=self.device, dtype=torch.float64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.item()
 
     def sequences(
         self, tokens: np.ndarray, numbers: np.ndarray
@@ -262,8 +257,7 @@ def main() -> None:
     needed = 0.0
     for seed in args.seeds:
         try:
-            if trainer.slowest(time.time() + needed) > args.until:
-                raise OutOfTime
+            trainer.check_time(needed, args.until)
             run = trainer.run(seed, arms.ARMS[args.arm].ulp, args.until)
         except OutOfTime:
             logger.info(f"{args.arm}: seed {seed} would not end in time")
