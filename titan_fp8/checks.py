@@ -4,6 +4,7 @@ Every check raises a ValueError that names the argument or key, its value and wh
 """
 
 import reprlib
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16, RECIPE_NAMES
+from titan_fp8.text_table import text_table
 
 _DTYPES = set(DTYPES)
 PERMUTATIONS = ("gather", "host")
@@ -240,6 +242,4 @@ class ConversionReport:
         """A table of all candidates, ready for a log."""
         rows = [("module", "shape", "recipe / left in high precision because"), *self.converted]
         rows += [(name, shape, f"- {reason}") for name, shape, reason in self.left]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-        return "\n".join(lines)
+        return textwrap.indent(text_table(rows), "  ")

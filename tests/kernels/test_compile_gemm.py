@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from bench.shapes import DENSE, GROUPED, uneven_ends
 from compile_utils import Compiler, compile_launch, needs_cuobjdump
-from shapes import DENSE, GROUPED, uneven_ends
 
 from titan_fp8.kernels.hopper import gemm_bf16
 from titan_fp8.kernels.hopper import gemm_blockwise as gemm

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from bench.shapes import ROUTED_DIM, TOP_K
 from compile_utils import Compiler, needs_cuobjdump
-from shapes import ODD_ROW_LENGTHS, RANKS_AND_EXPERTS, ROUTED_DIM, TOP_K
+from shapes import ODD_ROW_LENGTHS, RANKS_AND_EXPERTS
 
 from titan_fp8.kernels import permute
 

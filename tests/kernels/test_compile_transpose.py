@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from bench.shapes import DENSE, GROUPED
 from compile_utils import Compiler, needs_cuobjdump
-from shapes import DENSE, GROUPED, ODD_TRANSPOSE
+from shapes import ODD_TRANSPOSE
 
 from titan_fp8.kernels import hopper
 from titan_fp8.kernels.hopper import transpose

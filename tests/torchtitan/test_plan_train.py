@@ -1,4 +1,4 @@
-"""The trainings of `python -m titan_fp8.plan --train` and of bench_plans.py."""
+"""The trainings of `python -m titan_fp8.plan --train` and of scripts/bench/plans.py."""
 
 import argparse
 import gzip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
+from titan_fp8.text_table import text_table
 
 UNDERFLOW_BOUND = 0.05
 """A warning names the layers in which more than this share of an operand's elements became zero."""
@@ -182,7 +183,8 @@ class Report:
             (self.names[i], *_cells(self.table[i : i + 1])) for i in worst if underflow[i] > 0
         ]
         header = ("", "underflow", "at 448", "error", "scale spread")
-        lines = _aligned([header, *kinds, *([("worst layers",), *layers] if layers else [])])
+        rows = [header, *kinds, *([("worst layers",), *layers] if layers else [])]
+        lines = text_table(rows).splitlines()
         modules = self.tokens_per_expert().items()
         uneven = sorted(modules, key=lambda each: each[1][1] / max(each[1][0], 1), reverse=True)
         for module, (mean, most, fewest) in uneven[:NAMED]:
@@ -237,10 +239,3 @@ def _by_layer(found: list[tuple[float, str, str]]) -> list[tuple[float, str, str
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more layers" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    columns = max(map(len, rows))
-    padded = [(*row, *[""] * (columns - len(row))) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*padded)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in padded]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from bench_common import Layer
+from bench.common import Layer
 from torch import Tensor, nn
 from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis

@@ -1,12 +1,12 @@
 """Trains production models under many parallel plans, in bf16 and in FP8, and prints one table.
 
-    NGPU=4 ./scripts/bench_plans.sh [--list] [--steps N] [--recipes bf16,blockwise] [PLAN ...]
+    python scripts/bench plans [--steps N] [--recipes bf16,blockwise] [PLAN ...]
 
-Without a PLAN it runs all that use NGPU GPUs (1, 2 or 4). Every run is compiled and has op-level
-activation checkpointing. FSDP2 gathers weights in FP8, unless "+bf16_all_gather" follows the
-recipe. Results are in outputs/bench_plans: a folder for each run, and the table as result.json,
-which render_benchmarks.py reads. A run that fails is reported in the table, the others go on, and
-the exit status is 1.
+Without a PLAN it runs all that use as many GPUs as there are (CUDA_VISIBLE_DEVICES counts): 1, 2 or
+4. Every run is compiled and has op-level activation checkpointing. FSDP2 gathers weights in FP8,
+unless "+bf16_all_gather" follows the recipe. Results are in outputs/bench_plans: a folder for each
+run, and the table as result.json, which render.py reads. A run that fails is reported in the table,
+the others go on, and the exit status is 1.
 
 `titan_fp8/plan/train.py` runs the jobs and reads what they leave behind, as for `python -m
 titan_fp8.plan --train`: after the N steps some more run, of which one is traced. They count for
@@ -21,17 +21,19 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import bench_common
-from summarize_trace import gathered_bytes
+import torch
+from bench import common
 from tables import Row
 
 from titan_fp8.plan import train
 from titan_fp8.recipe import BF16, RECIPE_NAMES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "outputs" / "bench_plans"
 IN_BF16 = "+bf16_all_gather"
 ARMS = (*RECIPE_NAMES, train.TUNED)
+ELEMENT_BYTES = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
+"""By PyTorch's names of dtypes."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -61,39 +63,16 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        return self.data_parallel * self.tp * self.cp * self.pp
+        return self.replicate * self.shard * self.tp * self.cp * self.pp
 
     @property
-    def data_parallel(self) -> int:
-        return self.replicate * self.shard
+    def batch_of_all(self) -> int:
+        return self.batch * self.micro_batches * self.replicate * self.shard
 
     @property
     def tokens_of_gpu(self) -> float:
         """Tokens per step and GPU, as torchtitan counts them for its tokens/s."""
-        of_replica = self.batch * self.tokens * self.micro_batches
-        return of_replica * self.data_parallel / self.gpus
-
-    def flags(self) -> list[str]:
-        """torchtitan's flags for the model and the plan."""
-        values = {
-            "model.flavor": self.flavor,
-            "parallelism.data_parallel_replicate_degree": self.replicate,
-            "parallelism.data_parallel_shard_degree": self.shard,
-            "parallelism.tensor_parallel_degree": self.tp,
-            "parallelism.context_parallel_degree": self.cp,
-            "parallelism.pipeline_parallel_degree": self.pp,
-            "parallelism.expert_parallel_degree": self.ep,
-            "parallelism.expert_tensor_parallel_degree": self.etp,
-            "parallelism.fsdp_reshard_after_forward": self.reshard,
-            "training.local_batch_size": self.batch,
-            "training.global_batch_size": self.batch * self.micro_batches * self.data_parallel,
-            "training.seq_len": self.tokens,
-            "training.dtype": self.dtype,
-            "activation_checkpoint.mode": "selective",
-            "activation_checkpoint.selective_ac_option": "op",
-        }
-        flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-        return [*flags, "--compile.enable", *["--debug.moe_force_load_balance"] * self.balanced]
+        return self.batch_of_all * self.tokens / self.gpus
 
 
 LLAMA, LLAMA_70B, DEEPSEEK = "llama3_8b", "llama3_70b", "deepseek_v3_16b"
@@ -137,23 +116,44 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
     """torchtitan's flags for one run of an arm, with or without IN_BF16 at its end."""
     arm, in_bf16, _ = arm.partition(IN_BF16)
     values = {
+        "model.flavor": plan.flavor,
+        "model.hf_assets_path": "./data/tokenizer",
+        "parallelism.data_parallel_replicate_degree": plan.replicate,
+        "parallelism.data_parallel_shard_degree": plan.shard,
+        "parallelism.tensor_parallel_degree": plan.tp,
+        "parallelism.context_parallel_degree": plan.cp,
+        "parallelism.pipeline_parallel_degree": plan.pp,
+        "parallelism.expert_parallel_degree": plan.ep,
+        "parallelism.expert_tensor_parallel_degree": plan.etp,
+        "parallelism.fsdp_reshard_after_forward": plan.reshard,
+        "training.local_batch_size": plan.batch,
+        "training.global_batch_size": plan.batch_of_all,
+        "training.seq_len": plan.tokens,
+        "training.dtype": plan.dtype,
+        "training.dataset": "c4_test",
+        "training.dataset_path": "./data/corpus/train",
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
         # So low that no run has a burst of the gradient norm, and losses can be compared.
         "optimizer.lr": 5e-5,
         "lr_scheduler.warmup_steps": max(1, steps // 5),
-        "training.dataset": "c4_test",
-        "training.dataset_path": "./data/corpus/train",
-        "model.hf_assets_path": "./data/tokenizer",
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    flags += ["--compile.enable", *["--debug.moe_force_load_balance"] * plan.balanced]
     sections = (train.LINEAR, train.GROUPED_MM)[: 1 + (plan.config == DEEPSEEK)]
     flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
-    return [*plan.flags(), *train.arm_flags(arm, sections), *flags]
+    return [*flags, *train.arm_flags(arm, sections)]
 
 
-def run(plan: Plan, arm: str, steps: int, folder: Path) -> str | None:
-    """Trains; returns None, or the last error of a run that failed."""
-    config, flags = f"configs/{plan.config}.toml", flags_of(plan, arm, steps)
-    return train.run(config, flags, plan.gpus, plan.blocks, steps, folder)
+def gathered_bytes(events: list[dict]) -> int:
+    """Bytes that all-gathers write to the memory of this rank, its own part included."""
+    total = 0
+    for event in (e for e in events if e.get("cat") == "kernel"):
+        args = event.get("args", {})
+        # Each kernel of NCCL says how many elements it moves.
+        if "AllGather" in event["name"] and "Out msg nelems" in args:
+            total += args["Out msg nelems"] * ELEMENT_BYTES[args["dtype"]]
+    return total
 
 
 def row_of(
@@ -180,15 +180,21 @@ def row_of(
     return row
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench_plans.sh", description=__doc__.partition("\n")[0])
-    parser.add_argument("plans", nargs="*", metavar="PLAN", help="see --list")
-    parser.add_argument("--list", action="store_true", help="print the plans and leave")
+def parse(argv: list[str]) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python scripts/bench plans",
+        None,
+        __doc__,
+        f"PLAN: {', '.join(PLANS)}",
+        formatter_class=raw,
+    )
+    parser.add_argument("plans", nargs="*", metavar="PLAN")
     parser.add_argument("--steps", type=int, default=30, help="of each run (default: 30)")
     parser.add_argument("--recipes", default="bf16,blockwise", help="default: bf16,blockwise")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.plans if name not in PLANS]:
-        parser.error(f"no such plan: {', '.join(unknown)}; --list shows those there are")
+        parser.error(f"no such plan: {', '.join(unknown)}; there are {', '.join(PLANS)}")
     for recipe in args.recipes.split(","):
         if recipe.removesuffix(IN_BF16) not in ARMS or recipe.startswith(BF16 + IN_BF16):
             parser.error(
@@ -198,29 +204,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.steps % train.LOG_EVERY or args.steps <= train.WARM_UP:
         low = train.WARM_UP + train.LOG_EVERY
         parser.error(f"--steps {args.steps}: multiples of {train.LOG_EVERY}, at least {low}")
-    gpus = os.environ.get("NGPU", "4")
-    if not args.plans and not args.list:
-        args.plans = [name for name, plan in PLANS.items() if str(plan.gpus) == gpus]
-        if not args.plans:
-            parser.error(f"NGPU={gpus}: there are plans for 1, 2 and 4 GPUs")
+    gpus = torch.cuda.device_count()
+    args.plans = args.plans or [name for name, plan in PLANS.items() if plan.gpus == gpus]
+    if not args.plans:
+        parser.error(f"there are {gpus} GPUs: name a PLAN, as there are plans for 1, 2 and 4 GPUs")
+    if large := [name for name in args.plans if PLANS[name].gpus > gpus]:
+        parser.error(f"{', '.join(large)}: more GPUs than the {gpus} there are")
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> int:
     args = parse(argv)
-    if args.list:
-        for name, plan in PLANS.items():
-            size = f"{plan.gpus} GPUs" + f", {plan.blocks} blocks" * (plan.blocks > 0)
-            print(f"{name} ({size}): configs/{plan.config}.toml", *plan.flags())
-        return
     os.chdir(ROOT)
+    if not Path("data/stamp").exists():
+        import prepare_data
+
+        prepare_data.main(["data"])
     rows: list[Row] = []
     for name in args.plans:
         base = None
         for recipe in args.recipes.split(","):
             begin, folder = time.monotonic(), RESULTS / name / f"{recipe}-{time.time_ns()}"
             print(f"== {name}, {recipe}", flush=True)
-            error = run(PLANS[name], recipe, args.steps, folder)
+            plan, flags = PLANS[name], flags_of(PLANS[name], recipe, args.steps)
+            config = f"configs/{plan.config}.toml"
+            error = train.run(config, flags, plan.gpus, plan.blocks, args.steps, folder)
             row = row_of(name, recipe, args.steps, folder, error, base)
             base = base or row
             rows.append(row)
@@ -229,9 +237,5 @@ def main(argv: list[str] | None = None) -> None:
     speed = f"per GPU, median of steps {train.WARM_UP + 1} to {args.steps}"
     facts = {"steps": args.steps, "tokens/s": speed}
     RESULTS.mkdir(parents=True, exist_ok=True)
-    bench_common.report(rows, RESULTS / "result.json", "Parallel plans", ABOUT, **facts)
-    raise SystemExit(any(row["error"] for row in rows))
-
-
-if __name__ == "__main__":
-    main()
+    common.report(rows, RESULTS / "result.json", "Parallel plans", ABOUT, **facts)
+    return any(row["error"] for row in rows)

@@ -1,6 +1,4 @@
-"""What a Llama3-8B block saves for backward, and its peak memory beyond that, on one GPU.
-
-    python scripts/bench_memory.py [--json FILE]
+"""What a Llama3-8B block saves for backward, and its peak memory beyond that.
 
 One block of torchtitan at 8192 tokens in bf16, converted as the plugin converts it, eager and
 compiled. "MiB kept" is what forward saves for backward, without weights. "MiB peak" is the most
@@ -8,14 +6,15 @@ that forward or backward allocates beyond that; backward's includes the gradient
 """
 
 import torch
-from bench_block import block_layer
-from bench_common import Layer, parser, randn, report, require_hopper
+from bench.block import block_layer
+from bench.common import Layer, Result, randn
 from torch import Tensor
 from torchtitan.models.llama3 import llama3_args
 
 from titan_fp8.recipe import BF16, RECIPES
 
 KINDS = (BF16, *RECIPES)
+TITLE = "Memory of a block"
 ABOUT = "Memory of one Llama3-8B block at 8192 tokens: saved for backward, and peaks beyond that."
 ARGS, TOKENS = llama3_args["8B"], 8192
 
@@ -30,10 +29,7 @@ def peaks(layer: Layer, x: Tensor, g: Tensor) -> tuple[int, int]:
     return forward - kept, torch.cuda.max_memory_allocated() - kept
 
 
-def main() -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    args = arguments.parse_args()
-    require_hopper(arguments)
+def measure() -> Result:
     x, g = randn(1, TOKENS, ARGS.dim, requires_grad=True), randn(1, TOKENS, ARGS.dim)
     rows = []
     for compiled in (False, True):
@@ -50,8 +46,4 @@ def main() -> None:
                     "MiB peak backward": backward / 2**20,
                 }
             )
-    report(rows, args.json, "Memory of a block", ABOUT)
-
-
-if __name__ == "__main__":
-    main()
+    return rows, {}

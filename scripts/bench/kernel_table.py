@@ -1,11 +1,12 @@
 """Measures a table of GEMM speeds for `titan_fp8.plan` on one Hopper GPU, in about a minute.
 
-    python scripts/kernel_table.py [--json FILE]
+    python scripts/bench kernel_table
 
-Writes titan_fp8/plan/tables/CARD.json, such as h200.json, or FILE. Results are not checked here:
-bench_gemm.py checks the same kernels.
+Writes titan_fp8/plan/tables/CARD.json, such as h200.json. Results are not checked here: gemm.py
+checks the same kernels.
 """
 
+import argparse
 import itertools
 import json
 import re
@@ -13,20 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from bench_common import (
-    Step,
-    environment,
-    median_us,
-    parser,
-    randn,
-    require_hopper,
-    sets_beyond_l2,
-)
-from shapes import uneven_ends
+from bench.common import Step, environment, median_us, randn, require_hopper, sets_beyond_l2
+from bench.shapes import uneven_ends
 
 from titan_fp8.recipe import BF16, get_recipe
 
-TABLES = Path(__file__).parents[1] / "titan_fp8" / "plan" / "tables"
+TABLES = Path(__file__).parents[2] / "titan_fp8" / "plan" / "tables"
 KINDS = (BF16, "blockwise", "rowwise")
 TOKENS = (1024, 8192)
 DENSE = (
@@ -75,18 +68,14 @@ def file_of(card: str) -> Path:
     return TABLES / f"{found[0].lower()}.json"
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    args = arguments.parse_args(argv)
-    require_hopper(arguments)
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("python scripts/bench kernel_table", None, __doc__)
+    parser.parse_args(argv)
+    require_hopper()
     facts = environment()
     head = {key: facts[key] for key in ("card", "torch", "date", "commit", "command")}
     head |= {"groups": "uneven", "columns": ["op", *"EMNK", *KINDS]}
     lines = ",\n  ".join(map(json.dumps, rows()))
-    file = args.json or file_of(facts["card"])
+    file = file_of(facts["card"])
     file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "us": [\n  {lines}\n ]\n}}\n')
     print(f"written to {file}")
-
-
-if __name__ == "__main__":
-    main()

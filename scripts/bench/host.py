@@ -1,6 +1,4 @@
-"""The CPU time of FP8 layers: layers called in a loop, compared with bf16, on one GPU.
-
-    python scripts/bench_host.py [--json FILE] [--only WORD]
+"""The CPU time of FP8 layers: layers called in a loop, compared with bf16.
 
 The other benchmarks replay CUDA graphs, so they see the GPU alone. Here a layer is called as a
 model calls it, forward and backward. The tensors of the first rows are so small that the GPU waits
@@ -17,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_common import Layer, Step, call_us, parser, randn, report, require_hopper
-from shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
-from tables import Row
+from bench.block import TransformerModelArgs, block_layer
+from bench.common import Layer, Result, Step, call_us, randn
+from bench.shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from torch import Tensor
 
 import titan_fp8
@@ -29,6 +27,7 @@ from titan_fp8.recipe import BF16
 
 KINDS = (BF16, "blockwise", "rowwise")
 CALLS, ROUNDS = 300, 5
+TITLE = "Host cost"
 ABOUT = (
     "Layers called in a loop, host included; forward and backward unless the row says otherwise."
 )
@@ -75,8 +74,6 @@ def grouped_step(kind: str) -> Step:
 
 def block_step(kind: str) -> Step:
     """A compiled transformer block of torchtitan's Llama3."""
-    from bench_block import TransformerModelArgs, block_layer
-
     tokens, dim = HOST_BLOCK
     args = TransformerModelArgs(dim=dim, n_layers=1, n_heads=16, n_kv_heads=8)
     layer = block_layer(args, tokens, kind, compiled=True)
@@ -101,25 +98,14 @@ def cases() -> dict[str, Callable[[str], Step]]:
     return made
 
 
-def main() -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--only", default="", help="measure the cases whose name contains this")
-    args = arguments.parse_args()
-    chosen = {name: make for name, make in cases().items() if args.only in name}
-    if not chosen:
-        arguments.error(f"--only {args.only!r} is in no name of a case; these are {[*cases()]}")
-    require_hopper(arguments)
+def measure() -> Result:
     torch.autograd.set_multithreading_enabled(False)
-    rows: list[Row] = []
-    for name, make in chosen.items():
+    rows = []
+    for name, make in cases().items():
         torch._dynamo.reset()
         us_of_kinds = call_us([make(kind) for kind in KINDS], CALLS, ROUNDS)
         times = dict(zip(KINDS, us_of_kinds, strict=True))
         for kind, us in times.items():
             rows.append({"case": name, "kind": kind, "us": us, "x bf16": times[BF16] / us})
         print(f"{name}: {times}", file=sys.stderr)
-    report(rows, args.json, "Host cost", ABOUT, calls=f"{ROUNDS} x {CALLS}")
-
-
-if __name__ == "__main__":
-    main()
+    return rows, {"calls": f"{ROUNDS} x {CALLS}"}

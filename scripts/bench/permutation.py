@@ -1,6 +1,4 @@
-"""The permutation around the experts, torchtitan's and this plugin's with gathers, on one GPU.
-
-    python scripts/bench_permutation.py [--json FILE]
+"""The permutation around the experts, torchtitan's and this plugin's with gathers.
 
 The shapes are those of DeepSeek-V3 16B with expert parallelism 4: a rank has 4 x 4096 tokens, each
 routed to 6 experts, and 16 of the 64 experts. permute and unpermute are the functions of expert
@@ -16,16 +14,8 @@ import copy as copies
 from collections.abc import Callable
 
 import torch
-from bench_common import (
-    bandwidth,
-    copy_gbps,
-    median_us,
-    parser,
-    report,
-    require_hopper,
-    sets_beyond_l2,
-)
-from shapes import (
+from bench.common import Result, bandwidth, copy_gbps, median_us, sets_beyond_l2
+from bench.shapes import (
     EXPERT_RANKS,
     LOCAL_EXPERTS,
     ROUTED_DIM,
@@ -45,6 +35,7 @@ from titan_fp8.torchtitan_0_2 import moe, permutation
 
 ROWS = ROUTED_TOKENS * TOP_K
 ALIGNMENT = 128
+TITLE = "Permutation around the experts"
 ABOUT = (
     f"{ROWS} rows of {ROUTED_DIM}, {LOCAL_EXPERTS} local experts, {EXPERT_RANKS} ranks: the "
     "permutation of torchtitan and that of this plugin."
@@ -168,17 +159,9 @@ def measure_layer(copy: float) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    arguments = parser(__doc__.splitlines()[0])
-    args = arguments.parse_args()
-    require_hopper(arguments)
+def measure() -> Result:
     utils.set_token_group_alignment_size_m(ALIGNMENT)
     copy = copy_gbps()
     rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
     rows += measure_steps(copy) + measure_layer(copy)
-    facts = {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the numbers of tokens": SEED}
-    report(rows, args.json, "Permutation around the experts", ABOUT, **facts)
-
-
-if __name__ == "__main__":
-    main()
+    return rows, {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the numbers of tokens": SEED}

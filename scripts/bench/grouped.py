@@ -1,6 +1,4 @@
-"""Forward and backward of grouped layers in FP8 and in bf16, quantizers included, on one GPU.
-
-    python scripts/bench_grouped.py [--json FILE] [--only products|experts]
+"""Forward and backward of grouped layers in FP8 and in bf16, quantizers included.
 
 There are two kinds of layer:
 
@@ -22,18 +20,8 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import torch
-from bench_common import (
-    FP8_ERROR,
-    HAS_TORCHAO,
-    Layer,
-    layer_inputs,
-    layer_rows,
-    parser,
-    randn,
-    report,
-    require_hopper,
-)
-from shapes import EXPERT_COUNTS, EXPERTS, GROUPED, SEED, uneven_ends
+from bench.common import FP8_ERROR, HAS_TORCHAO, Layer, Result, layer_inputs, layer_rows, randn
+from bench.shapes import EXPERT_COUNTS, EXPERTS, GROUPED, SEED, uneven_ends
 from tables import Row
 from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
@@ -47,6 +35,7 @@ EXPERTS_ERROR = 0.1
 """Bound on the relative error after up to three products in a row: emulation gives 0.067."""
 ANY = 1
 """The alignment of groups that end anywhere."""
+TITLE = "Grouped products and experts"
 ABOUT = (
     "Forward and backward of grouped products and of whole expert layers (w1, w3, SwiGLU, w2), "
     "quantizers included."
@@ -163,18 +152,5 @@ def labeled(name: str, shape: Shape, alignment: int, row: Row, gemms: int) -> Ro
     return {"op": name, "E,M,N,K": ",".join(map(str, shape)), "ends": ends, **row, "TFLOPS": rate}
 
 
-def main() -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--only", choices=["products", "experts"])
-    args = arguments.parse_args()
-    require_hopper(arguments)
-    rows: list[Row] = []
-    if args.only != "experts":
-        rows += product_rows()
-    if args.only != "products":
-        rows += experts_rows()
-    report(rows, args.json, "Grouped products and experts", ABOUT, **{"seed of the ends": SEED})
-
-
-if __name__ == "__main__":
-    main()
+def measure() -> Result:
+    return [*product_rows(), *experts_rows()], {"seed of the ends": SEED}

@@ -1,15 +1,16 @@
-"""kernel_table.py without a GPU: a table that `titan_fp8.plan` can read, and the shipped ones."""
+"""bench/kernel_table.py without a GPU: a table that the plan reads, and the shipped ones."""
 
 import json
 
-import kernel_table
 import pytest
 import torch
+from bench import kernel_table
 
 from titan_fp8.plan import bound
 
+SHIPPED = bound.TABLES
 FACTS = {"card": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "date": "2026-01-02"}
-FACTS |= {"commit": "abc1234", "command": "kernel_table.py"}
+FACTS |= {"commit": "abc1234", "command": "python scripts/bench kernel_table"}
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def on_cpu(monkeypatch):
         "randn": lambda *shape: torch.randn(shape, dtype=torch.bfloat16),
         "median_us": lambda functions: [each() for each in functions] and 20.0,
         "environment": lambda: FACTS,
-        "require_hopper": lambda arguments: None,
+        "require_hopper": lambda: None,
     }.items():
         monkeypatch.setattr(kernel_table, name, value)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
@@ -34,15 +35,11 @@ def test_a_measured_gpu_gets_a_table(on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_table, "TABLES", tmp_path)
     kernel_table.main([])
     monkeypatch.setattr(bound, "TABLES", tmp_path)
-    (table,), shipped = bound.tables(), json.loads((kernel_table_of("h100")).read_text())
+    (table,), shipped = bound.tables(), json.loads((SHIPPED / "h100.json").read_text())
     assert FACTS.items() <= table.items() and table["columns"] == shipped["columns"]
     assert len(table["us"]) == 6
     assert table["us"][0] == ["mm", 0, 32, 16, 32, 10.0, 10.0, 10.0]
     assert table["us"][-1] == ["wgrad", 2, 1024, 16, 32, 10.0, 10.0, 10.0]
-
-
-def kernel_table_of(gpu):
-    return kernel_table.Path(kernel_table.__file__).parents[1] / f"titan_fp8/plan/tables/{gpu}.json"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +50,7 @@ def test_the_name_of_a_table(card, gpu):
         with pytest.raises(ValueError, match="card 'NVIDIA GH200 480GB': allowed"):
             kernel_table.file_of(card)
     else:
-        assert kernel_table.file_of(card) == kernel_table_of(gpu)
+        assert kernel_table.file_of(card) == SHIPPED / f"{gpu}.json"
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

@@ -6,7 +6,6 @@ Before them the GPU rests, because a GEMM at the card's power limit lowers the c
 next, and then some untimed replays run, because memory clocks rise slowly.
 """
 
-import argparse
 import datetime
 import functools
 import importlib.util
@@ -26,6 +25,7 @@ import torch
 import triton
 from tables import Row, text_table
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 L2_BYTES = 60 << 20
 REST_S = 0.1
@@ -37,10 +37,15 @@ tensorwise recipe with e5m2 gradients 0.059; skipping one block of 128 out of 40
 
 Step = Callable[[], object]
 """What is timed: a call without arguments."""
+Result = tuple[list[Row], dict[str, object]]
+"""The rows of a benchmark, all with the same columns, and facts that hold for all of them."""
 
 
 def median_us(functions: Sequence[Step], replays: int = 20) -> float:
-    """Median time in us of one call; `functions` do the same on different inputs."""
+    """Median time in us of one call; `functions` do the same on different inputs.
+
+    `triton.testing.do_bench_cudagraph` replays one set of inputs, which then stay in the L2 cache.
+    """
     graphs = []
     for function in functions:
         stream = torch.cuda.Stream()
@@ -59,28 +64,15 @@ def median_us(functions: Sequence[Step], replays: int = 20) -> float:
     while time.perf_counter() < end_of_warmup:
         graphs[0].replay()
         torch.cuda.synchronize()
-    return event_ms([graph.replay for graph in graphs], replays, wait=False) * 1e3
-
-
-def event_ms(
-    functions: Sequence[Step], calls: int, untimed: int = 0, *, wait: bool = True
-) -> float:
-    """Median time in ms that the GPU takes for one of `calls` calls; the functions take turns.
-
-    As many calls as `untimed` come before. With `wait` each call waits until the one before has
-    finished. A call must take the GPU longer than the host.
-    """
     events = []
-    for i in range(untimed + calls):
+    for i in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        functions[i % len(functions)]()
+        graphs[i % len(graphs)].replay()
         end.record()
         events.append((begin, end))
-        if wait:
-            torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events[untimed:])
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e3
 
 
 def call_us(steps: Sequence[Step], calls: int, rounds: int) -> list[float]:
@@ -88,19 +80,9 @@ def call_us(steps: Sequence[Step], calls: int, rounds: int) -> list[float]:
 
     A round is a loop of `calls` calls of each step; so the steps take turns.
     """
-    times: list[list[float]] = [[] for _ in steps]
-    for step in steps:
-        for _ in range(20):
-            step()
-    for _ in range(rounds):
-        for step, of_step in zip(steps, times, strict=True):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                step()
-            torch.cuda.synchronize()
-            of_step.append((time.perf_counter() - begin) / calls * 1e6)
-    return [statistics.median(each) for each in times]
+    timers = [Timer("step()", globals={"step": step}) for step in steps]  # waits for the GPU
+    times = [[timer.timeit(calls).mean for timer in timers] for _ in range(rounds)]
+    return [statistics.median(of_step) * 1e6 for of_step in zip(*times, strict=True)]
 
 
 def sets_beyond_l2(bytes_of_one: int) -> int:
@@ -203,14 +185,14 @@ def print_failure(what: str, reason: Exception) -> None:
     print(f"{what}: {type(reason).__name__}: {summary}", file=sys.stderr)
 
 
-def copy_gbps(elements: int = 1 << 29, copies: int = 20) -> float:
+def copy_gbps(elements: int = 1 << 29) -> float:
     """Device copy bandwidth in GB/s, bytes read and written counted.
 
     Outside a CUDA graph: the copy that a graph makes of `copy_` is slower by a third.
     """
     source = torch.randn(elements, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
-    ms = event_ms([lambda: target.copy_(source)], copies, untimed=3)
+    ms = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
     return 2 * source.nbytes / ms / 1e6
 
 
@@ -223,11 +205,10 @@ def bandwidth(gigabytes: float, us: float, copy: float) -> Row:
 def environment() -> dict[str, str]:
     """Where and how a result was measured: command, date, card, versions, commit.
 
-    BENCH_COMMAND replaces the command, for scripts that call this one, and BENCH_COMMIT the commit,
-    for copies of the tree without git.
+    BENCH_COMMIT is the commit of a copy of the tree without git.
     """
     return {
-        "command": os.environ.get("BENCH_COMMAND") or f"python {shlex.join(sys.argv)}",
+        "command": f"python scripts/bench {shlex.join(sys.argv[1:])}",
         "date": datetime.date.today().isoformat(),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -246,29 +227,18 @@ def git_commit() -> str:
         return ""
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The command line of a benchmark, with the arguments that all benchmarks share."""
-    arguments = argparse.ArgumentParser(description=description)
-    add_json_argument(arguments)
-    return arguments
-
-
-def require_hopper(arguments: argparse.ArgumentParser) -> None:
-    """Ends the process with status 2, as for a bad argument, if there is no Hopper GPU."""
-    if not torch.cuda.is_available():
-        arguments.error("no GPU found: benchmarks need a Hopper GPU")
-    if torch.cuda.get_device_capability()[0] != 9:
-        arguments.error(f"benchmarks need a Hopper GPU, not {torch.cuda.get_device_name()}")
-
-
-def add_json_argument(arguments: argparse.ArgumentParser) -> None:
-    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+def require_hopper() -> None:
+    """Ends the process if there is no Hopper GPU."""
+    there = torch.cuda.is_available()
+    if not there or torch.cuda.get_device_capability()[0] != 9:
+        card = torch.cuda.get_device_name() if there else "no GPU"
+        sys.exit(f"bench: benchmarks need a Hopper GPU; this machine has {card}")
 
 
 def report(
     rows: list[Row], json_file: Path | None, title: str, about: str, **facts: object
 ) -> None:
-    """Prints a table; with `json_file` also writes it for render_benchmarks.py.
+    """Prints a table; with `json_file` also writes it for render.py.
 
     Args:
         rows: the results, all with the same columns.

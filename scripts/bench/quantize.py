@@ -1,6 +1,4 @@
-"""The quantizers on one Hopper GPU: time, GB/s and share of the copy bandwidth of the same run.
-
-    python scripts/bench_quantize.py [--json FILE]
+"""The quantizers: time, GB/s and share of the copy bandwidth of the same run.
 
 Bytes are those of an ideal kernel. It reads x once if the elements that share a scale fit on chip,
 twice if a scale covers a column of all tokens, and writes each FP8 copy once. The padding of groups
@@ -19,16 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from bench_common import (
-    bandwidth,
-    copy_gbps,
-    median_us,
-    parser,
-    report,
-    require_hopper,
-    sets_beyond_l2,
-)
-from shapes import QUANTIZE, QUANTIZE_WEIGHTS, SEED, SWIGLU, uneven_ends
+from bench.common import Result, bandwidth, copy_gbps, median_us, sets_beyond_l2
+from bench.shapes import QUANTIZE, QUANTIZE_WEIGHTS, SEED, SWIGLU, uneven_ends
 from tables import Row
 from torch import Tensor
 
@@ -50,6 +40,7 @@ READS = {
 BLOCKWISE = ("quantize_1x128", "quantize_128x1_t", "quantize_1x128_128x1_t")
 ROWWISE = ("quantize_row", "quantize_col_t", "quantize_row_col_t")
 WEIGHT_OPS = ("quantize_128x128", "quantize_128x128_t", "quantize_row", "quantize_weight_col_t")
+TITLE = "Quantizers"
 ABOUT = (
     "Quantizers, and SwiGLU fused with quantization: time and share of the copy bandwidth. Groups "
     "end at multiples of 128 (rowwise: 16), or with a * anywhere."
@@ -129,7 +120,7 @@ def gigabytes(case: Case) -> float:
     return elements * (read + WRITES.get(case.op, 1)) / 1e9
 
 
-def measure(case: Case, copy: float) -> Row:
+def row_of(case: Case, copy: float) -> Row:
     row = {
         "op": case.op,
         "shape": "x".join(map(str, case.shape)),
@@ -148,15 +139,7 @@ def measure(case: Case, copy: float) -> Row:
     return row
 
 
-def main() -> None:
-    arguments = parser(__doc__.splitlines()[0])
-    args = arguments.parse_args()
-    require_hopper(arguments)
+def measure() -> Result:
     copy = copy_gbps()
-    rows = [measure(case, copy) for case in cases()]
-    facts = {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the ends": SEED}
-    report(rows, args.json, "Quantizers", ABOUT, **facts)
-
-
-if __name__ == "__main__":
-    main()
+    rows = [row_of(case, copy) for case in cases()]
+    return rows, {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the ends": SEED}

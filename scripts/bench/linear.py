@@ -1,6 +1,4 @@
-"""Forward and backward of a linear layer in FP8 and in bf16, quantizers included, on one GPU.
-
-    python scripts/bench_linear.py [--json FILE] [--shape M,N,K]
+"""Forward and backward of a linear layer in FP8 and in bf16, quantizers included.
 
 "% roofline" compares the speed with that of an ideal layer: its three GEMMs run one after the other
 at the rate of the fastest library FP8 GEMM of this run (cuBLAS 1x128 by 128x128, cuBLAS rowwise, or
@@ -17,29 +15,27 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from bench_common import (
+from bench import gemm
+from bench.common import (
     FP8_ERROR,
     HAS_TORCHAO,
     Layer,
+    Result,
     copy_gbps,
     layer_inputs,
     layer_rows,
     median_us,
-    parser,
     randn,
-    report,
-    require_hopper,
 )
-from shapes import LINEAR
+from bench.shapes import LINEAR
 from torch import Tensor, nn
 
 import titan_fp8
-from titan_fp8.kernels import hopper
 from titan_fp8.recipe import BF16, RECIPES
 
 KINDS = (BF16, *RECIPES)
 TORCHAO = ("torchao blockwise", "torchao rowwise", "torchao tensorwise")
+TITLE = "Linear layers"
 ABOUT = "Forward and backward of a linear layer, quantizers included."
 
 
@@ -67,31 +63,12 @@ def make_layer(kind: str, weight: Tensor) -> Layer:
 
 def library_gemm(m: int, n: int, k: int) -> Callable[[], Tensor]:
     """The fastest library FP8 GEMM of this size."""
-    a, b = randn(m, k), randn(n, k)
-    (aq, sa), (bq, sb) = hopper.quantize_1x128(a), hopper.quantize_128x128(b)
-    (ar, sar), (br, sbr) = hopper.quantize_row(a), hopper.quantize_row(b)
-    row = functools.partial(torch._scaled_mm, scale_a=sar[:, None], scale_b=sbr[None])
-    candidates = [lambda: row(ar, br.t(), out_dtype=torch.bfloat16, use_fast_accum=True)]
+    dims = 1, m, n, k
+    candidates = [gemm.torch_rowwise(False, dims, None)]
     if k % 128 == 0 and n % 128 == 0:
-        scaling = F.ScalingType
-        candidates.append(
-            lambda: F.scaled_mm(
-                aq,
-                bq.t(),
-                scale_a=sa,
-                scale_recipe_a=scaling.BlockWise1x128,
-                scale_b=sb.t(),
-                scale_recipe_b=scaling.BlockWise128x128,
-                output_dtype=torch.bfloat16,
-            )
-        )
-    try:
-        import deep_gemm
-
-        out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        candidates.append(lambda: deep_gemm.fp8_gemm_nt((aq, sa), (bq, sb), out))
-    except ImportError:
-        pass
+        candidates.append(gemm.cublas(False, dims))
+    if gemm.deep_gemm:
+        candidates.append(gemm.deepgemm(dims, None))
     return min(candidates, key=lambda candidate: median_us([candidate]))
 
 
@@ -101,20 +78,15 @@ def roofline_us(m: int, n: int, k: int, gbps: float) -> float:
     x and g are read and written once (2 bytes in, 1 + 1 out), W is read by fprop and by dgrad.
     """
     gemms = library_gemm(m, n, k), library_gemm(m, k, n), library_gemm(n, k, m)
-    gemms_us = median_us([lambda: [gemm() for gemm in gemms]])
+    gemms_us = median_us([lambda: [product() for product in gemms]])
     quantized = 4 * m * k + 4 * m * n + 6 * n * k
     return gemms_us + quantized / gbps / 1e3
 
 
-def main() -> None:
-    arguments = parser(__doc__.partition("\n")[0])
-    arguments.add_argument("--shape", help="time this shape only")
-    args = arguments.parse_args()
-    require_hopper(arguments)
-    shapes = [tuple(map(int, args.shape.split(",")))] if args.shape else LINEAR
+def measure() -> Result:
     gbps = copy_gbps()
     rows = []
-    for m, n, k in shapes:
+    for m, n, k in LINEAR:
         torch._dynamo.reset()
         weight, roof_us = randn(n, k, scale=k**-0.5), roofline_us(m, n, k, gbps)
         layers, yardsticks = (
@@ -125,9 +97,4 @@ def main() -> None:
             us = row["us"]
             share = 100 * roof_us / us if isinstance(us, float) else None
             rows.append({"M,N,K": f"{m},{n},{k}", **row, "% roofline": share})
-    copy = f"{gbps:.0f} GB/s"
-    report(rows, args.json, "Linear layers", ABOUT, **{"copy bandwidth": copy})
-
-
-if __name__ == "__main__":
-    main()
+    return rows, {"copy bandwidth": f"{gbps:.0f} GB/s"}

@@ -1,0 +1,29 @@
+"""Tables of text with aligned columns, for logs and terminals."""
+
+import io
+from collections.abc import Collection, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def text_table(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> str:
+    """The rows, one a line, columns two spaces apart; those in `right` are aligned to the right.
+
+    A row may be shorter than others. Lines are as long as they must be, and end in no space.
+    """
+    rows = list(rows)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for i in range(max(map(len, rows), default=0)):
+        grid.add_column(justify="right" if i in right else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    width = sum(2 * len(cell) + 2 for row in rows for cell in row)  # wide characters count twice
+    out = io.StringIO()
+    # Plain text, whatever the environment says of the terminal.
+    console = Console(
+        file=out, width=max(1, width), height=1, color_system=None, force_terminal=False
+    )
+    console.print(grid)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
