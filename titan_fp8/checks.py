@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.ops import DTYPES
-from titan_fp8.recipe import BF16, RECIPE_NAMES
+from titan_fp8.recipe import RECIPE_NAMES
 from titan_fp8.text_table import text_table
 
 _DTYPES = set(DTYPES)
@@ -58,14 +58,20 @@ def check_common_settings(prefix: str, settings: Any) -> None:
 
 
 def check_permutation(key: str, value: object) -> None:
-    """Allowed are the PERMUTATIONS, and None for the recipe's default."""
+    """Allowed are the PERMUTATIONS, and None for the default."""
     if value not in (None, *PERMUTATIONS):
         raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, PERMUTATIONS))}")
 
 
-def permutation_of(permutation: str | None, recipe: str) -> str:
-    """The permutation that a setting chooses; by default bf16 runs have torchtitan's own."""
-    return permutation or ("host" if recipe == BF16 else "gather")
+def permutation_of(permutation: str | None, host_speedups: bool) -> str:
+    """The permutation that a setting chooses; by default it is one of the speed-ups."""
+    return permutation or ("gather" if host_speedups else "host")
+
+
+def check_host_speedups(key: str, value: object) -> None:
+    """Allowed are bools, and None for the recipe's default."""
+    if value is not None:
+        check_bool(key, value)
 
 
 # Arguments of a product

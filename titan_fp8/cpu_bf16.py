@@ -1,68 +1,42 @@
 """Products of bf16 matrices on CPUs for which oneDNN has no bf16 kernels, as x86 without AVX-512.
 
 PyTorch leaves bf16 products on the CPU to oneDNN. Where oneDNN has no kernels for them, PyTorch
-falls back to slow loops of its own. `use_fp32_products` replaces these kernels by ones that cast
-the operands to FP32, multiply, and round the product to bf16 once. Products with M >= 384 and K,
-N >= 256 take 1/3 to 1/60 of the time; tiny ones take some 35 us longer.
+falls back to slow loops of its own. `in_fp32` makes kernels that cast the operands to FP32,
+multiply, and round the product to bf16 once. Products with M >= 384 and K, N >= 256 take 1/3 to
+1/60 of the time; tiny ones take some 35 us longer.
 
-It applies to the whole process, since it replaces kernels in PyTorch's dispatcher. Autograd,
-autocast, dispatch modes, DTensor and the compiler sit above these kernels and see the same ops as
-before. `F.linear` and `torch.matmul` call `mm`, `addmm` and `bmm`; Inductor's code and
+They apply to the whole process, since they replace kernels in PyTorch's dispatcher (`patches.py`).
+Autograd, autocast, dispatch modes, DTensor and the compiler sit above these kernels and see the
+same ops as before. `F.linear` and `torch.matmul` call `mm`, `addmm` and `bmm`; Inductor's code and
 `torch._grouped_mm` call their variants with `out`. In-place variants and products with vectors are
 not replaced. Tensors of other or mixed dtypes go to the original kernels as they are; passing
-through Python costs such a call about 4 us.
+through Python costs such a call about 4 us. Forward of attention takes no less time in FP32.
 
 Tried with torch 2.11 and 2.13. This can go when PyTorch multiplies in FP32 itself.
 """
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_MATRIX_OPS = {"mm": 2, "addmm": 3, "bmm": 2, "baddbmm": 3}
-"""Op -> how many of its first arguments must be bf16. Each has a variant that writes to `out`."""
-
-_ATTENTION_OPS = {"_scaled_dot_product_flash_attention_for_cpu_backward": 5}
-"""The same for attention. Forward is not replaced: in FP32 it takes no less time."""
+_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
+"""Op -> how many of its first arguments must be bf16; 5 for other ops."""
 
 
-@functools.cache
-def use_fp32_products() -> torch.library.Library | None:
-    """Multiplies bf16 matrices in FP32 in this process, unless oneDNN has kernels for bf16.
-
-    Returns:
-        What holds the replacements, which last as long as it does. The cache keeps it until the
-        process ends.
-    """
-    if _has_bf16_kernels():
-        return None
-    library = torch.library.Library("aten", "IMPL")
-    override(library)
-    return library
-
-
-def _has_bf16_kernels() -> bool:
+def has_bf16_kernels() -> bool:
     mkldnn = torch.backends.mkldnn  # PyTorch's name for oneDNN
     return mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def override(library: torch.library.Library) -> None:
-    """Replaces the kernels for as long as `library`, of the namespace aten, exists."""
-    replacements = {}
-    for name, operands in (_MATRIX_OPS | _ATTENTION_OPS).items():
-        kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-        replacements[name] = _returning(kernel, operands)
-        if name in _MATRIX_OPS:
-            writing_kernel = torch.library.get_kernel(f"aten::{name}.out", "CPU").call_boxed
-            replacements[f"{name}.out"] = _writing(writing_kernel, kernel, operands)
-    with warnings.catch_warnings():
-        # PyTorch warns that kernels are overridden, but that is the purpose.
-        warnings.simplefilter("ignore", UserWarning)
-        for name, replacement in replacements.items():
-            library.impl(name, replacement, "CPU", with_keyset=True, allow_override=True)
+def in_fp32(path: str) -> Callable[[Callable], Callable]:
+    """Makes the replacement for PyTorch's kernel of an op such as "aten::mm.out"."""
+    op, _, overload = path.partition(".")
+    operands = _OPERANDS.get(op.removeprefix("aten::"), 5)
+    if overload == "out":
+        returning = torch.library.get_kernel(op, "CPU").call_boxed
+        return lambda kernel: _writing(kernel, returning, operands)
+    return lambda kernel: _returning(kernel, operands)
 
 
 def _returning(kernel: Callable, operands: int) -> Callable:

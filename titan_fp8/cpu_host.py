@@ -3,10 +3,20 @@
     python -m titan_fp8.cpu_host <torchtitan's own arguments>
 
 Without an accelerator torchtitan assumes CUDA and fails at its first call of torch.cuda, although
-FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare` applies the patches listed
-as `ON_CPU` in patches.py of the adapter for the installed torchtitan, which gives the reason for
-each, and on CPUs without bf16 kernels multiplies bf16 matrices in FP32 (cpu_bf16.py). `main` then
-runs `torchtitan.train`. Importing this module changes nothing.
+FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare` applies the patch for the
+installed torchtitan, CPU_0_2 or CPU_0_3 in patches.py. `main` then runs `torchtitan.train`.
+Importing this module changes nothing.
+
+What the patch replaces:
+
+- PyTorch's answer to which accelerator there is, which torchtitan takes for CUDA if it is None;
+- functions that the trainer calls of its device module, and torch.cpu lacks. It has
+  current_device, but that returns a string, and a barrier needs a number;
+- FSDP2's gradient divide factor, with which it reduces by PREMUL_SUM, which gloo lacks;
+- products of bf16 matrices, on CPUs without kernels for them (cpu_bf16.py);
+- loading of checkpoints, to warn: DTensor has no random numbers for CPU meshes, so without a
+  checkpoint every rank initializes its shard with the same values;
+- and what the adapter's cpu.py says.
 
 `main` also adds the flags that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the command
 line sets them, and logs them: they override the config. Two things do not run on the CPU: context
@@ -51,21 +61,37 @@ def prepare() -> None:
                 f" and has chosen {utils.device_type!r} as its device"
             )
         return
-    cpu_bf16.use_fp32_products()
-    # Must precede the first import of torchtitan, and so the adapter's patches, which import it.
-    patches.CPU_DEVICE_TYPE.apply(lambda _: lambda: "cpu")
-    patches.CPU_DEVICE_MODULE.apply(*map(_constant, _device_module()))
-    patches.CPU_GRADIENT_SUM.apply(_reducing_by_sum)
-    adapter = _adapter()
-    adapter.prepare()
-    adapter.patches.CPU_SEED_WARNING.apply(_warning_of_unseeded_start)
+    patch, of_adapter = (
+        (patches.CPU_0_2, ("counting_integers", "cpu_indices"))
+        if _adapter_name() == "torchtitan_0_2"
+        else (patches.CPU_0_3, ("choosing_attention",))
+    )
+    patch.apply(
+        lambda _: lambda: "cpu",
+        *map(_constant, _device_module()),
+        _reducing_by_sum,
+        *(_in_fp32(kernel.path) for kernel in patches.BF16_KERNELS),
+        _warning_of_unseeded_start,
+        *map(_by_adapter, of_adapter),
+    )
+
+
+def _adapter_name() -> str:
+    major, minor, *_ = importlib.metadata.version("torchtitan").split(".")
+    return "torchtitan_0_2" if (int(major), int(minor)) < (0, 3) else "torchtitan_0_3"
 
 
 def _adapter() -> ModuleType:
-    """The module cpu.py of the adapter for the installed torchtitan."""
-    major, minor, *_ = importlib.metadata.version("torchtitan").split(".")
-    adapter = "torchtitan_0_2" if (int(major), int(minor)) < (0, 3) else "torchtitan_0_3"
-    return importlib.import_module(f"titan_fp8.{adapter}.cpu")
+    """The module cpu.py of the adapter for the installed torchtitan; may import torchtitan."""
+    return importlib.import_module(f"titan_fp8.{_adapter_name()}.cpu")
+
+
+def _by_adapter(name: str) -> Callable:
+    return lambda original: getattr(_adapter(), name)(original)
+
+
+def _in_fp32(path: str) -> Callable:
+    return (lambda kernel: kernel) if cpu_bf16.has_bf16_kernels() else cpu_bf16.in_fp32(path)
 
 
 def _constant(value: Callable) -> Callable:
@@ -73,7 +99,7 @@ def _constant(value: Callable) -> Callable:
 
 
 def _device_module() -> tuple[Callable, ...]:
-    """Replacements for the functions of torch.cpu, in the order of `CPU_DEVICE_MODULE`."""
+    """Replacements for the functions of torch.cpu, in the order of the patch."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(name="CPU", total_memory=memory)
     return (

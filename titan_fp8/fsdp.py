@@ -6,8 +6,8 @@ To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under 
   quantizes the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
 - backward: FSDP2 gathers again, and dgrad quantizes the weight as gathered then.
 - gradients: wgrad returns the gradient in the dtype of the gathered weight. FSDP2 copies it into a
-  buffer (`gradient_copies.py`) and sums it over the ranks in `mixed_precision_reduce`, FP32 by
-  default (`gradient_reduction.py`).
+  buffer and sums it over the ranks in `mixed_precision_reduce`, FP32 by default
+  (`host/gradient_copies.py`, `host/gradient_reduction.py`).
 
 With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
 Gradients, and what the optimizer and checkpoints see, do not change. `gather_in_fp8` marks the

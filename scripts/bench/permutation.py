@@ -30,8 +30,8 @@ from torchtitan.models.moe import utils
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import layouts
+from titan_fp8.host.torchtitan_0_2 import moe, permutation
 from titan_fp8.kernels.permute import gather_rows
-from titan_fp8.torchtitan_0_2 import moe, permutation
 
 ROWS = ROUTED_TOKENS * TOP_K
 ALIGNMENT = 128

@@ -24,6 +24,7 @@ SECTIONS = f"""
 recipe = "rowwise"
 filter_fqns = ["output", "wkv_a"]
 emulate = true
+host_speedups = false
 
 [{GROUPED_MM}]
 recipe = "rowwise_with_gw_hp"
@@ -35,7 +36,7 @@ FLAGS = (
     *(f"--{LINEAR}.recipe", "rowwise", f"--{LINEAR}.filter_fqns", "output,wkv_a"),
     *(f"--{LINEAR}.emulate", f"--{GROUPED_MM}.recipe", "rowwise_with_gw_hp"),
     *(f"--{GROUPED_MM}.fqns", "layers.1.moe.experts", f"--{GROUPED_MM}.emulate"),
-    *(f"--{GROUPED_MM}.permutation", "host"),
+    *(f"--{GROUPED_MM}.permutation", "host", f"--{LINEAR}.host_speedups", "False"),
 )
 NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -44,13 +45,13 @@ def sections(config):
     """The settings of both sections as plain values."""
     linear, experts = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
     return (
-        (linear.recipe, linear.filter_fqns, linear.emulate),
+        (linear.recipe, linear.filter_fqns, linear.emulate, linear.host_speedups),
         (experts.recipe, experts.fqns, experts.emulate, experts.permutation),
     )
 
 
 ALL_SET = (
-    ("rowwise", ["output", "wkv_a"], True),
+    ("rowwise", ["output", "wkv_a"], True, False),
     ("rowwise_with_gw_hp", ["layers.1.moe.experts"], True, "host"),
 )
 
@@ -58,7 +59,7 @@ ALL_SET = (
 def test_one_line_loads_the_plugin_with_its_documented_defaults(tmp_path):
     config = parse(tmp_path, HEAD)
     assert sections(config) == (
-        ("blockwise", ["output", "router.gate"], False),
+        ("blockwise", ["output", "router.gate"], False, None),
         (None, ["experts"], False, None),
     )
 
@@ -106,6 +107,7 @@ LIST_MISTAKES = (('"output"', LIST), ("true", LIST), ("[1]", LIST), ('["output",
 MISTAKES = [
     *((section, "recipe", value, RECIPES) for section in BOTH for value in RECIPE_MISTAKES),
     *((section, "emulate", value, BOOL) for section in BOTH for value in ('"yes"', "1", "[]")),
+    *((LINEAR, "host_speedups", value, BOOL) for value in ('"yes"', "1", "[]")),
     *((LINEAR, "filter_fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     *((GROUPED_MM, "fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     (GROUPED_MM, "fqns", "[]", ("convert nothing",)),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.deepseek_v3.infra.parallelize import _op_sac_save_list
 
-from titan_fp8.torchtitan_0_2 import moe_block
+from titan_fp8.host.torchtitan_0_2 import moe_block
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -182,11 +182,19 @@ def test_without_the_compiler_blocks_stay_torchtitans(job, regions, flags):
     assert not regions
 
 
-def test_bf16_stays_torchtitans(job, regions):
-    flags = ("--quantize.linear.titan_fp8.recipe", "bf16")
-    flags += ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
-    with trainer(job("deepseek_v3", *TRACE_BLOCKS, *flags)) as t:
-        blocks = blocks_with_experts(t)
-        assert all(isinstance(block.attention, OptimizedModule) for block in blocks)
-        loss_and_gradients(t)
-    assert not regions
+@pytest.mark.parametrize("model", MODELS)
+def test_in_bf16_the_key_compiles_blocks_that_compute_the_same(job, regions, model):
+    """The same as torchtitan's blocks with gathers, which alone leave them in parts."""
+    results = []
+    for speedups in ("False", "True"):
+        flags = ("--quantize.linear.titan_fp8.recipe", "bf16", *CHECKPOINTING["op"])
+        flags += ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
+        flags += ("--quantize.linear.titan_fp8.host_speedups", speedups, *COMPILE_BLOCKS)
+        with trainer(job(model, "--debug.deterministic", *flags)) as t:
+            blocks = blocks_with_experts(t)
+            assert all(isinstance(block.attention, OptimizedModule) for block in blocks)
+            results.append(loss_and_gradients(t))
+        assert bool(regions) == (speedups == "True")
+    want, got = results
+    assert want.keys() == got.keys()
+    assert not [name for name in got if not torch.equal(got[name], want[name])]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.host.torchtitan_0_2.permutation import token_group_alignment
 from titan_fp8.linear import FP8Linear
 from titan_fp8.plan import __main__ as plan_main
 from titan_fp8.plan import bound, command, measure
 from titan_fp8.plan.measure import Timed
 from titan_fp8.plan.model import degrees_of, read_rank
-from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")

@@ -122,14 +122,14 @@ def test_the_arms_and_the_exit_status(speeds, status, tmp_path, monkeypatch, cap
     def run(config, flags, ranks, blocks, steps, folder):
         parsed = command.parse(config, flags)
         quantize = parsed.quantize
-        grouped = quantize.grouped_mm.titan_fp8
-        runs.append((quantize.linear.titan_fp8.recipe, grouped.recipe, grouped.permutation))
+        linear, grouped = quantize.linear.titan_fp8, quantize.grouped_mm.titan_fp8
+        runs.append((linear.recipe, grouped.recipe, linear.host_speedups))
         assert (ranks, blocks, steps) == (8, 27, 20)
         finished(folder, (20, 4.0, 60.0, next(left)), kernels_us=1e6)
 
     assert compared(monkeypatch, tmp_path, run) == status
     recipes = [(recipe, recipe, None) for recipe in ("blockwise", "rowwise")]
-    assert runs == [(BF16, BF16, None), (BF16, BF16, "gather"), *recipes]
+    assert runs == [(BF16, BF16, False), (BF16, BF16, True), *recipes]
     title, _, header, *rows = capsys.readouterr().out.splitlines()
     assert title == "27 of 27 blocks on 8 GPUs" and len(rows) == 4
     # 131,072 tokens a step on 8 GPUs, of which kernels took a second.

@@ -56,7 +56,7 @@ MISTAKES = [
     *(
         (converter, field, value, BOOL)
         for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
-        for field in ("emulate", "fsdp_all_gather")
+        for field in ("emulate", "fsdp_all_gather", "host_speedups")
         for value in ("yes", 1, [])
     ),
     *(
@@ -115,7 +115,7 @@ def test_an_override_takes_the_fields_of_the_converters():
         "filter_fqns": ["wo"],
         "emulate": True,
         "fqns": ["layers.1"],
-        "permutation": "host",
+        "host_speedups": False,
     }
     model = overridden("deepseek_v3", (f"{ADAPTER}.rowwise", arguments))
     left = [n for n, c, *_ in model.traverse(Linear.Config) if type(c) is Linear.Config]

@@ -22,7 +22,7 @@ from titan_fp8.plan.bound import bound, speed, tables
 from titan_fp8.plan.measure import Timed, measure
 from titan_fp8.plan.model import DEGREES, Layer, Rank, degrees_of, read_rank, refusal
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, host_speedups_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -193,8 +193,8 @@ def fragment(rank: Rank, out: Sequence[Layer]) -> str:
     ):  # A section whose converter is not listed is refused.
         lines += [f"[{LINEAR}]", f"filter_fqns = {json.dumps(patterns)}"]
     if any(layer.groups for layer in out):
-        # Left out, the permutation would follow the recipe.
-        asked, recipe = quantize.grouped_mm.titan_fp8.permutation, experts_recipe(quantize)
+        # Left out, the permutation might follow the recipe.
+        asked, on = quantize.grouped_mm.titan_fp8.permutation, host_speedups_of(rank.config)
         lines += ["", f"[{GROUPED_MM}]", f'recipe = "{BF16}"']
-        lines += [f'permutation = "{permutation_of(asked, recipe)}"']
+        lines += [f'permutation = "{permutation_of(asked, on)}"']
     return "\n".join(lines) + "\n"

@@ -32,9 +32,8 @@ import torch
 from titan_fp8 import cpu_host
 from titan_fp8.recipe import BF16
 
-TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8, by these flags
+TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8, by this key
 LINEAR, GROUPED_MM = "quantize.linear.titan_fp8", "quantize.grouped_mm.titan_fp8"
-NOT_FP8 = (f"--{GROUPED_MM}.permutation", "gather")
 STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
 TRACED = 6  # steps after those that are measured; the last is traced
 COLLECTIVE = re.compile(r"nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I)
@@ -48,8 +47,10 @@ Row = dict[str, Any]
 def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
     """torchtitan's flags of bf16, of TUNED, or of a recipe, for those of model.converters."""
     sections = [name for name in converters if name in (LINEAR, GROUPED_MM)]
-    recipe, tuned = BF16 if arm == TUNED else arm, arm == TUNED and GROUPED_MM in sections
-    return [word for s in sections for word in (f"--{s}.recipe", recipe)] + [*NOT_FP8] * tuned
+    recipe = BF16 if arm == TUNED else arm
+    key = (f"--{LINEAR}.host_speedups", str(arm == TUNED)) if recipe == BF16 else ()
+    flags = [word for s in sections for word in (f"--{s}.recipe", recipe)]
+    return [*flags, *(key if LINEAR in sections else ())]
 
 
 def run(
@@ -201,7 +202,7 @@ def compare(
     recipes = (options.recipes or own_recipe).split(",")
     if BF16 in recipes:
         raise ValueError("the recipe of CONFIG is bf16: --recipes names those to compare with it")
-    arms = [BF16, *[TUNED] * (GROUPED_MM in converters), *recipes]
+    arms = [BF16, *[TUNED] * (LINEAR in converters), *recipes]
     sequences = max(config.training.global_batch_size, batch * dims.dp_replicate * dims.dp_shard)
     # The fewest blocks that have one of each kind, and one on each stage.
     first = [re.match(r"layers\.(\d+)", layer.modules[0]) for layer in rank.layers]

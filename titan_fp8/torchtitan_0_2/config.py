@@ -27,6 +27,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8.checks import (
     PERMUTATIONS,
     check_common_settings,
+    check_host_speedups,
     check_patterns,
     check_permutation,
     check_recipe,
@@ -77,11 +78,18 @@ class TitanFP8Linear:
     """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
     scales) in TensorBoard and the log. 0: never."""
 
+    host_speedups: bool | None = None
+    """Whether to use what speeds torchtitan and FSDP2 up and is not FP8: permutation by gathers and
+    the exchange of tokens, MoE blocks compiled up to the experts, bf16 gradients sent as bf16,
+    batches on a stream of their own, backward on the calling thread. Applies to experts, too. The
+    default is true with FP8, and false with recipe "bf16", which then is torchtitan as it is."""
+
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
 
     def __post_init__(self) -> None:
         check_recipe(f"[{LINEAR}] recipe", self.recipe)
+        check_host_speedups(f"[{LINEAR}] host_speedups", self.host_speedups)
         _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
         check_common_settings(f"[{LINEAR}]", self)
         _check_origin(LINEAR, self.origin)
@@ -107,8 +115,8 @@ class TitanFP8GroupedMM:
     permutation: PermutationName | None = None
     """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
     "host": by torchtitan's own functions. The values are the same except for the order of sums and
-    for roundings of weighted outputs to the dtype of the activations. The default is "gather", and
-    "host" for recipe "bf16"."""
+    for roundings of weighted outputs to the dtype of the activations. The default is "gather" with
+    host_speedups of the linear section, and otherwise "host"."""
 
     health_freq: int = 0
     """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
@@ -165,6 +173,15 @@ class Quantize:
 def experts_recipe(quantize: Any) -> str:
     """The recipe of experts; by default that of linears. `quantize` is that of the JobConfig."""
     return quantize.grouped_mm.titan_fp8.recipe or quantize.linear.titan_fp8.recipe
+
+
+def host_speedups_of(config: Any) -> bool:
+    """Whether a job uses `host_speedups`; by default if one of its listed converters is for FP8."""
+    quantize = config.quantize
+    if (key := quantize.linear.titan_fp8.host_speedups) is not None:
+        return key
+    recipes = {LINEAR: quantize.linear.titan_fp8.recipe, GROUPED_MM: experts_recipe(quantize)}
+    return any(recipes.get(name, BF16) != BF16 for name in config.model.converters)
 
 
 @dataclass

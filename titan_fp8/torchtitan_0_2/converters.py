@@ -7,44 +7,26 @@ from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import (
-    activation_checkpointing,
-    gradient_reduction,
-    graph_passes,
-    profiler_ranges,
-    recomputation,
-)
-from titan_fp8.checks import ConversionReport, permutation_of
+from titan_fp8 import activation_checkpointing, graph_passes, recomputation
+from titan_fp8.checks import ConversionReport
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
 from titan_fp8.fsdp import gather_in_fp8, requantize
-from titan_fp8.gradient_copies import copy_by_kernel
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import (
-    health,
-    input_stream,
-    patches,
-    permutation,
-    token_exchange,
-)
-from titan_fp8.torchtitan_0_2.config import (
-    GROUPED_MM,
-    LINEAR,
-    check_sizes,
-    experts_recipe,
-)
+from titan_fp8.torchtitan_0_2 import health, patches
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import (
     FP8GroupedExperts,
     convert_experts,
     is_grouped_experts,
 )
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.moe import route_by_gathers
-from titan_fp8.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.torchtitan_0_2.host import speed_up
 
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 """Pipeline schedules, in lower case, that compute input and weight gradients separately."""
@@ -55,6 +37,7 @@ WITHOUT_FSDP2 = ("simple_fsdp.", "compiler_toolkit.", "autoparallel.")
 class _Converter(QuantizationConverter):
     """What both converters do besides the conversion itself."""
 
+    name: str
     report: ConversionReport
     """What `convert` has converted, and why not the rest."""
 
@@ -68,34 +51,29 @@ class _Converter(QuantizationConverter):
         self.uses_fsdp2 = parallel_dims.fsdp_enabled and not self.without_fsdp2
         self.compiles = compile_config.enable and "model" in compile_config.components
 
-    def prepare(self, recipe: str, emulate: bool) -> None:
-        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16.
+    def speed_up(self, model: nn.Module) -> None:
+        """Once for both converters: switches `host_speedups` on, if the job uses them."""
+        ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
+        if ours[0] == self.name:
+            speed_up(
+                model,
+                self.job_config,
+                self.parallel_dims,
+                uses_fsdp2=self.uses_fsdp2,
+                compiles=self.compiles,
+            )
 
-        Also turns autograd's multithreading off.
-        """
+    def prepare(self, recipe: str, emulate: bool) -> None:
+        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16."""
         if recipe == BF16:
             return
         check_device(utils.device_type, emulate)
-        if utils.device_type == "cuda":
-            input_stream.install()
         self.check_schedule()
         self.check_health()
-        # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU
-        # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
-        torch.autograd.set_multithreading_enabled(False)
         health.install(self.job_config)
-        if self.uses_fsdp2:
-            patches.GRADIENT_COPIES.apply(copy_by_kernel)
-            patches.GRADIENT_REDUCTION.apply(
-                gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
-            )
-            patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
         patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
-        patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
         if self.compiles and not self.checkpoints_all_blocks():
             patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
-        if self.compiles and self.job_config.activation_checkpoint.mode in ("full", "selective"):
-            patches.CHECKPOINT_MARKS.apply(recomputation.CompleteMarks.after)
         if self.compiles:
             patches.FEWER_OPS.apply(graph_passes.FewerOps.after)
         if self.job_config.parallelism.enable_async_tensor_parallel:
@@ -164,6 +142,8 @@ class _Converter(QuantizationConverter):
 class LinearConverter(_Converter):
     """`quantize.linear.titan_fp8`: nn.Linear to FP8Linear."""
 
+    name = LINEAR
+
     def convert(self, model: nn.Module) -> None:
         section = self.job_config.quantize.linear.titan_fp8
         self.prepare(section.recipe, section.emulate)
@@ -184,10 +164,13 @@ class LinearConverter(_Converter):
             logger.warning(
                 f"titan_fp8: [{LINEAR}] converted nothing in this model; the table above says why"
             )
+        self.speed_up(model)
 
 
 class GroupedMMConverter(_Converter):
     """`quantize.grouped_mm.titan_fp8`: GroupedExperts to FP8GroupedExperts."""
+
+    name = GROUPED_MM
 
     def convert(self, model: nn.Module) -> None:
         section = self.job_config.quantize.grouped_mm.titan_fp8
@@ -203,15 +186,12 @@ class GroupedMMConverter(_Converter):
                 compile_backend=self.job_config.compile.backend if self.compiles else None,
             )
         if recipe != BF16:
-            alignment = get_recipe(recipe).alignment
-            patches.TOKEN_GROUP_ALIGNMENT.apply(lambda _: alignment)
+            # torchtitan's type for it allows 8, 16 and 32; at 128 no 1x128 block crosses experts.
+            moe_utils.set_token_group_alignment_size_m(get_recipe(recipe).alignment)
         log_conversion("grouped experts", recipe, report)
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model, FP8GroupedExperts, GROUPED_MM)
-        if permutation_of(section.permutation, recipe) == "gather":
-            self.permute_by_gathers(model, requested=section.permutation is not None)
-            if recipe != BF16 and self.compiles:
-                self.compile_blocks(model)
+        self.speed_up(model)
 
     def check_model(self, model: nn.Module) -> None:
         """ValueError for a model without experts."""
@@ -222,33 +202,6 @@ class GroupedMMConverter(_Converter):
                 f"{job.name} {job.flavor} has no experts: drop it there, and the section "
                 f"[{GROUPED_MM}] if there is one"
             )
-
-    def permute_by_gathers(self, model: nn.Module, requested: bool) -> None:
-        """Converts the MoE layers; warns if the user `requested` it and the model has none."""
-        layers = route_by_gathers(model)
-        if layers and self.parallel_dims.ep_enabled:
-            patches.PERMUTATION.apply(
-                lambda _: permutation.permute, lambda _: permutation.unpermute
-            )
-            patches.TOKEN_EXCHANGE.apply(
-                lambda _: token_exchange.all_to_all_single,
-                lambda _: token_exchange.all_to_all_single_autograd,
-            )
-            patches.TOKEN_DISPATCH.apply(lambda _: token_exchange.token_dispatch)
-        if layers:
-            logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
-        elif requested:
-            logger.warning(
-                f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
-                "of this model uses torchtitan's permutation"
-            )
-
-    def compile_blocks(self, model: nn.Module) -> None:
-        """Compiles MoE blocks up to the experts; under TP they have hooks that forbid it."""
-        if self.parallel_dims.tp_enabled:
-            return
-        if blocks := compile_up_to_experts(model, self.job_config.compile.backend):
-            logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
 @functools.cache

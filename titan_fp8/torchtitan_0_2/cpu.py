@@ -6,17 +6,9 @@ from typing import Any
 
 import torch
 
-from titan_fp8.torchtitan_0_2 import patches
-
 FLAGS = {"--optimizer.implementation": ("foreach",)}
 """Flags that the CPU needs, unless the command line sets them: the default optimizer, fused, does
 not accept DTensors on the CPU."""
-
-
-def prepare() -> None:
-    """Applies the patches that torchtitan 0.2 needs on the CPU; imports torchtitan."""
-    patches.CPU_HISTC.apply(_counting_integers)
-    patches.CPU_PERMUTE_INDICES.apply(_cpu_indices)
 
 
 def train() -> None:
@@ -26,7 +18,9 @@ def train() -> None:
     main(Trainer)
 
 
-def _counting_integers(histc: Callable) -> Callable:
+def counting_integers(histc: Callable) -> Callable:
+    """Wraps torch.histc: the router counts integers, and the CPU's kernel takes floats only."""
+
     @functools.wraps(histc)
     def histc_of_integers(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.is_floating_point():
@@ -36,7 +30,8 @@ def _counting_integers(histc: Callable) -> Callable:
     return histc_of_integers
 
 
-def _cpu_indices(fill_indices_wrapper: Callable) -> Callable:
+def cpu_indices(fill_indices_wrapper: Callable) -> Callable:
+    """torchtitan's CPU version of the Triton kernel that the token permutation calls."""
     from torchtitan.models.moe import kernels
 
     return kernels.fill_indices_cpu

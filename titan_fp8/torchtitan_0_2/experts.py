@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8.checks import (
@@ -33,7 +34,6 @@ from titan_fp8.layouts import BLOCK
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
-from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
 
 
 def run_experts(
@@ -85,7 +85,9 @@ class FP8GroupedExperts(GroupedExperts):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
             aligned = self.dispatch_aligns and "ep" in mesh_dims
             weights = tuple(w.to_local() for w in weights)
-        aligned = aligned and token_group_alignment() % BLOCK == 0
+        # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
+        alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+        aligned = aligned and alignment % BLOCK == 0
         run = run_experts
         # Inside a compiled region the experts are part of that region.
         if self.compile_backend is not None and not torch.compiler.is_compiling():

@@ -3,8 +3,6 @@
 Like torchtitan's own, they replace configs in the tree of a model, before it is built.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan.components import lora
@@ -14,29 +12,22 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import (
-    activation_checkpointing,
-    gradient_reduction,
-    graph_passes,
-    profiler_ranges,
-    recomputation,
-)
+from titan_fp8 import activation_checkpointing, graph_passes, recomputation
 from titan_fp8.checks import (
     ConversionReport,
     check_common_settings,
+    check_host_speedups,
     check_patterns,
     check_permutation,
     check_recipe,
-    permutation_of,
 )
 from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
-from titan_fp8.gradient_copies import copy_by_kernel
-from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
-from titan_fp8.torchtitan_0_3.dispatcher import dispatch_by_gathers
-from titan_fp8.torchtitan_0_3.experts import FP8Experts, convert_experts
+from titan_fp8.torchtitan_0_3.experts import convert_experts
 from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.torchtitan_0_3.host import speed_up
+from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, convert_linears
 
 LINEAR = "FP8LinearConverter"
 EXPERTS = "FP8GroupedExpertsConverter"
@@ -65,10 +56,16 @@ class FP8LinearConverter(QuantizationConverter):
         """Every so many steps, log what FP8 does to the operands of each layer: underflow, error
         and scales, to TensorBoard and the log. 0: never."""
 
+        host_speedups: bool | None = None
+        """Whether to use what speeds FSDP2 and the dispatch of tokens up and is not FP8: bf16
+        gradients sent as bf16, ranges marked only for a running profiler, permutation by gathers.
+        The default is True with FP8, and False with recipe "bf16"."""
+
         def __post_init__(self) -> None:
             check_recipe(f"{LINEAR}: recipe", self.recipe)
             check_patterns(f"{LINEAR}: filter_fqns", self.filter_fqns)
             check_common_settings(f"{LINEAR}:", self)
+            check_host_speedups(f"{LINEAR}: host_speedups", self.host_speedups)
 
     def __init__(self, config: Config):
         self.config = config
@@ -77,6 +74,7 @@ class FP8LinearConverter(QuantizationConverter):
         """Converts in place and returns its argument; logs a report on every linear."""
         config = self.config
         prepare(config.recipe, config.emulate)
+        speed_up(model_config, config.recipe, config.host_speedups)
         with errors_prefixed(f"{LINEAR}:"):
             check_model(model_config, config)
             report = convert_linears(
@@ -116,11 +114,14 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         health_freq: int = 0
         """As in FP8LinearConverter."""
 
+        host_speedups: bool | None = None
+        """As in FP8LinearConverter."""
+
         permutation: str | None = None
         """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward,
         padding each expert's tokens. "host": by torchtitan's own dispatcher. The values are the
         same except for the order of sums and for roundings of weighted outputs to the dtype of the
-        activations. The default is "gather", and "host" for recipe "bf16"."""
+        activations. The default is "gather" with `host_speedups`, and otherwise "host"."""
 
         def __post_init__(self) -> None:
             check_recipe(f"{EXPERTS}: recipe", self.recipe)
@@ -131,6 +132,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
                     "or leave the converter out"
                 )
             check_common_settings(f"{EXPERTS}:", self)
+            check_host_speedups(f"{EXPERTS}: host_speedups", self.host_speedups)
             check_permutation(f"{EXPERTS}: permutation", self.permutation)
 
     def __init__(self, config: Config):
@@ -146,9 +148,7 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         prepare(config.recipe, config.emulate)
         with errors_prefixed(f"{EXPERTS}:"):
             check_model(model_config, config)
-        # First, since it decides the alignment that the experts may rely on.
-        if permutation_of(config.permutation, config.recipe) == "gather":
-            self.permute_by_gathers(model_config)
+        speed_up(model_config, config.recipe, config.host_speedups, config.permutation)
         with errors_prefixed(f"{EXPERTS}:"):
             report = convert_experts(
                 model_config, recipe=config.recipe, fqns=config.fqns, emulate=config.emulate
@@ -158,18 +158,6 @@ class FP8GroupedExpertsConverter(QuantizationConverter):
         if config.health_freq and report.converted:
             health.observe(model_config, report, config.health_freq)
         return model_config
-
-    def permute_by_gathers(self, model_config: Module.Config) -> None:
-        """Converts the dispatchers; warns if the user asked for it and there are none."""
-        recipe = self.config.recipe
-        alignment = 1 if recipe == BF16 else get_recipe(recipe).alignment
-        if layers := dispatch_by_gathers(model_config, alignment):
-            logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
-        elif self.config.permutation is not None:
-            logger.warning(
-                f'titan_fp8: {EXPERTS}: permutation = "gather" changes nothing: no MoE layer of '
-                "this model uses torchtitan's AllToAllTokenDispatcher"
-            )
 
 
 Settings = FP8LinearConverter.Config | FP8GroupedExpertsConverter.Config
@@ -181,15 +169,8 @@ def prepare(recipe: str, emulate: bool) -> None:
         return
     check_device(utils.device_type, emulate)
     patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
-    patches.CHECKPOINT_RANGES.apply(profiler_ranges.without_profiler_ops)
     patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     patches.FEWER_OPS.apply(graph_passes.FewerOps.after)
-    patches.QUANTIZATION_CHECK.apply(_seeing_fp8)
-    patches.GRADIENT_COPIES.apply(copy_by_kernel)
-    patches.GRADIENT_REDUCTION.apply(
-        gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
-    )
-    patches.PROFILER_RANGES.apply(profiler_ranges.while_profiling)
 
 
 def check_model(model: Module.Config, settings: Settings) -> None:
@@ -220,18 +201,6 @@ def uses_fsdp2(model: Module.Config) -> bool:
     """Whether torchtitan shards this model by FSDP2, if the plan shards it."""
     modules = [each.__module__ for each in type(model).__mro__]
     return not any(each.startswith("torchtitan.experiments.graph_trainer") for each in modules)
-
-
-def _seeing_fp8(has_quantization: Callable[..., bool]) -> Callable[..., bool]:
-    """Wraps torchtitan's `has_quantization`, which knows only torchtitan's own classes."""
-
-    @functools.wraps(has_quantization)
-    def has_quantization_or_fp8(model_config: Module.Config) -> bool:
-        configs = model_config.traverse(Module.Config, recurse=True)
-        fp8 = (issubclass(c._owner or object, (FP8Linear, FP8Experts)) for _, c, *_ in configs)
-        return any(fp8) or has_quantization(model_config)
-
-    return has_quantization_or_fp8
 
 
 def gather_in_fp8(

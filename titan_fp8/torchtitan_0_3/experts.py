@@ -5,7 +5,7 @@ keep their own forward, and its products run in FP8 through `_grouped_mm`, the m
 torchtitan has for this.
 
 The conversion also sets the alignment of the token groups, which the dispatcher of the same
-RoutedExperts decides (`dispatcher.py`). At multiples of 128, as for blockwise, `aligned = True`
+RoutedExperts decides. At multiples of 128, as for blockwise, `aligned = True`
 tells the quantizers so. Otherwise they pad the groups themselves.
 """
 
@@ -20,6 +20,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import (
+    HybridEPTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
 from torchtitan.protocols.module import Module
 
 from titan_fp8.checks import ConversionReport, check_fqns, why_no_fp8_grouped_mm
@@ -28,7 +32,6 @@ from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.layouts import BLOCK
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
-from titan_fp8.torchtitan_0_3.dispatcher import align_groups
 from titan_fp8.torchtitan_0_3.linear import (
     check_converted_once,
     check_fsdp,
@@ -175,6 +178,17 @@ def convert_experts(
         report.converted.append((fqn, shape, recipe))
     check_fqns(fqns, convertible, report)
     return report
+
+
+def align_groups(routed: Any, alignment: int) -> int:
+    """Has the dispatcher of a RoutedExperts.Config pad to `alignment`, if it can pad at all.
+
+    Returns the alignment of groups under expert parallelism, 1 without padding.
+    """
+    dispatcher = getattr(routed, "token_dispatcher", None)
+    if isinstance(dispatcher, (HybridEPTokenDispatcher.Config, TorchAOTokenDispatcher.Config)):
+        dispatcher.pad_multiple = alignment
+    return getattr(dispatcher, "pad_multiple", None) or 1
 
 
 def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8.gradient_copies import PART_LIMIT, has_kernels
+from titan_fp8.host.gradient_copies import PART_LIMIT, has_kernels
 
 
 def in_bf16(foreach_reduce: Callable) -> Callable:

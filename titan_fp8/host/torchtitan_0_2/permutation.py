@@ -3,7 +3,7 @@
 The all-to-all delivers a rank's tokens sorted by source rank. torchtitan's `_permute` sorts them by
 expert and pads each expert's group to a multiple of the alignment; `_unpermute` inverts it. Both
 scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
-row that stands for padding. Here both are gathers in both passes (`titan_fp8/permute.py`).
+row that stands for padding. Here both are gathers in both passes (`titan_fp8/host/permute.py`).
 
 The indices equal those of torchtitan's `generate_permute_indices`, which computes them by some
 twenty operations on short vectors. Each of these passes through the dispatch mode of activation
@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.permute import Permutation, sort_back, sort_by_expert
-
-
-def token_group_alignment() -> int:
-    """The multiple to which torchtitan's dispatch pads the tokens of each expert.
-
-    8 where torchtitan has no such global, which is its value for bf16 (`TOKEN_GROUP_ALIGNMENT` in
-    patches.py).
-    """
-    return getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+from titan_fp8.host.permute import Permutation, sort_back, sort_by_expert
 
 
 def permute(
@@ -36,7 +27,7 @@ def permute(
         The shape of x, the permuted rows, the permutation for `unpermute`, and the group sizes
         (num_local_experts,), padded to the alignment.
     """
-    alignment = token_group_alignment()
+    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     # The most rows that padding can lead to, so that their number needs no device sync.
     rows = -(-(x.shape[0] + num_local_experts * alignment) // alignment) * alignment
     permuted, permutation, sizes = sort_by_expert(

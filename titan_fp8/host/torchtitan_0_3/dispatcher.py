@@ -1,4 +1,4 @@
-"""The dispatch of tokens to experts and back, by gathers (`titan_fp8/permute.py`).
+"""The dispatch of tokens to experts and back, by gathers (`titan_fp8/host/permute.py`).
 
 torchtitan 0.3 sorts the tokens of a rank by expert, exchanges them by an all-to-all, sorts what
 arrives by local expert, and inverts all that after the experts. Its AllToAllTokenDispatcher does
@@ -20,13 +20,11 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
     AllToAllTokenDispatcher,
-    HybridEPTokenDispatcher,
     LocalDispatchMetadata,
-    TorchAOTokenDispatcher,
 )
 from torchtitan.protocols.module import Module
 
-from titan_fp8.permute import (
+from titan_fp8.host.permute import (
     Combine,
     Expand,
     Permutation,
@@ -108,17 +106,6 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         return Combine.call(routed_output_RD, slots, rows_of_slots(slots, scores), scores).to(
             x_TD.dtype
         )
-
-
-def align_groups(routed: Any, alignment: int) -> int:
-    """Has the dispatcher of a RoutedExperts.Config pad to `alignment`, if it can pad at all.
-
-    Returns the alignment of groups under expert parallelism, 1 without padding.
-    """
-    dispatcher = getattr(routed, "token_dispatcher", None)
-    if isinstance(dispatcher, (HybridEPTokenDispatcher.Config, TorchAOTokenDispatcher.Config)):
-        dispatcher.pad_multiple = alignment
-    return getattr(dispatcher, "pad_multiple", None) or 1
 
 
 def dispatch_by_gathers(model: Module.Config, alignment: int) -> int:

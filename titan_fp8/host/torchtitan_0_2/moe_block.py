@@ -2,7 +2,7 @@
 
 torchtitan compiles these blocks in parts: attention, each norm, the router, the reorderer and the
 shared experts one by one. Calling a compiled part takes the CPU about 0.2 ms, in forward, in the
-recomputation and in backward. Once FP8 has shortened the work of the GPU, the CPU limits the speed.
+recomputation and in backward. Where the GPU is fast, the CPU limits the speed.
 
 Here one compiled region goes from the block's input to the rows that the experts get. It includes
 both norms, attention, the first residual sum, the router and the copying of the tokens. FSDP2's
@@ -36,7 +36,7 @@ from torchtitan.models.qwen3.model import model as qwen3
 
 from titan_fp8.activation_checkpointing import outside_checkpoint
 from titan_fp8.feed_forward import has_hooks
-from titan_fp8.torchtitan_0_2.moe import GatherMoE, Routed
+from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, Routed
 
 
 def before_experts(

@@ -18,10 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from titan_fp8.torchtitan_0_2 import patches
 
-
-class _Streams:
+class Streams:
     """The replacements of two methods of torchtitan's Trainer, and the streams they switch between.
 
     Attributes:
@@ -74,9 +72,3 @@ class _Streams:
 
         self.switches_back = forward_backward_step
         return forward_backward_step
-
-
-def install() -> None:
-    """Applies the patch."""
-    streams = _Streams()
-    patches.INPUT_STREAM.apply(streams.train_step, streams.forward_backward_step)

@@ -13,8 +13,8 @@ from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
-from titan_fp8.permute import Combine, Expand, rows_of_slots, slots_by_expert
-from titan_fp8.torchtitan_0_2.token_exchange import exchange_counts
+from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
+from titan_fp8.host.torchtitan_0_2.token_exchange import exchange_counts
 
 
 class Routed(NamedTuple):

@@ -1,0 +1,92 @@
+"""The door to `titan_fp8/host/`: what speeds torchtitan 0.2 up and is not FP8, behind one key."""
+
+import torch
+from torch import nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from titan_fp8.activation_checkpointing import with_fp8_policy
+from titan_fp8.checks import permutation_of
+from titan_fp8.host import gradient_reduction
+from titan_fp8.host.gradient_copies import copy_by_kernel
+from titan_fp8.host.profiler_ranges import below_modes, while_profiling
+from titan_fp8.host.torchtitan_0_2 import permutation, token_exchange
+from titan_fp8.host.torchtitan_0_2.input_stream import Streams
+from titan_fp8.host.torchtitan_0_2.moe import route_by_gathers
+from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.torchtitan_0_2 import patches
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, host_speedups_of
+
+
+def speed_up(
+    model: nn.Module,
+    job_config: JobConfig,
+    parallel_dims: ParallelDims,
+    *,
+    uses_fsdp2: bool,
+    compiles: bool,
+) -> None:
+    """Switches on what the job has use for, if `host_speedups` says so.
+
+    `permutation` of the experts' section decides about the gathers alone, and overrides it.
+
+    Args:
+        model: changed in place, before it is parallelized and compiled.
+        uses_fsdp2: whether FSDP2 shards it.
+        compiles: whether it will be compiled.
+    """
+    on = host_speedups_of(job_config)
+    if on:
+        _speed_up_steps(uses_fsdp2)
+    section = job_config.quantize.grouped_mm.titan_fp8
+    if permutation_of(section.permutation, on) == "host":
+        return
+    if not (layers := route_by_gathers(model)):
+        if section.permutation is not None:
+            logger.warning(
+                f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
+                "of this model uses torchtitan's permutation"
+            )
+        return
+    logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
+    if parallel_dims.ep_enabled:
+        _exchange_tokens()
+    # Under TP, MoE blocks have hooks that forbid it.
+    if on and compiles and not parallel_dims.tp_enabled:
+        _compile_blocks(model, job_config.compile.backend)
+
+
+def _speed_up_steps(uses_fsdp2: bool) -> None:
+    """What does not depend on the model."""
+    # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU waits
+    # for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
+    torch.autograd.set_multithreading_enabled(False)
+    if utils.device_type == "cuda":
+        streams = Streams()
+        patches.INPUT_STREAM.apply(streams.train_step, streams.forward_backward_step)
+    if uses_fsdp2:
+        patches.GRADIENT_REDUCTION.apply(
+            copy_by_kernel, gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
+        )
+        patches.PROFILER_RANGES.apply(while_profiling, below_modes)
+
+
+def _exchange_tokens() -> None:
+    """Chooses how ranks exchange tokens under expert parallelism: by all-to-alls."""
+    patches.TOKEN_EXCHANGE.apply(
+        lambda _: permutation.permute,
+        lambda _: permutation.unpermute,
+        lambda _: token_exchange.all_to_all_single,
+        lambda _: token_exchange.all_to_all_single_autograd,
+        lambda _: token_exchange.token_dispatch,
+    )
+
+
+def _compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compiles MoE blocks up to the experts."""
+    if blocks := compile_up_to_experts(model, backend):
+        # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
+        patches.SAC_POLICY.apply(with_fp8_policy)
+        logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
