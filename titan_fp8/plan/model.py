@@ -110,13 +110,10 @@ def refusal(key: str, value: object, allowed: object) -> ValueError:
 def degrees_of(config: Any, ngpu: int | None) -> ParallelDims:
     """ValueError if the degrees of parallelism do not fit each other or `ngpu`."""
     degrees = [getattr(config.parallelism, f"{kind}_degree") for kind in KINDS.split()]
-    if ngpu is None and degrees[1] == -1:
-        key = "parallelism.data_parallel_shard_degree = -1"
-        raise ValueError(f"{key}: all remaining ranks; say by --ngpu how many GPUs the job has")
     world = math.prod(degrees[:5]) if ngpu is None else ngpu
     if not 0 < world <= MAX_GPUS:
         what = "--ngpu" if ngpu is not None else "the product of the degrees in [parallelism]"
-        raise refusal(what, world, f"1 to {MAX_GPUS} GPUs")
+        raise refusal(what, world, f"1 to {MAX_GPUS} GPUs, said by --ngpu if a degree is -1")
     try:
         return ParallelDims(*degrees, world_size=world)
     except (AssertionError, ArithmeticError) as error:
@@ -167,11 +164,11 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
         # Without parameters, torchtitan counts attention alone, and that without causality.
         whole = args.get_nparams_and_flops(nn.Module(), training.seq_len)[1] * tokens / 2
         attention = whole * sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
-    uses_fsdp = any(isinstance(module, FSDPModule) for part in parts for module in part.modules())
-    by_autocast = not (dims.fsdp_enabled or dims.tp_enabled or dims.pp_enabled)
     mixed, stored = (TORCH_DTYPE_MAP[t] for t in (training.mixed_precision_param, training.dtype))
-    dtypes = mixed if uses_fsdp else stored, mixed if by_autocast else None
-    return Rank(config, dims, layers, model, *dtypes, attention)
+    if any(isinstance(module, FSDPModule) for part in parts for module in part.modules()):
+        return Rank(config, dims, layers, model, mixed, None, attention)
+    autocast = None if dims.tp_enabled or dims.pp_enabled else mixed
+    return Rank(config, dims, layers, model, stored, autocast, attention)
 
 
 @contextlib.contextmanager

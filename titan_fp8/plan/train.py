@@ -52,7 +52,8 @@ def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
         return []
     recipe = BF16 if arm in (BF16, TUNED) else arm
     listed = [*dict.fromkeys([*converters, LINEAR])] if recipe == BF16 else converters
-    values = {f"{name}.recipe": recipe for name in listed if name in (LINEAR, GROUPED_MM)}
+    ours = [name for name in listed if name in (LINEAR, GROUPED_MM)]
+    values: dict[str, object] = {f"{name}.recipe": recipe for name in ours}
     if recipe == BF16:
         values |= {"model.converters": ",".join(listed), f"{LINEAR}.host_speedups": arm == TUNED}
         if GROUPED_MM in listed:
