@@ -65,7 +65,7 @@ def run(argv: list[str] | None) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """ValueError if options do not fit each other or this machine."""
-    out, gpus = options.out, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    out, gpus = options.out, torch.cuda.device_count()
     if out is not None and (options.filter is None or out.exists() or not out.parent.is_dir()):
         why = "the file exists; name a new one" if out.exists() else f"no folder {out.parent}"
         raise ValueError(f"--out = {out}: {why if options.filter else 'it needs --filter auto'}")
@@ -90,11 +90,16 @@ def parse(file: str, flags: Sequence[str]) -> Any:
 
 def plan(options: argparse.Namespace, config: Any) -> int:
     """Prints the layers of a rank; returns 0. ValueError if training would stop."""
-    gpu = gpu_with_kernels()
+    how, measures = "a bound:", False
+    try:
+        measures = torch.cuda.is_available() and bool(kernels_for(torch.device("cuda", 0)))
+    except RuntimeError as error:  # a GPU without FP8 kernels
+        print(error)
+    if measures:
+        how = f"on {torch.cuda.get_device_name()}, torch {torch.__version__}:"
     rank = read_rank(config, degrees_of(config, options.ngpu))
-    how = f"measured on {gpu}" if gpu else "upper bounds"
     print(f"{config.model.name} {config.model.flavor}, rank 0 of {rank.dims.world_size}, {how}\n")
-    report = measure.report(measure.measure(rank)) if gpu else bound.report(rank)
+    report = measure.report(measure.measure(rank)) if measures else bound.report(rank)
     head = ["layer", "(E,) M, N, K", "count", *report.columns]
     print(text_table([head, *report.rows], right=range(2, len(head))))
     left = [f"{layer.cells[0]}: {layer.reason}" for layer in rank.layers if layer.reason]
@@ -118,16 +123,6 @@ def plan(options: argparse.Namespace, config: Any) -> int:
             "parallelism, or leave these layers out: --filter auto prints the setting"
         )
     return 0
-
-
-def gpu_with_kernels() -> str:
-    """This machine's GPU, if FP8 kernels run on it; says so if they do not."""
-    try:
-        if torch.cuda.is_available() and kernels_for(torch.device("cuda", 0)):
-            return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    except RuntimeError as error:
-        print(error)
-    return ""
 
 
 def fragment(rank: Rank, out: Sequence[Layer]) -> str:

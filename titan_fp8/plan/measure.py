@@ -16,16 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.benchmark import Timer
 from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.conversion import revert
 from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.plan.model import Layer, Rank, Report
+from titan_fp8.plan.model import Layer, Rank, Report, fake_ranks
 from titan_fp8.recipe import BF16, get_recipe
 
 Step = Callable[[], Sequence[Tensor]]
@@ -58,15 +56,12 @@ def measure(rank: Rank, device: str = "cuda", clock: Clock = seconds_of) -> list
     ways = {True: ("even", "uneven"), False: ("",)}
     cases = [(layer, way) for layer in rank.layers for way in ways[layer.groups > 1]]
     timed: list[Timed] = []
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
+    with fake_ranks(1):
         for layer, way in cases:
             does = "compiling and timing" if layer.is_compiled else "timing"
             at = f"{len(timed) + 1} of {len(cases)}: {does} {layer.cells[0]} {way}"
             print(at, file=sys.stderr, flush=True)
             timed.append(_timed(rank, layer, way, device, clock))
-    finally:
-        dist.destroy_process_group()
     return timed
 
 

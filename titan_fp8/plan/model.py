@@ -148,22 +148,31 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
         model, plain = (spec.model_cls(args) for _ in range(2))
     if not hasattr(model, "layers"):
         raise refusal("model.name", config.model.name, "models of transformer blocks")
-    with mock.patch.object(utils, "device_type", "cpu"):  # so it takes no memory of a GPU
+    # It takes no memory of a GPU, and the shapes are the same whether this machine has any.
+    with mock.patch.object(utils, "device_type", "cpu"):
         converters = build_model_converters(config, dims)
         converters.convert(model)
     reports = [each.report for each in converters.converters if hasattr(each, "report")]
     left = {name: reason for report in reports for name, _, reason in report.left}
-    with _torchtitans_errors(config, dims):
-        parts = _parallelized(config, dims, args, spec, plain)
+    on_cpu = mock.patch.object(parallel_dims, "device_type", "cpu")
+    with _torchtitans_errors(config, dims), fake_ranks(dims.world_size), on_cpu:
+        if dims.pp_enabled:
+            arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
+            _, parts, *_ = spec.pipelining_fn(plain, *arguments, nn.MSELoss())
+            schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+            if issubclass(schedule, PipelineScheduleSingle) and parts[1:]:
+                raise ValueError(f"it would run only the first of {len(parts)} stages")
+        else:
+            parts = [spec.parallelize_fn(plain, dims, config)]
     training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
     tokens = (size if dims.pp_enabled else training.local_batch_size) * training.seq_len // dims.cp
     named = dict(each for part in parts for each in part.named_parameters(remove_duplicate=False))
-    layers = tuple(_layers(config, dims, args, model, tokens, left, named))
     attention = 0.0
     if getattr(args, "attn_type", "sdpa") == "sdpa":
         # Without parameters, torchtitan counts attention alone, and that without causality.
         whole = args.get_nparams_and_flops(nn.Module(), training.seq_len)[1] * tokens / 2
         attention = whole * sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
+    layers = tuple(_layers(config, dims, args, model, tokens, left, named))
     mixed, stored = (TORCH_DTYPE_MAP[t] for t in (training.mixed_precision_param, training.dtype))
     if any(isinstance(module, FSDPModule) for part in parts for module in part.modules()):
         return Rank(config, dims, layers, model, mixed, None, attention)
@@ -182,22 +191,12 @@ def _torchtitans_errors(config: Any, dims: ParallelDims) -> Iterator[None]:
         raise ValueError(f"torchtitan refuses this plan:{reason}") from error
 
 
-def _parallelized(
-    config: Any, dims: ParallelDims, args: Any, spec: Any, model: nn.Module
-) -> list[Any]:
-    """Rank 0's parts of the model under torchtitan's own plan."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.world_size)
+@contextlib.contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Rank 0 of so many, without the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
-        # The same shapes, whether this machine has GPUs or not.
-        with mock.patch.object(parallel_dims, "device_type", "cpu"):
-            if not dims.pp_enabled:
-                return [spec.parallelize_fn(model, dims, config)]
-            arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
-            _, parts, *_ = spec.pipelining_fn(model, *arguments, nn.MSELoss())
-        schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
-        if issubclass(schedule, PipelineScheduleSingle) and parts[1:]:
-            raise ValueError(f"it would run only the first of {len(parts)} stages")
-        return parts
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -136,17 +136,16 @@ class Trainer(train.Trainer):
         if self.job_config.training.steps not in logged:
             raise ValueError(f"the training data ends in step {self.step}")
 
-        def values(name: str, after: int = 0) -> list[float]:
-            return [
-                float(row[name]) for step, row in logged.items() if name in row and step > after
-            ]
-
-        us = 1e6 * statistics.median(values("time_metrics/end_to_end(s)", WARM_UP))
+        names = "throughput(tps)", "time_metrics/end_to_end(s)", "memory/max_reserved(GiB)"
+        steps = {step: row for step, row in logged.items() if names[0] in row}
+        late = [row for step, row in steps.items() if step > WARM_UP]
+        speed, seconds = (statistics.median(row[name] for row in late) for name in names[:2])
+        losses = [float(row["loss_metrics/global_avg_loss"]) for row in steps.values()]
         row = {
-            "tokens/s": statistics.median(values("throughput(tps)", WARM_UP)),
-            "GiB": max(values("memory/max_reserved(GiB)")),
-            "compute": None if self.busy_us is None else self.busy_us / us,
-            "loss": statistics.fmean(values("loss_metrics/global_avg_loss")[-3:]),
+            "tokens/s": speed,
+            "GiB": max(row[names[2]] for row in steps.values()),
+            "compute": None if self.busy_us is None else self.busy_us / seconds / 1e6,
+            "loss": statistics.fmean(losses[-3:]),
         }
         file = Path(self.job_config.job.dump_folder, f"rank{torch.distributed.get_rank()}.json")
         file.write_text(json.dumps(row))
