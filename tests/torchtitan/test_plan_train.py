@@ -1,6 +1,7 @@
 """The trainings of `python -m titan_fp8.plan --train` and of scripts/bench/plans.py."""
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 from titan_fp8.plan import command, train
@@ -26,13 +28,14 @@ def config_of(name, *flags):
     return command.parse(str(ROOT / "configs" / f"{name}.toml"), flags)
 
 
-def test_compute_is_counted_once_and_without_collectives():
-    def event(begin, us, name="gemm", device=DeviceType.CUDA, is_user_annotation=False):
-        span = SimpleNamespace(start=begin, end=begin + us)
-        return SimpleNamespace(
-            time_range=span, name=name, device_type=device, is_user_annotation=is_user_annotation
-        )
+def event(begin, us, name="gemm", device=DeviceType.CUDA, is_user_annotation=False):
+    span = SimpleNamespace(start=begin, end=begin + us)
+    return SimpleNamespace(
+        time_range=span, name=name, device_type=device, is_user_annotation=is_user_annotation
+    )
 
+
+def test_compute_is_counted_once_and_without_collectives():
     events = [
         event(30, 10),
         event(0, 10),
@@ -46,6 +49,22 @@ def test_compute_is_counted_once_and_without_collectives():
     ]
     assert train.busy_us(events) == 12 + 10
     assert train.busy_us([]) == 0
+
+
+def test_on_a_gpu_one_step_more_is_traced(monkeypatch):
+    steps, trace = [], SimpleNamespace(events=lambda: [event(0, 10)])
+    host = train.train.Trainer
+    monkeypatch.setattr(host, "train_step", lambda self, data: steps.append(self.step))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(train, "profile", lambda **_: contextlib.nullcontext(trace))
+    trainer = object.__new__(train.Trainer)
+    trainer.job_config = SimpleNamespace(training=SimpleNamespace(steps=2))
+    for kind, expected in (("cpu", [1, 2]), ("cuda", [1, 2, 3])):
+        trainer.device, trainer.busy_us = torch.device(kind), None
+        steps.clear()
+        for trainer.step in (1, 2):
+            trainer.train_step(None)
+        assert steps == expected and trainer.busy_us == (10 if kind == "cuda" else None)
 
 
 @pytest.mark.parametrize(

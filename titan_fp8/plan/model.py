@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims, parallel_dims
@@ -205,12 +204,13 @@ def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
     """The shape of a rank's part once FSDP2 has gathered it, and by how many ranks; 0: by none."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, 0
-    mesh, placements, ranks = parameter.device_mesh, list(parameter.placements), 0
-    for i, name in enumerate(mesh.mesh_dim_names or ()):
+    sizes, mesh, ranks = list(parameter.shape), parameter.device_mesh, 0
+    for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements):
         if name in ("fsdp", "efsdp"):
-            placements[i], ranks = Replicate(), mesh.size(i)
-    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return torch.Size(shape), ranks
+            ranks = size
+        elif isinstance(placement, Shard):
+            sizes[placement.dim] = -(-sizes[placement.dim] // size)
+    return torch.Size(sizes), ranks
 
 
 def _layers(

@@ -129,21 +129,20 @@ class Trainer(train.Trainer):
         logged: dict[int, dict[str, Any]] = {}
 
         def log(metrics: dict[str, Any], step: int) -> None:
-            logged.setdefault(step, {}).update(metrics)  # health_freq logs more of a step
+            logged.setdefault(step, {}).update(metrics)
 
         self.metrics_processor.logger = SimpleNamespace(log=log, close=lambda: None)
         super().train()
         if self.job_config.training.steps not in logged:
             raise ValueError(f"the training data ends in step {self.step}")
-
-        names = "throughput(tps)", "time_metrics/end_to_end(s)", "memory/max_reserved(GiB)"
-        steps = {step: row for step, row in logged.items() if names[0] in row}
-        late = [row for step, row in steps.items() if step > WARM_UP]
-        speed, seconds = (statistics.median(row[name] for row in late) for name in names[:2])
-        losses = [float(row["loss_metrics/global_avg_loss"]) for row in steps.values()]
+        # health_freq logs steps of its own.
+        rows = {step: row for step, row in logged.items() if "throughput(tps)" in row}
+        late = [row for step, row in rows.items() if step > WARM_UP]
+        seconds = statistics.median(row["time_metrics/end_to_end(s)"] for row in late)
+        losses = [float(row["loss_metrics/global_avg_loss"]) for row in rows.values()]
         row = {
-            "tokens/s": speed,
-            "GiB": max(row[names[2]] for row in steps.values()),
+            "tokens/s": statistics.median(row["throughput(tps)"] for row in late),
+            "GiB": max(row["memory/max_reserved(GiB)"] for row in rows.values()),
             "compute": None if self.busy_us is None else self.busy_us / seconds / 1e6,
             "loss": statistics.fmean(losses[-3:]),
         }
