@@ -1,6 +1,7 @@
 """`python -m titan_fp8.plan`: layers of a rank, their times, the bound without a GPU, filters."""
 
 import errno
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_layers_are_timed_as_they_are_called(config, flags, ngpu, recipe, monkey
 
 
 def test_what_torchtitan_compiles_is_timed_compiled():
-    """One graph for each arm of a layer, whatever its copies; in bf16 experts compile, too."""
+    """One graph for each arm of a layer, whatever its copies."""
     compiled = ("--compile.enable", "--compile.backend", "aot_eager")
     flags = (*SMALL, SHARD, "2", EP, "2")
     plain, rank = (rank_of("deepseek_v3_debug", *flags, *more, ngpu=2) for more in ((), compiled))
@@ -204,6 +205,11 @@ def test_a_layer_that_does_not_fit_into_memory_is_said_and_the_others_are_timed(
     assert [*report.notes.values()] == [[": ".join(report.rows[0][:2])]]
     count = len(rank.layers[1].modules)
     assert report.rows[2] == ["all", "", "", str(4 * count), str(2 * count), "2.00"]
+
+
+def test_the_clock_gives_seconds_of_each_step():
+    short, long = measure.seconds_of([lambda: time.sleep(0.01), lambda: time.sleep(0.03)])
+    assert 0.01 <= short < long and long >= 0.03
 
 
 def test_uneven_experts_are_padded_as_in_a_job():

@@ -30,7 +30,7 @@ Step = Callable[[], Sequence[Tensor]]
 Clock = Callable[[list[Step]], list[float]]
 BYTES, MOST_COPIES = 192 << 20, 8
 """Copies are as many as exceed three L2 caches of a Hopper GPU."""
-ROUND_S = 0.1
+ROUNDS, ROUND_S = 3, 0.1
 
 
 class Timed(NamedTuple):
@@ -47,7 +47,8 @@ def seconds_of(steps: list[Step]) -> list[float]:
     for step in steps:
         step()  # compiles
     timers = [Timer("step()", globals={"step": step}) for step in steps]  # waits for the GPU
-    rounds = [[t.blocked_autorange(min_run_time=ROUND_S).median for t in timers] for _ in range(3)]
+    counts = [math.ceil(ROUND_S / timer.timeit(1).mean) for timer in timers]
+    rounds = [[t.timeit(count).mean for t, count in zip(timers, counts)] for _ in range(ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds)]
 
 
