@@ -47,9 +47,8 @@ def run(argv: list[str] | None) -> int:
     logging.disable(logging.ERROR)
     try:
         check(options)
-        config = parse(options.config, flags)
         if not options.train:
-            return plan(options, config)
+            return plan(options, parse(options.config, flags))
         rows, is_slower = train.compare(options, flags, parse)
         print(text_table(rows, right=range(1, 6)))
         return int(is_slower)
