@@ -8,11 +8,8 @@ unless "+bf16_all_gather" follows the recipe. Results are in outputs/bench_plans
 run, and the table as result.json, which render.py reads. A run that fails is reported in the table,
 the others go on, and the exit status is 1.
 
-`titan_fp8/plan/train.py` runs the jobs and reads what they leave behind, as for `python -m
-titan_fp8.plan --train`: after the N steps some more run, of which one is traced. They count for
-neither tokens/s nor losses.
-"compute %" is the share of a step in which rank 0 computes. "gathered GB" is what its all-gathers
-receive; under FSDP alone, they are those of parameters.
+`titan_fp8/plan/train.py` runs the jobs, as for `python -m titan_fp8.plan --train`. "compute %" is
+the share of a step in which rank 0 computes, from one traced step more.
 """
 
 import argparse
@@ -32,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "outputs" / "bench_plans"
 IN_BF16 = "+bf16_all_gather"
 ARMS = (*RECIPE_NAMES, train.TUNED)
-ELEMENT_BYTES = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
-"""By PyTorch's names of dtypes."""
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -68,11 +63,6 @@ class Plan:
     @property
     def batch_of_all(self) -> int:
         return self.batch * self.micro_batches * self.replicate * self.shard
-
-    @property
-    def tokens_of_gpu(self) -> float:
-        """Tokens per step and GPU, as torchtitan counts them for its tokens/s."""
-        return self.batch_of_all * self.tokens / self.gpus
 
 
 LLAMA, LLAMA_70B, DEEPSEEK = "llama3_8b", "llama3_70b", "deepseek_v3_16b"
@@ -145,38 +135,17 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
     return [*flags, *train.arm_flags(arm, sections)]
 
 
-def gathered_bytes(events: list[dict]) -> int:
-    """Bytes that all-gathers write to the memory of this rank, its own part included."""
-    total = 0
-    for event in (e for e in events if e.get("cat") == "kernel"):
-        args = event.get("args", {})
-        # Each kernel of NCCL says how many elements it moves.
-        if "AllGather" in event["name"] and "Out msg nelems" in args:
-            total += args["Out msg nelems"] * ELEMENT_BYTES[args["dtype"]]
-    return total
-
-
-def row_of(
-    name: str, recipe: str, steps: int, folder: Path, error: str | None, base: Row | None
-) -> Row:
-    """The row of a run of `steps` untraced steps. `base` is that of the plan's first run."""
+def row_of(name: str, recipe: str, result: train.Row | str, base: Row | None) -> Row:
+    """The row of a run, or of its error. `base` is that of the plan's first run."""
     row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
-    measured = ("tokens/s", "x bf16", "GiB", "compute %", "gathered GB", "loss", "gap %", "error")
-    row |= dict.fromkeys(measured)
-    if error is None:
-        try:
-            result = train.read(folder, steps, PLANS[name].tokens_of_gpu)
-            row |= {key: result[key] for key in ("tokens/s", "GiB", "loss")}
-            if (trace := train.trace_of(folder)) is not None:
-                row["compute %"] = 100 * result["compute"]
-                row["gathered GB"] = gathered_bytes(train.events(trace)) / 1e9
-        except (OSError, EOFError, LookupError, TypeError, ValueError) as reason:
-            error = f"unreadable results: {reason!r}"[:120]
-    row["error"] = error
-    if base and base["recipe"] == "bf16" and row["loss"] and base["loss"]:
+    row |= dict.fromkeys(("tokens/s", "x bf16", "GiB", "compute %", "loss", "gap %", "error"))
+    if isinstance(result, str):
+        return row | {"error": result}
+    row |= {key: result[key] for key in ("tokens/s", "GiB", "loss")}
+    row["compute %"] = 100 * result["compute"]
+    if base and base["recipe"] == "bf16" and base["loss"]:
         row["gap %"] = 100 * (row["loss"] / base["loss"] - 1)
-        if row["tokens/s"] and base["tokens/s"]:
-            row["x bf16"] = row["tokens/s"] / base["tokens/s"]
+        row["x bf16"] = row["tokens/s"] / base["tokens/s"]
     return row
 
 
@@ -229,8 +198,11 @@ def main(argv: list[str]) -> int:
             print(f"== {name}, {recipe}", flush=True)
             plan, flags = PLANS[name], flags_of(PLANS[name], recipe, args.steps)
             config = f"configs/{plan.config}.toml"
-            error = train.run(config, flags, plan.gpus, plan.blocks, args.steps, folder)
-            row = row_of(name, recipe, args.steps, folder, error, base)
+            try:
+                args_of_run = config, flags, plan.gpus, plan.blocks, args.steps, folder
+                row = row_of(name, recipe, train.run(*args_of_run), base)
+            except RuntimeError as error:
+                row = row_of(name, recipe, str(error), base)
             base = base or row
             rows.append(row)
             result = row["error"] or f"{row['tokens/s']} tokens/s"

@@ -1,6 +1,7 @@
 """`python -m titan_fp8.plan`: layers of a rank, their times, the bound without a GPU, filters."""
 
 import errno
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def test_experts_that_one_rank_has_alone_are_gathered_in_fp8_only_blockwise():
 @pytest.mark.parametrize(
     "model, flavor, experts, reason",
     [
-        ("gpt_oss", "20b", "32, 65536, 2880, 2880", "its converter is not listed"),
+        ("gpt_oss", "20b", "32, 65536, 5760, 2880", "its converter is not listed"),
         ("qwen3", "30B-A3B", "128, 131072, 768, 2048", "its converter is not listed"),
         ("llama4", "17bx16e", "16, 16384, 8192, 5120", "its converter is not listed"),
     ],
@@ -101,7 +102,8 @@ def test_rank_0_of_a_pipeline_has_its_stages():
     }
     looped = rank_of("llama3_8b", *flags, f"{P}pipeline_parallel_schedule", "Interleaved1F1B")
     assert len(looped.layers[0].modules) == 32  # stages of 8, 9, 8 and 7 blocks, of which 0 and 2
-    v = rank_of("llama3_8b", *flags, f"{P}pipeline_parallel_schedule", "ZBVZeroBubble")
+    v_shaped = (f"{P}pipeline_parallel_schedule", "ZBVZeroBubble", "--compile.no_enable")
+    v = rank_of("llama3_8b", *flags, *v_shaped)
     assert (len(v.layers[0].modules), v.layers[-1].modules) == (30, ("output",))  # stages 0 and 3
 
 
@@ -118,29 +120,53 @@ def test_rank_0_of_a_pipeline_has_its_stages():
     ids=["alone", "gathered", "EP 2", "no EP", "gpt_oss"],
 )
 def test_layers_are_timed_as_they_are_called(config, flags, ngpu, recipe, monkeypatch, capsys):
-    monkeypatch.setattr(measure, "MOST_SETS", 2)
+    monkeypatch.setattr(measure, "MOST_COPIES", 2)
     rank = rank_of(config, *SMALL, *flags, RECIPE, recipe, ngpu=ngpu)
     if "gpt_oss" in flags:  # whose output layer would take a second
-        rank = replace(
-            rank, layers=[layer for layer in rank.layers if layer.modules != ("output",)]
-        )
+        rank = replace(rank, layers=rank.layers[:-1])
     finite = []
 
-    def clock(arms):
-        """Calls each arm once, and says that bf16 takes 3 us and FP8 2."""
-        assert all(len(arm) == 2 for arm in arms)
-        gradients = [arm[0]() for arm in arms]
+    def clock(steps):
+        """Calls each step once, and says that a call takes 3 us in bf16 and 2 in FP8."""
+        gradients = [step() for step in steps]
         finite.extend(g.isfinite().all() for each in gradients for g in each)
         assert len({tuple(g.shape[-1] for g in each) for each in gradients}) == 1
-        return [3.0, 2.0][: len(arms)]
+        return [6e-6, 4e-6][: len(steps)]
 
     timed = measure.measure(rank, "cpu", clock)
     assert finite and all(finite)
-    assert [t.fp8 for t in timed] == [None if t.layer.recipe == "bf16" else 2.0 for t in timed]
+    fp8 = [None if t.layer.recipe == "bf16" else pytest.approx(2) for t in timed]
+    assert [t.fp8 for t in timed] == fp8
     assert {t.groups for t in timed if t.layer.groups} <= {"even", "uneven"}
-    slower = command.print_times(timed)
-    printed = capsys.readouterr().out
-    assert not slower and "1.50" in printed and " all" in printed.replace("\nall", "\n all")
+    report = measure.report(timed)
+    assert not report.slower and report.rows[0][-1] == "1.50" and report.rows[-1][0][:3] == "all"
+    at = capsys.readouterr().err.splitlines()
+    assert len(at) == len(timed) and f"1 of {len(timed)}: timing attention.wq" in at[0]
+
+
+def test_what_torchtitan_compiles_is_timed_compiled():
+    """One graph for each arm of a layer, whatever its copies."""
+    compiled = ("--compile.enable", "--compile.backend", "aot_eager")
+    flags = (*SMALL, SHARD, "2", EP, "2")
+    plain, rank = (rank_of("deepseek_v3_debug", *flags, *more, ngpu=2) for more in ((), compiled))
+    assert not any(layer.is_compiled for layer in plain.layers)
+    kinds = {layer.cells[0]: layer.is_compiled for layer in rank.layers}
+    assert [name for name, is_compiled in kinds.items() if not is_compiled] == [
+        "moe.experts",
+        "output",
+    ]
+    layers = [layer for layer in rank.layers if layer.cells[0] in ("attention.wo", "feed_forward")]
+
+    def clock(steps):
+        for step in (*steps, *steps):
+            step()
+        return [1.0] * len(steps)
+
+    torch._dynamo.utils.counters.clear()
+    assert len(measure.measure(replace(rank, layers=layers), "cpu", clock)) == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    gpt_oss = rank_of("llama3_debug", *ONE, "--model.name", "gpt_oss", *compiled)
+    assert not any(layer.is_compiled for layer in gpt_oss.layers)  # torchtitan does not
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
@@ -162,23 +188,28 @@ def test_a_weight_that_is_gathered_in_fp8_gives_the_same_values(recipe):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_layer_that_does_not_fit_into_memory_is_said_and_the_others_are_timed(capsys):
+def test_a_layer_that_does_not_fit_into_memory_is_said_and_the_others_are_timed():
     rank = rank_of("llama3_debug", *SMALL, SHARD, "1", ngpu=1)
     rank = replace(rank, layers=rank.layers[:2])
-    calls = []
+    copies = []
 
-    def clock(arms):
-        calls.append(len(arms[0]))
-        if len(calls) < 3:
+    def clock(steps):
+        copies.append(sum(g.shape[0] == 1 for g in steps[0]()))  # those of inputs
+        if len(copies) < 3:
             raise torch.OutOfMemoryError
-        return [4.0, 2.0]
+        return [4e-6 * copies[-1], 2e-6 * copies[-1]]
 
-    slower = command.print_times(measure.measure(rank, "cpu", clock))
-    lines = capsys.readouterr().out.splitlines()
-    assert calls[0] > calls[1] == 1 and not slower
-    assert "no memory" in lines[2] and lines[3].split()[-3:] == ["4", "2", "2.00"]
+    report = measure.report(measure.measure(rank, "cpu", clock))
+    assert copies[0] > copies[1] == 1 and not report.slower
+    assert report.rows[0][-1] == "no memory" and report.rows[1][-3:] == ["4", "2", "2.00"]
+    assert [*report.notes.values()] == [[": ".join(report.rows[0][:2])]]
     count = len(rank.layers[1].modules)
-    assert lines[4].split() == ["all", str(4 * count), str(2 * count), "2.00"]
+    assert report.rows[2] == ["all", "", "", str(4 * count), str(2 * count), "2.00"]
+
+
+def test_the_clock_gives_seconds_of_each_step():
+    short, long = measure.seconds_of([lambda: time.sleep(0.01), lambda: time.sleep(0.03)])
+    assert 0.01 <= short < long and long >= 0.03
 
 
 def test_uneven_experts_are_padded_as_in_a_job():
@@ -195,11 +226,11 @@ def test_experts_are_padded_in_bf16_as_in_a_job_without_fp8():
     rank = rank_of("deepseek_v3_debug", *SMALL, SHARD, "2", EP, "1", ngpu=2)
     layer = next(layer for layer in rank.layers if layer.groups)
     for in_fp8, unit in ((False, 8), (True, 128), (False, 8)):
-        measure._step(rank, layer, "uneven", "cpu", in_fp8)()
+        measure._step(rank, layer, "uneven", "cpu", in_fp8, 1)()
         assert unit == moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
 
 
-def test_what_is_slower_is_left_out(capsys):
+def test_what_is_slower_is_left_out():
     """wo and the experts are slower; the uneven case decides with the even one."""
     rank = rank_of("deepseek_v3_16b")
     times = {"attention.wo": (10, 11), "moe.experts": (10, 30)}
@@ -210,14 +241,14 @@ def test_what_is_slower_is_left_out(capsys):
         for layer in rank.layers
         for groups in (("even", "uneven") if layer.groups else ("",))
     ]
-    slower = command.print_times(timed)
-    assert [layer.cells[0] for layer in slower] == [*times]
+    report = measure.report(timed)
+    assert [layer.cells[0] for layer in report.slower] == [*times]
     # 27 of four linears at 10, 5 or 11, one dense layer, 26 of experts, router and shared experts
     bf16 = 4 * 270 + 10 + 3 * 260 + 10
     fp8 = 3 * 135 + 297 + 5 + 26 * (30 + 10 + 5) + 10
-    line = next(line for line in capsys.readouterr().out.splitlines() if "all even" in line)
-    assert line.split()[2:] == [f"{bf16:,}", f"{fp8:,}", f"{bf16 / fp8:.2f}"]
-    assert command.fragment(rank, slower).splitlines()[1:] == [
+    sums = [f"{bf16:,}", f"{fp8:,}", f"{bf16 / fp8:.2f}"]
+    assert report.rows[-2] == ["all even", "", "", *sums]
+    assert command.fragment(rank, report.slower).splitlines()[1:] == [
         "[quantize.linear.titan_fp8]",
         'filter_fqns = ["output", "router.gate", "attention.wo"]',
         "",
@@ -264,11 +295,12 @@ def test_without_a_gpu_tables_give_a_bound(capsys):
 
 
 def test_shapes_outside_the_table_are_said(capsys):
+    status, printed = plan(capsys, "deepseek_v3_16b", TP, 8, EP, 1)
+    assert status == 2 and "moe.experts: 64, 98304, 176, 2048" in printed.partition("Outside")[2]
+    # 10944 / 8 is no multiple of 16.
+    assert "- feed_forward.w2: 1368: no multiple of 16, training would stop" in printed
     status, printed = plan(capsys, "deepseek_v3_16b", TP, 8, EP, 1, "--filter", "auto")
-    assert status == 0 and "Outside the tables" in printed
-    assert "moe.experts: 64, 98304, 176, 2048" in printed.partition("Outside")[2]
-    # 10944 / 8 is no multiple of 16, so that training would stop.
-    assert '"feed_forward.w1", "feed_forward.w3", "feed_forward.w2"' in printed
+    assert status == 0 and '"feed_forward.w1", "feed_forward.w3", "feed_forward.w2"' in printed
 
 
 def test_a_model_whose_experts_cannot_be_converted_says_why(capsys):

@@ -1,27 +1,23 @@
-"""What `python -m titan_fp8.plan` does and prints, once torchtitan can be imported."""
+"""What `python -m titan_fp8.plan` does and prints."""
 
 import argparse
-import functools
 import json
-import math
+import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torchtitan.config import ConfigManager
 
 from titan_fp8.checks import permutation_of
 from titan_fp8.ops import kernels_for
-from titan_fp8.plan import train
-from titan_fp8.plan.bound import bound, speed, tables
-from titan_fp8.plan.measure import Timed, measure
-from titan_fp8.plan.model import DEGREES, Layer, Rank, degrees_of, read_rank, refusal
+from titan_fp8.plan import bound, measure, train
+from titan_fp8.plan.model import Layer, Rank, degrees_of, read_rank, refusal
 from titan_fp8.recipe import BF16, RECIPES
+from titan_fp8.text_table import text_table
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, host_speedups_of
 
 if sys.version_info >= (3, 11):
@@ -30,63 +26,45 @@ else:
     import tomli as tomllib
 
 
-def run(options: argparse.Namespace, flags: list[str]) -> int:
-    """Prints the plan; returns the exit status, 0 or 1.
-
-    Raises:
-        ValueError, OSError: bad input.
-    """
-    check(options)
-    if options.train:
-        rows, is_slower = train.compare(options, flags, parse)
-        print_table(rows, text=1)
-        return int(is_slower)
-    config, measures = parse(options.config, flags), has_kernels()
-    rank = read_rank(config, degrees_of(config, options.ngpu))
-    refused = [layer for layer in rank.layers if layer.refused]
-    if refused and not options.filter:
-        why = "; ".join(f"{layer.cells[0]}: {layer.refused}" for layer in refused)
-        raise ValueError(
-            f"training would stop, as sizes on a rank are not multiples of 16 ({why}). Use other "
-            "degrees of parallelism, or leave them out: --filter auto prints the setting"
-        )
-    plan = ", ".join(f"{name} {size}" for name in DEGREES if (size := getattr(rank.dims, name)) > 1)
-    print(f"{config.model.name} {config.model.flavor} on {rank.dims.world_size} GPUs", end="")
-    print(f" ({plan}), rank 0:" if plan else ":")
-    if measures:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-        console = Console(stderr=True)
-        show = functools.partial(track, description="Layers", console=console)
-        slower = print_times(measure(rank, progress=show))
-    else:
-        slower = print_bound(rank)
-    left = [f"{layer.cells[0]}: {layer.reason}" for layer in rank.layers if layer.recipe == BF16]
-    print_list("Left in high precision", left)
-    if options.filter:
-        text = fragment(rank, [*refused, *slower])
-        print(f"\n{text}", end="")
-        if options.out is not None:
-            try:
-                options.out.write_text(text, encoding="utf-8")
-            except OSError:
-                options.out.unlink(missing_ok=True)
-                raise
-            print(f"\nwritten to {options.out}")
-    return 0
-
-
-def has_kernels() -> bool:
-    """Whether this machine's GPU runs FP8 kernels; says so if it has another GPU."""
+def run(argv: list[str] | None) -> int:
+    """Returns the exit status, as `main` of the package."""
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_fp8.plan",
+        usage="%(prog)s CONFIG [options] [--section.key value ...]",
+        description="Measure whether FP8 pays for a model and a parallel plan. Other arguments are "
+        "torchtitan's own and override CONFIG, such as --training.seq_len 4096.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="the TOML of the run")
+    add("--train", action="store_true", help="train 20 steps in bf16 and in FP8 on all GPUs")
+    add("--recipes", metavar="A,B", help="of --train (default: that of CONFIG)")
+    add("--ngpu", type=int, metavar="N", help="GPUs of the job (default: what its degrees need)")
+    add("--filter", choices=["auto"], help="print the sections that leave out what does not pay")
+    add("--out", type=Path, metavar="FILE", help="also write them to this new file")
+    options, flags = parser.parse_known_args(argv)
+    # torchtitan's warnings are about this machine, and what it logs as an error it raises, too.
+    logging.disable(logging.ERROR)
     try:
-        return torch.cuda.is_available() and bool(kernels_for(torch.device("cuda", 0)))
-    except RuntimeError as error:
-        print(error)
-        return False
+        check(options)
+        if not options.train:
+            return plan(options, parse(options.config, flags))
+        rows, is_slower = train.compare(options, flags, parse)
+        print(text_table(rows, right=range(1, 6)))
+        return int(is_slower)
+    except Exception as error:
+        if not isinstance(error, ValueError | OSError):  # of torchtitan, or of a custom module
+            traceback.print_exc()
+            error = ValueError(f"no plan can be made of {options.config}: see the error above")
+        print(f"titan_fp8.plan: {error}", file=sys.stderr)
+        return 2
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def check(options: argparse.Namespace) -> None:
     """ValueError if options do not fit each other or this machine."""
-    out, gpus = options.out, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    out, gpus = options.out, torch.cuda.device_count()
     if out is not None and (options.filter is None or out.exists() or not out.parent.is_dir()):
         why = "the file exists; name a new one" if out.exists() else f"no folder {out.parent}"
         raise ValueError(f"--out = {out}: {why if options.filter else 'it needs --filter auto'}")
@@ -109,71 +87,41 @@ def parse(file: str, flags: Sequence[str]) -> Any:
         raise ValueError(f"CONFIG = {file}: {error!r}") from None
 
 
-def print_times(timed: Sequence[Timed]) -> list[Layer]:
-    """Prints the measured layers and their sums; returns those that are slower in FP8."""
-
-    def cells(bf16: float, fp8: float | None) -> list[str]:
-        if math.isnan(bf16):
-            return ["no memory", "", ""]
-        return [f"{bf16:,.0f}", *([f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else ["", ""])]
-
-    rows = [["layer", "(E,) M, N, K", "count", "weights", "bf16 us", "FP8 us", "x bf16"]]
-    for t in timed:
-        name, *facts = t.layer.cells
-        weights = ("FP8" if t.layer.gathers_fp8 else "bf16") if t.fp8 else ""
-        rows.append([f"{name} {t.groups}".strip(), *facts, weights, *cells(t.bf16, t.fp8)])
-    fitting, gains = [t for t in timed if not math.isnan(t.bf16)], dict[Layer, float]()
-    for t in fitting:
-        gains[t.layer] = gains.get(t.layer, 0.0) + t.bf16 - (t.fp8 or t.bf16)
-    for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
-        own = [(t, len(t.layer.modules)) for t in fitting if t.groups in ("", way)]
-        bf16 = sum(count * t.bf16 for t, count in own)
-        fp8 = sum(count * (t.fp8 or t.bf16) for t, count in own)
-        rows.append([f"all {way}".strip(), "", "", "", *cells(bf16, fp8)])
-    print_table(rows, text=2)
-    if len(fitting) < len(timed):
-        print('\n"no memory": does not fit into that of this GPU, and is in no sum.')
-    return [layer for layer, gain in gains.items() if gain < 0]
-
-
-def print_bound(rank: Rank) -> list[Layer]:
-    """Prints what tables of GEMM speeds say; returns layers that are slower in FP8 by each."""
-    print("Nothing is measured here. How fast GEMMs alone are, bf16 is 1, by the tables of")
-    rows, outside = [["layer", "(E,) M, N, K", "count"], *(x.cells for x in rank.layers)], []
-    rows.append(["upper bound of a step", "", ""])
-    slower = {layer for layer in rank.layers if layer.recipe != BF16 and not layer.refused}
-    for table in tables():
-        print("- {card}: torch {torch}, {date}, {commit}".format(**table))
-        speeds = {layer: speed(table, layer) for layer in rank.layers}
-        most = bound(rank, [ratio for ratio, _ in speeds.values()])
-        rows[0].append(table["card"])
-        for row, layer in zip(rows[1:], rank.layers):
-            row.append(f"{speeds[layer][0]:.2f}" if layer in speeds else "")
-        rows[-1].append(f"{most:.2f}")
-        outside += [layer for layer, (_, is_inside) in speeds.items() if not is_inside]
-        slower &= {layer for layer, (ratio, _) in speeds.items() if ratio < 1}
-    print_table(rows, text=2)
-    unlike = dict.fromkeys(": ".join(layer.cells[:2]) for layer in outside)
-    print_list("Outside the tables, as fast as their nearest GEMMs", [*unlike])
-    counted = "GEMMs and attention take" if rank.attention_flop else "GEMMs take"
-    print(f"\nThe bound is of what FP8 GEMMs gain, if only {counted} time.")
-    return [layer for layer in rank.layers if layer in slower]
-
-
-def print_list(title: str, items: Sequence[str]) -> None:
-    if items:
-        print(f"\n{title}:", *(f"- {item}" for item in items), sep="\n")
-
-
-def print_table(rows: list[list[str]], text: int) -> None:
-    """The first row is the header, and the first columns are `text`."""
-    table = Table(box=None, pad_edge=False)
-    for i, name in enumerate(rows[0]):
-        table.add_column(name, justify="left" if i < text else "right")
-    for row in rows[1:]:
-        table.add_row(*row)
-    print()
-    Console(width=200, markup=False, highlight=False).print(table)
+def plan(options: argparse.Namespace, config: Any) -> int:
+    """Prints the layers of a rank; returns 0. ValueError if training would stop."""
+    how, measures = "a bound:", False
+    try:
+        measures = torch.cuda.is_available() and bool(kernels_for(torch.device("cuda", 0)))
+    except RuntimeError as error:  # a GPU without FP8 kernels
+        print(error)
+    if measures:
+        how = f"on {torch.cuda.get_device_name()}, torch {torch.__version__}:"
+    rank = read_rank(config, degrees_of(config, options.ngpu))
+    print(f"{config.model.name} {config.model.flavor}, rank 0 of {rank.dims.world_size}, {how}\n")
+    report = measure.report(measure.measure(rank)) if measures else bound.report(rank)
+    head = ["layer", "(E,) M, N, K", "count", *report.columns]
+    print(text_table([head, *report.rows], right=range(2, len(head))))
+    left = [f"{layer.cells[0]}: {layer.reason}" for layer in rank.layers if layer.reason]
+    for title, items in [*report.notes.items(), ("Left in high precision", left)]:
+        if items:
+            print(f"\n{title}:", *(f"- {item}" for item in items), sep="\n")
+    refused = [layer for layer in rank.layers if layer.would_stop]
+    if options.filter:
+        text = fragment(rank, [*refused, *report.slower])
+        print(f"\n{text}", end="")
+        if options.out is not None:
+            try:
+                options.out.write_text(text, encoding="utf-8")
+            except OSError:
+                options.out.unlink(missing_ok=True)
+                raise
+            print(f"\nwritten to {options.out}")
+    elif refused:
+        raise ValueError(
+            "training would stop, as sizes on a rank are not multiples of 16: use other degrees of "
+            "parallelism, or leave these layers out: --filter auto prints the setting"
+        )
+    return 0
 
 
 def fragment(rank: Rank, out: Sequence[Layer]) -> str:
@@ -188,9 +136,7 @@ def fragment(rank: Rank, out: Sequence[Layer]) -> str:
             lines.append(f"# {own} stays: its pattern would match other layers, too.")
         elif own not in patterns:
             patterns.append(own)
-    if (
-        LINEAR in rank.config.model.converters
-    ):  # A section whose converter is not listed is refused.
+    if LINEAR in rank.config.model.converters:  # Otherwise its section would be refused.
         lines += [f"[{LINEAR}]", f"filter_fqns = {json.dumps(patterns)}"]
     if any(layer.groups for layer in out):
         # Left out, the permutation might follow the recipe.

@@ -19,12 +19,7 @@ from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health, patches
-from titan_fp8.torchtitan_0_2.config import (
-    GROUPED_MM,
-    LINEAR,
-    check_sizes,
-    experts_recipe,
-)
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import (
     FP8GroupedExperts,
     convert_experts,
