@@ -22,11 +22,10 @@ quantized all the same, with a warning.
 Some loaders refuse or misread such weights; `loaders.py` has their rules. The export warns and says
 which `filter_fqns` avoid that; with `--fuse` it writes these weights in high precision.
 
-`exporter.py` runs the export. `run.py` finds out which model the run has, and `tensors.py` which
-tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files.py` writes, and
-`hf_config.py` has the fields of config.json.
-
-This module imports none of them: the command line prepares torchtitan before it is imported.
+`exporter.py` runs the export and writes the files. `run.py` finds out which model the run has, and
+`tensors.py` which tensors to write and from which of the checkpoint, which `checkpoint.py` reads.
+`hf_config.py` has the fields of config.json. This module imports none of them: the command line
+prepares torchtitan before it is imported.
 
 Memory: the checkpoint is never loaded as a whole. The tensors of one file are read and converted
 one by one and written together; stacked weights of experts are read in parts of at most one file's

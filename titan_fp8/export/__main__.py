@@ -8,14 +8,12 @@ import torch
 
 from titan_fp8 import cpu_host
 
-USAGE = "python -m titan_fp8.export CHECKPOINT OUT --config CONFIG [--section.key value ...]"
-
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 after bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m titan_fp8.export",
-        usage=USAGE,
+        usage="%(prog)s CHECKPOINT OUT --config CONFIG [--section.key value ...]",
         description="Write a torchtitan checkpoint as Hugging Face safetensors in block-FP8.",
         epilog="Other arguments are torchtitan's own and override CONFIG, such as "
         "--model.flavor 8B; without CONFIG, --model.name and --model.flavor are needed.",
@@ -27,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of one step, as DCP saves it: a pickle, so only one that you trust",
     )
     parser.add_argument("out", metavar="OUT", help="folder to create")
-    parser.add_argument("--config", metavar="CONFIG", help="the TOML of the run")
+    # The others are torchtitan's flag for it.
+    names = ("--config", "--job.config_file", "--job.config-file")
+    parser.add_argument(*names, dest="config", metavar="CONFIG", help="the TOML of the run")
     parser.add_argument(
         "--shard_gb", type=float, default=5.0, help="largest file in GB (default: %(default)s)"
     )

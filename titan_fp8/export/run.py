@@ -10,29 +10,20 @@ import torch
 from torch import Tensor, nn
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
-from titan_fp8.recipe import BF16, RECIPES
+from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-_VOCABULARIES = ("tokenizer.", "vocab")
 
 
 class Run:
@@ -65,22 +56,34 @@ class Run:
         if not 1 <= (length := config.training.seq_len) < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
         self.name, self.flavor = config.model.name, config.model.flavor
-        spec = _spec(self.name, self.flavor)
+        if self.name not in MODELS:
+            allowed = ", ".join(map(repr, MODELS))
+            raise ValueError(f"model.name = {self.name!r}: allowed are {allowed}")
+        spec: Any = get_train_spec(self.name)
+        if self.flavor not in spec.model_args:
+            allowed = ", ".join(map(repr, spec.model_args))
+            raise ValueError(
+                f"model.flavor = {self.flavor!r}: allowed for {self.name} are {allowed}"
+            )
         self.args: Any = copy.deepcopy(spec.model_args[self.flavor])
         self.flavor_seq_len = self.args.max_seq_len
         self.args.update_from_config(config)
         self.tied = getattr(self.args, "enable_weight_tying", False)
         self.dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-        assert spec.state_dict_adapter is not None
         self._adapter: Any = spec.state_dict_adapter(self.args, None)
 
         with torch.device("meta"):
-            model = spec.model_cls(self.args)
-        assert isinstance(model, nn.Module)
+            model: nn.Module = spec.model_cls(self.args)
         self.state: dict[str, Tensor] = model.state_dict()
         self.buffers = {name for name, _ in model.named_buffers()}
-        self._read_modules(config, model)
-        self.scale_fmt = self._read_recipes(config)
+        linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
+        self._read_modules(model, linear, grouped)
+        self.scale_fmt = self._format_of(
+            {
+                "linears": linear and linear.recipe,
+                "experts": grouped and experts_recipe(config.quantize),
+            }
+        )
         self._read_tokenizer(Path(config.model.hf_assets_path))
 
     @property
@@ -97,56 +100,47 @@ class Run:
                 "so the model cannot be exported"
             ) from None
 
-    def _read_modules(self, config: Any, model: nn.Module) -> None:
+    def _read_modules(self, model: nn.Module, linear: Any, grouped: Any) -> None:
         """Converts the model, to see which modules are converted."""
-        linears = [name for name, m in model.named_modules() if type(m) is nn.Linear]
-        section = _section(config, "linear")
-        self.filter_fqns = list(DEFAULT_FILTER_FQNS if section is None else section.filter_fqns)
-        convert_linears(model, filter_fqns=self.filter_fqns)
+        linears = {name for name, m in model.named_modules() if type(m) is nn.Linear}
         experts = {name.rpartition(".")[0] for name, t in self.state.items() if t.dim() == 3}
+        self.filter_fqns = list(linear.filter_fqns if linear else DEFAULT_FILTER_FQNS)
+        convert_linears(model, filter_fqns=self.filter_fqns)
         if experts:
-            section = _section(config, "grouped_mm")
-            convert_experts(model, fqns=["experts"] if section is None else section.fqns)
+            convert_experts(model, fqns=grouped.fqns if grouped else ["experts"])
         converted = (FP8Linear, FP8GroupedExperts)
-        names = {name for name, module in model.named_modules() if isinstance(module, converted)}
-        self.linears = self._weights({*linears, *experts})
-        self.quantized = self._weights(names)
+        self.linears = self._weights(linears | experts)
+        self.quantized = self._weights(
+            {name for name, module in model.named_modules() if isinstance(module, converted)}
+        )
 
-    def _read_recipes(self, config: Any) -> str:
+    def _format_of(self, recipes: Mapping[str, str | None]) -> str:
         """The format of the scales. Warns of recipes whose GEMMs read other weights.
 
-        Only recipes of weights in `quantized` count.
+        `recipes` has those of linears and of experts, None without a converter. Only those of
+        weights in `quantized` count.
         """
-        kinds = {"experts" if self.state[name].dim() == 3 else "linears" for name in self.quantized}
-        linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
-        recipes = {
-            "linears": None if linear is None else linear.recipe,
-            "experts": None if grouped is None else experts_recipe(config.quantize),
-        }
-        users: dict[str | None, list[str]] = {}
-        for kind in sorted(kinds, reverse=True):
-            users.setdefault(recipes[kind], []).append(kind)
-
-        uses, formats = [], set()
+        stacked = {self.state[name].dim() == 3 for name in self.quantized}
+        used = {kind: name for kind, name in recipes.items() if (kind == "experts") in stacked}
+        formats = {name: r.scale_fmt for name, r in RECIPES.items() if r.has_weight_blocks}
         compare = "compare the exported model's loss with the run's"
-        for name, modules in users.items():
-            who = " and ".join(modules)
-            recipe = None if name in (None, BF16) else RECIPES[name]
-            if recipe is not None and recipe.has_weight_blocks:
-                uses.append(f'"{name}" for {who}')
-                formats.add(recipe.scale_fmt)
-                continue
-            what = "no converter of titan_fp8" if name is None else f'recipe "{name}"'
+        for name in dict.fromkeys(used.values()):
+            if name not in formats:
+                what = f'recipe "{name}"' if name else "no converter of titan_fp8"
+                who = " and ".join(kind for kind in used if used[kind] == name)
+                self.warnings.append(
+                    f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
+                    f"128x128 blocks, as they are exported: {compare}"
+                )
+        in_blocks = {kind: name for kind, name in used.items() if name in formats}
+        found = {formats[name] for name in in_blocks.values() if name}
+        if len(found) > 1:
+            uses = " and ".join(f'"{name}" for {kind}' for kind, name in in_blocks.items())
             self.warnings.append(
-                f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
-                f"128x128 blocks, as they are exported: {compare}"
+                f"the run has recipes {uses}, whose scales have different formats, and an export "
+                f"has one: all its scales are FP32; {compare}"
             )
-        if len(formats) > 1:
-            self.warnings.append(
-                f"the run has recipes {' and '.join(uses)}, whose scales have different formats, "
-                f"and an export has one: all its scales are FP32; {compare}"
-            )
-        return formats.pop() if len(formats) == 1 else "fp32"
+        return found.pop() if len(found) == 1 else "fp32"
 
     def _weights(self, modules: set[str]) -> set[str]:
         return {
@@ -157,54 +151,30 @@ class Run:
 
     def _read_tokenizer(self, folder: Path) -> None:
         self.bos_id = self.eos_id = None
-        self.tokenizer_files = [
-            folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()
-        ]
-        if any(file.name.startswith(_VOCABULARIES) for file in self.tokenizer_files):
-            tokenizer = _tokenizer(folder, self.tokenizer_files)
-            self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
-        else:
+        files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        self.tokenizer_files = files
+        vocabulary = next((f for f in files if f.name.startswith(("tokenizer.", "vocab"))), None)
+        if vocabulary is None:
             self.warnings.append(
                 f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
                 "none, and no bos_token_id and eos_token_id in its config.json"
             )
-
-
-def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
-    """torchtitan's tokenizer.
-
-    Raises:
-        ValueError: a file is damaged. The message names it.
-    """
-    for file in files:
-        if file.suffix == ".json":
-            try:
-                json.loads(file.read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file}: {error}") from None
-    tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-    try:
-        HuggingFaceTokenizer.__init__(tokenizer, str(folder))
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers package raises no other class
-        read = [next(file for file in files if file.name.startswith(_VOCABULARIES))]
-        if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and then reads its settings.
-            read = [folder / "tokenizer_config.json"]
-        elif read[0].stem == "vocab":
-            read += [file for file in files if file.name == "merges.txt"]
-        raise ValueError(f"{' or '.join(map(str, read))}: {error}") from error
-    return tokenizer
-
-
-def _spec(name: str, flavor: str) -> TrainSpec:
-    if name not in MODELS:
-        raise ValueError(f"model.name = {name!r}: allowed are {', '.join(map(repr, MODELS))}")
-    spec = get_train_spec(name)
-    if flavor not in spec.model_args:
-        allowed = ", ".join(map(repr, spec.model_args))
-        raise ValueError(f"model.flavor = {flavor!r}: allowed for {name} are {allowed}")
-    return spec
+            return
+        tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
+        try:
+            for read in (str(file) for file in files if file.suffix == ".json"):
+                json.loads(Path(read).read_bytes())
+            read = str(vocabulary)
+            if vocabulary.stem == "vocab" and folder / "merges.txt" in files:
+                read += f" or {folder / 'merges.txt'}"
+            HuggingFaceTokenizer.__init__(tokenizer, str(folder))
+        except OSError:
+            raise
+        except Exception as error:  # the tokenizers package raises no other class
+            if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and reads its settings.
+                read = str(folder / "tokenizer_config.json")
+            raise ValueError(f"{read}: {error}") from error
+        self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
 
 
 def _section(config: Any, name: str) -> Any:

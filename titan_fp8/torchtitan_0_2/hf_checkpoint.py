@@ -7,7 +7,7 @@ flag.
 
 That reader multiplies blocks of 128 x 128 of any `NAME.weight` by `NAME.weight_scale_inv`, if the
 index has one, and copies whatever else it finds. So a checkpoint whose scales have other names, or
-belong to other blocks, would be loaded with wrong values; `_check` refuses it, and weights that are
+belong to other blocks, would be loaded with wrong values; `_fault` refuses it, and weights that are
 quantized to integers, too. How activations are scaled (`activation_scheme`, `input_scale`) does not
 matter for a run, which scales its own.
 """
@@ -41,6 +41,14 @@ class _Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype.startswith("F8_")
+
+
+_Tensors = Mapping[str, list[_Entry]]
+"""The tensors of all safetensors files by name; a name may be in several files."""
+
 
 def with_scales(load: Callable) -> Callable:
     """Wraps `CheckpointManager.dcp_load`: FP8 weights are loaded with their scales or not at all.
@@ -55,9 +63,9 @@ def with_scales(load: Callable) -> Callable:
     ) -> None:
         if from_hf:
             folder = Path(checkpoint_id)
-            tensors, index = _headers(folder), _weight_map(folder)
+            tensors, index = _headers(folder), _weight_map(folder / INDEX)
             _check_model(folder, tensors, index, lambda: self.sd_adapter.to_hf(state_dict))
-            if _check(folder, tensors, index):
+            if _check_fp8(folder, tensors, index):
                 if not from_quantized:
                     raise ValueError(
                         f"{checkpoint_id} has FP8 weights (quantization_config in its config.json),"
@@ -79,8 +87,7 @@ def _dequantizing_reader(path: str, from_quantized: bool) -> QuantizedHuggingFac
     )
 
 
-def _headers(folder: Path) -> dict[str, list[_Entry]]:
-    """The tensors of all safetensors files by name; a name may be in several files."""
+def _headers(folder: Path) -> _Tensors:
     from safetensors import SafetensorError, safe_open  # as PyTorch does, when it is needed
 
     found = defaultdict(list)
@@ -95,9 +102,8 @@ def _headers(folder: Path) -> dict[str, list[_Entry]]:
     return found
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def _weight_map(file: Path) -> Mapping[str, str]:
     """The file of each tensor by the index, {} if there is no index."""
-    file = folder / INDEX
     value = _read_json(file).get("weight_map", {})
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value.values()):
         raise ValueError(
@@ -107,9 +113,22 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return value
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file, {} if there is no file. ValueError if it is no object."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is {short(content)}: allowed is an object")
+    return content
+
+
 def _check_model(
     folder: Path,
-    tensors: Mapping[str, list[_Entry]],
+    tensors: _Tensors,
     index: Mapping[str, str],
     state_dict: Callable[[], Mapping[str, torch.Tensor]],
 ) -> None:
@@ -121,12 +140,10 @@ def _check_model(
         name: entry
         for name, entries in tensors.items()
         for entry in entries
-        if entry.dtype not in PLAIN_DTYPES and not entry.dtype.startswith("F8_")
+        if entry.dtype not in PLAIN_DTYPES and not entry.is_fp8
     }
     lost = {n: f for n, f in index.items() if n not in tensors and not (folder / f).is_file()}
-    if not (integers or lost):
-        return
-    model = state_dict()
+    model = state_dict() if integers or lost else {}
     for name, file in lost.items():
         if _weight_of(name) in model:
             raise ValueError(f"{folder / file} is missing: {INDEX} has {name} in it")
@@ -144,7 +161,46 @@ def _weight_of(name: str) -> str:
     return module + WEIGHT if is_scale else name
 
 
-def _check_config(file: Path, config: Any, what: str) -> list[str]:
+def _check_fp8(folder: Path, tensors: _Tensors, index: Mapping[str, str]) -> bool:
+    """Whether weights are quantized. All such are e4m3 with the scales that the reader expects.
+
+    Raises:
+        ValueError: they are not, or other weights have scales.
+    """
+    has_fp8 = any(entry.is_fp8 for entries in tensors.values() for entry in entries)
+    file = folder / "config.json"
+    config = _read_json(file).get("quantization_config")
+    if config is None and not has_fp8 and not any(ANY_SCALE in name for name in tensors):
+        return False
+    left = _not_converted(file, config, "FP8" if has_fp8 else "quantized")
+    if has_fp8 and not (folder / INDEX).is_file():
+        raise ValueError(
+            f"{folder} has FP8 weights and no {INDEX}, by which their scales are found"
+        )
+    suffixed = defaultdict(list)
+    for name in sorted(tensors):
+        module, has_suffix, _ = name.rpartition(f"{WEIGHT}_")
+        if has_suffix and not name.endswith(SCALE):
+            suffixed[module].append(name)
+    for name, (entry, *others) in sorted(tensors.items()):
+        if ANY_SCALE in name or any(each.is_fp8 for each in (entry, *others)):
+            where = f"{folder / entry.file}: {name}"
+            if others:
+                raise ValueError(f"{where} is in {others[0].file} as well: remove the older file")
+            if index.get(name) != entry.file:
+                raise ValueError(f"{where}: {INDEX} has it in {index.get(name) or 'no file'}")
+            if fault := _fault(name, tensors, left, suffixed):
+                raise ValueError(f"{where} {fault}")
+    if not has_fp8:
+        raise ValueError(
+            f"{file} has a quantization_config, and no weight is in FP8: allowed are F8_E4M3 with "
+            f"a scale for each {BLOCK}x{BLOCK} block, or no quantization_config"
+        )
+    _check_values(folder, tensors)
+    return True
+
+
+def _not_converted(file: Path, config: Any, what: str) -> list[str]:
     """The names of a config.json that are not in FP8.
 
     `config` is its quantization_config, and `what` says which weights the checkpoint has.
@@ -155,18 +211,13 @@ def _check_config(file: Path, config: Any, what: str) -> list[str]:
     if not isinstance(config, dict | None):
         raise ValueError(f"{file}: quantization_config = {short(config)}: allowed is an object")
     config = config or {}
-    method, size = config.get("quant_method"), config.get("weight_block_size")
-    if method != "fp8":
-        raise ValueError(
-            f"{file.parent} has {what} weights, and quant_method = {method!r} in the "
-            "quantization_config of its config.json: only 'fp8' can be read, DeepSeek's format; a "
-            "folder without config.json is an incomplete export"
-        )
-    if size != [BLOCK, BLOCK]:
-        raise ValueError(
-            f"{file.parent} has {what} weights, and weight_block_size = {size!r} in the "
-            f"quantization_config of its config.json: only {[BLOCK, BLOCK]} can be read"
-        )
+    for key, allowed in (("quant_method", "fp8"), ("weight_block_size", [BLOCK, BLOCK])):
+        if (value := config.get(key)) != allowed:
+            raise ValueError(
+                f"{file.parent} has {what} weights, and {key} = {value!r} in the "
+                f"quantization_config of its config.json: only {allowed!r} can be read, DeepSeek's "
+                "format; a folder without config.json is an incomplete export"
+            )
     left: list[str] = []
     for key in ("ignored_layers", "modules_to_not_convert"):
         if (names := config.get(key)) is None:
@@ -179,88 +230,42 @@ def _check_config(file: Path, config: Any, what: str) -> list[str]:
     return left
 
 
-def _check(folder: Path, tensors: Mapping[str, list[_Entry]], index: Mapping[str, str]) -> bool:
-    """Whether weights are quantized. All such are e4m3 with the scales that the reader expects.
+def _fault(name: str, tensors: _Tensors, left: list[str], suffixed: Mapping[str, list[str]]) -> str:
+    """What is wrong with an FP8 weight or a scale, "" if nothing is; weights are checked first.
 
-    Raises:
-        ValueError: they are not, or other weights have scales.
+    Args:
+        left: the names in config.json that are not in FP8.
+        suffixed: tensors whose names go on after NAME.weight, other than the scales, by NAME.
     """
-    has_fp8 = any(e.dtype.startswith("F8_") for entries in tensors.values() for e in entries)
-    file = folder / "config.json"
-    config = _read_json(file).get("quantization_config")
-    if config is None and not has_fp8 and not any(ANY_SCALE in name for name in tensors):
-        return False
-    left = _check_config(file, config, "FP8" if has_fp8 else "quantized")
-    if has_fp8 and not (folder / INDEX).is_file():
-        raise ValueError(
-            f"{folder} has FP8 weights and no {INDEX}, by which their scales are found"
+    weight = _weight_of(name)
+    if weight not in tensors:
+        return f"has no {weight} that it is the scale of"
+    dtype, shape = tensors[weight][0][1:]
+    if dtype != "F8_E4M3":
+        what = "" if name == weight else "the scale of a weight "
+        return f"is {what}in {dtype}: allowed is F8_E4M3"
+    if not weight.endswith(WEIGHT) or len(shape) != 2:
+        return (
+            f"is in FP8 with shape {shape}: allowed are matrices that are called NAME{WEIGHT} and "
+            f"have their scales in NAME{SCALE}"
         )
-    for name in sorted(tensors):
-        entry, *others = tensors[name]
-        is_fp8, is_scale = entry.dtype.startswith("F8_"), ANY_SCALE in name
-        if not (is_fp8 or is_scale):
-            continue
-        where = f"{folder / entry.file}: {name}"
-        if others:
-            raise ValueError(f"{where} is in {others[0].file} as well: remove the older file")
-        if index.get(name) != entry.file:
-            raise ValueError(f"{where}: {INDEX} has it in {index.get(name) or 'no file'}")
-        if is_scale:
-            weight = _weight_of(name)
-            if weight not in tensors:
-                raise ValueError(f"{where} has no {weight} that it is the scale of")
-            found = tensors[weight][0].dtype
-            if not found.startswith("F8_"):
-                raise ValueError(f"{where} is the scale of a weight in {found}: allowed is F8_E4M3")
-            continue
-        if entry.dtype != "F8_E4M3":
-            raise ValueError(f"{where} is in {entry.dtype}: allowed is F8_E4M3")
-        if not name.endswith(WEIGHT) or len(entry.shape) != 2:
-            raise ValueError(
-                f"{where} is in FP8 with shape {entry.shape}: allowed are matrices that are called "
-                f"NAME{WEIGHT} and have their scales in NAME{SCALE}"
-            )
-        module = name.removesuffix(WEIGHT)
-        if listed := next((n for n in left if f".{n}." in f".{module}."), None):
-            raise ValueError(
-                f"{where} is in FP8, and modules_to_not_convert in config.json has {listed!r}"
-            )
-        _check_scale(folder, where, module, entry.shape, tensors)
-    if not has_fp8:
-        raise ValueError(
-            f"{file} has a quantization_config, and no weight is in FP8: allowed are F8_E4M3 with "
-            f"a scale for each {BLOCK}x{BLOCK} block, or no quantization_config"
-        )
-    _check_values(folder, tensors)
-    return True
-
-
-def _check_scale(
-    folder: Path,
-    where: str,
-    module: str,
-    shape: tuple[int, ...],
-    tensors: Mapping[str, list[_Entry]],
-) -> None:
-    """ValueError unless the FP8 weight of a module has one scale per block, and no others."""
-    blocks = tuple(cdiv(size, BLOCK) for size in shape)
+    module, blocks = weight.removesuffix(WEIGHT), tuple(cdiv(size, BLOCK) for size in shape)
     allowed = (
         f"allowed is {module}{SCALE} with shape {blocks}, one for each {BLOCK}x{BLOCK} block, in "
         f"{' or '.join(SCALE_DTYPES)}"
     )
-    scale = f"{module}{SCALE}"
-    others = [n for n in tensors if n.startswith(f"{module}{WEIGHT}_") and n != scale]
-    if others or scale not in tensors:
-        found = f"has {', '.join(sorted(others))}" if others else "has no scales"
-        raise ValueError(f"{where} {found}: {allowed}")
-    entry = tensors[scale][0]
-    if entry.shape != blocks or entry.dtype not in SCALE_DTYPES:
-        raise ValueError(
-            f"{folder / entry.file}: {scale} has shape {entry.shape} in {entry.dtype}: {allowed}"
-        )
+    if name != weight:
+        entry = tensors[name][0]
+        is_right = entry.shape == blocks and entry.dtype in SCALE_DTYPES
+        return "" if is_right else f"has shape {entry.shape} in {entry.dtype}: {allowed}"
+    if listed := next((n for n in left if f".{n}." in f".{module}."), None):
+        return f"is in FP8, and modules_to_not_convert in config.json has {listed!r}"
+    if others := suffixed.get(module):
+        return f"has {', '.join(others)}: {allowed}"
+    return "" if f"{module}{SCALE}" in tensors else f"has no scales: {allowed}"
 
 
-def _check_values(folder: Path, tensors: Mapping[str, list[_Entry]]) -> None:
+def _check_values(folder: Path, tensors: _Tensors) -> None:
     """ValueError unless all scales are finite and positive."""
     from safetensors import safe_open
 
@@ -278,20 +283,3 @@ def _check_values(folder: Path, tensors: Mapping[str, list[_Entry]]) -> None:
                         f"{folder / file}: {name} has {wrong.numel()} scales such as "
                         f"{wrong[0].item()}: allowed are finite positive numbers"
                     )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} if there is no file.
-
-    Raises:
-        ValueError: the file is not JSON, or has no object.
-    """
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is {short(content)}: allowed is an object")
-    return content
