@@ -31,7 +31,7 @@ def run_experts(
 
 
 class Candidate(NamedTuple):
-    """Experts that may be converted: a module or its config."""
+    """Experts that may be converted."""
 
     fqn: str
     shapes: str
@@ -39,6 +39,7 @@ class Candidate(NamedTuple):
     why_left: str | None
     """Why they cannot be converted; None if they can."""
     experts: Any
+    """The module, or the config and its place."""
     was_selected: bool = False
     """They have been converted to this recipe before: left, and no pattern of theirs is wrong."""
 

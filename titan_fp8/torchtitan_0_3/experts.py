@@ -28,16 +28,14 @@ from torchtitan.protocols.module import Module
 
 from titan_fp8.checks import ConversionReport, why_no_fp8_grouped_mm
 from titan_fp8.experts import Candidate, run_experts, select, shapes_of
-from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.layouts import BLOCK
 from titan_fp8.recipe import get_recipe
 from titan_fp8.settings import ExpertsSettings
 from titan_fp8.torchtitan_0_3.linear import (
     FP8Fields,
+    FP8Module,
     check_converted_once,
-    check_fsdp,
-    check_sharding,
     replace,
 )
 
@@ -48,27 +46,16 @@ class FP8ExpertsFields(FP8Fields):
     """Whether the dispatch of expert parallelism pads groups to multiples of BLOCK."""
 
 
-class FP8Experts(GroupedExperts):
+class FP8Experts(FP8Module, GroupedExperts):
     """A mixin, first among the bases of a class of experts: its grouped products run in FP8."""
 
-    recipe: str
-    emulate: bool
-    fqn: str
-    health_freq: int
-    fsdp_all_gather: bool
     aligned: bool = False
 
     def __init__(self, config: Any):
-        config.write_to(self)
-        self.dispatch_aligns = config.dispatch_aligns
         super().__init__(config)
+        self.dispatch_aligns = config.dispatch_aligns
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        # The biases of gpt_oss have two dimensions and take no part in GEMMs.
-        weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == 3]
-        check_sharding(self, weights, parallel_dims)
-        check_fsdp(self, parallel_dims)
         super().parallelize(parallel_dims)
         self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
 
@@ -93,11 +80,6 @@ class FP8GroupedExperts(FP8Experts):
     @dataclass(kw_only=True, slots=True)
     class Config(FP8ExpertsFields, GroupedExperts.Config):
         pass
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        if self.fsdp_all_gather:
-            gather_in_fp8(self, FP8GroupedExperts)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """x_RD (R, dim), sorted by expert; num_tokens_per_expert_E (E,) local experts; (R, dim)."""
@@ -133,10 +115,8 @@ def convert_experts(model: Module.Config, settings: ExpertsSettings) -> Conversi
         ValueError: a pattern of fqns that converts nothing; experts that are converted already, by
             another recipe.
     """
-    places = {fqn: place for fqn, _, *place in model.traverse(GroupedExperts.Config)}
     report, selected = select(_candidates(model, settings), settings.recipe, settings.fqns)
-    for fqn, _, _, config, _ in selected:
-        parent, attribute = places[fqn]
+    for fqn, _, _, (config, parent, attribute), _ in selected:
         added = FP8Fields.of(settings, fqn)
         alignment = align_groups(parent, get_recipe(settings.recipe).alignment)
         added["dispatch_aligns"] = alignment % BLOCK == 0
@@ -146,11 +126,11 @@ def convert_experts(model: Module.Config, settings: ExpertsSettings) -> Conversi
 
 
 def _candidates(model: Module.Config, settings: ExpertsSettings) -> Iterator[Candidate]:
-    for fqn, config, *_ in model.traverse(GroupedExperts.Config):
+    for fqn, config, *place in model.traverse(GroupedExperts.Config):
         is_fp8 = issubclass(config._owner, FP8Experts)
         if is_fp8 and any(pattern in fqn for pattern in settings.fqns):
             check_converted_once(fqn, config.recipe, settings.recipe)
-        yield Candidate(fqn, *_describe(config), config, is_fp8)
+        yield Candidate(fqn, *_describe(config), (config, *place), is_fp8)
 
 
 def align_groups(routed: Any, alignment: int) -> int:

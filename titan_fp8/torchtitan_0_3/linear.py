@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import spmd_types as spmd
-from torch import Tensor, nn
+from torch import Tensor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
@@ -55,12 +55,35 @@ class FP8Fields:
         names = ("recipe", "emulate", "health_freq")
         return {"fqn": fqn, **{name: getattr(settings, name) for name in names}}
 
-    def write_to(self, module: nn.Module) -> None:
-        """Before nn.Module registers parameters, which names the module in errors."""
-        vars(module).update({each.name: getattr(self, each.name) for each in fields(FP8Fields)})
+
+class FP8Module(Module):
+    """A mixin before a class of torchtitan, whose weights FP8 products read."""
+
+    recipe: str
+    emulate: bool
+    fqn: str
+    health_freq: int
+    fsdp_all_gather: bool
+
+    def __init__(self, config: Any):
+        # Before nn.Module registers parameters, which names the module in errors.
+        self.__dict__.update({each.name: getattr(config, each.name) for each in fields(FP8Fields)})
+        super().__init__(config)  # type: ignore[call-arg]
+        if self.fsdp_all_gather:
+            gather_in_fp8(self, type(self))
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
+        # The biases of gpt_oss's experts have two dimensions and take no part in GEMMs.
+        dims = max(p.dim() for p in self.parameters(recurse=False))
+        weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == dims]
+        check_sharding(self, weights, parallel_dims)
+        if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
+            warn_without_fsdp()
+        super().parallelize(parallel_dims)
 
 
-class FP8Linear(linear.FP8Linear, Linear):
+class FP8Linear(FP8Module, linear.FP8Linear, Linear):
     """torchtitan's Linear with FP8 GEMMs. Tensors are plain or DTensors, as in the SPMD backend."""
 
     @dataclass(kw_only=True, slots=True)
@@ -70,14 +93,6 @@ class FP8Linear(linear.FP8Linear, Linear):
     wrapper: Callable[..., Any] | None = None
     """The forward that torchtitan has put before this class's, to redistribute tensors."""
     tensor_parallel: bool = False
-    health_freq: int
-    fsdp_all_gather: bool
-
-    def __init__(self, config: Config):
-        config.write_to(self)
-        Linear.__init__(self, config)
-        if config.fsdp_all_gather:
-            gather_in_fp8(self, FP8Linear)
 
     # torchtitan finds the sharding of inputs by the name of the argument.
     def forward(self, input: Tensor) -> Tensor:
@@ -85,9 +100,6 @@ class FP8Linear(linear.FP8Linear, Linear):
         return super().forward(input)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        check_sharding(self, ("weight",), parallel_dims)
-        check_fsdp(self, parallel_dims)
         super().parallelize(parallel_dims)
         self.wrapper, self.tensor_parallel = vars(self).get("forward"), parallel_dims.tp_enabled
 
@@ -109,12 +121,6 @@ def check_sharding(module: Any, weights: Iterable[str], parallel_dims: ParallelD
         placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
         shape = getattr(module, name).shape
         check_shard_sizes(f"{module.fqn}.{name}", shape, degrees, placements)
-
-
-def check_fsdp(module: Any, parallel_dims: ParallelDims) -> None:
-    """Warns once if a module shall gather its weights in FP8 and the plan has no FSDP."""
-    if module.fsdp_all_gather and not parallel_dims.fsdp_enabled:
-        warn_without_fsdp()
 
 
 def check_converted_once(fqn: str, has: str, recipe: str) -> None:
