@@ -44,34 +44,31 @@ def check_patterns(key: str, patterns: Any) -> None:
         raise ValueError(f"{key} = {list(patterns)!r}: an empty string would match every module")
 
 
+def check_experts_patterns(key: str, patterns: Any) -> None:
+    """Allowed is a sequence of non-empty strings that is not empty itself."""
+    check_patterns(key, patterns)
+    if not patterns:
+        raise ValueError(
+            f"{key} = []: it would convert nothing; name the experts to convert, or leave their "
+            "conversion out"
+        )
+
+
 def check_freq(key: str, value: object) -> None:
     """Allowed are numbers of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
 
 
-def check_common_settings(prefix: str, settings: Any) -> None:
-    """Checks what the settings of linears and of experts have in common besides the recipe."""
-    check_bool(f"{prefix} emulate", settings.emulate)
-    check_bool(f"{prefix} fsdp_all_gather", settings.fsdp_all_gather)
-    check_freq(f"{prefix} health_freq", settings.health_freq)
-
-
 def check_permutation(key: str, value: object) -> None:
-    """Allowed are the PERMUTATIONS, and None for the default."""
-    if value not in (None, *PERMUTATIONS):
+    """Allowed are the PERMUTATIONS."""
+    if value not in PERMUTATIONS:
         raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, PERMUTATIONS))}")
 
 
 def permutation_of(permutation: str | None, host_speedups: bool) -> str:
     """The permutation that a setting chooses; by default it is one of the speed-ups."""
     return permutation or ("gather" if host_speedups else "host")
-
-
-def check_host_speedups(key: str, value: object) -> None:
-    """Allowed are bools, and None for the recipe's default."""
-    if value is not None:
-        check_bool(key, value)
 
 
 # Arguments of a product

@@ -1,4 +1,4 @@
-"""What conversions share: a check of the device, errors, logs, and the way back."""
+"""What conversions share: a check of the device, patches, errors, logs, and the way back."""
 
 import contextlib
 import functools
@@ -11,6 +11,8 @@ from torch import nn
 
 from titan_fp8.checks import ConversionReport, check_types
 from titan_fp8.ops import kernels_for
+from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY
+from titan_fp8.recipe import BF16
 
 _logger = logging.getLogger()  # torchtitan's own
 
@@ -38,6 +40,22 @@ def warn_of_emulation() -> None:
     )
 
 
+def apply_patches(*, compiles: bool = True, recomputes: bool = True) -> None:
+    """Applies what FP8 layers need of torchtitan and PyTorch (`patches.py`).
+
+    Args:
+        compiles: whether torch.compile may compile the model.
+        recomputes: whether its partitioner may recompute quantizers.
+    """
+    from titan_fp8 import activation_checkpointing, graph_passes, recomputation
+
+    SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
+    if compiles and recomputes:
+        RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
+    if compiles:
+        FEWER_OPS.apply(graph_passes.FewerOps.after)
+
+
 @contextlib.contextmanager
 def errors_prefixed(prefix: str) -> Iterator[None]:
     """Puts the TOML section or the converter in front of the ValueErrors of a conversion."""
@@ -47,10 +65,21 @@ def errors_prefixed(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix} {error}") from None
 
 
-def log_conversion(what: str, recipe: str, report: ConversionReport) -> None:
-    """Logs how many modules of a kind were converted, and the table of all."""
+def log_conversion(where: str, what: str, recipe: str, report: ConversionReport) -> None:
+    """Logs how many modules of a kind were converted, and the table of all; warns if none was."""
     count, total = len(report.converted), len(report.converted) + len(report.left)
     _logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
+    if recipe != BF16 and not count:
+        _logger.warning(
+            f"titan_fp8: {where.removesuffix(':')} converted nothing in this model; the table "
+            "above says why"
+        )
+
+
+def log_gathers(where: str, what: str, report: ConversionReport) -> None:
+    """Logs what FSDP2 gathers in FP8, such as "8 weights", and what it does not."""
+    left = f"; these in high precision:\n{ConversionReport(left=report.left)}"
+    _logger.info(f"titan_fp8: {where} FSDP2 gathers {what} in FP8" + (left if report.left else ""))
 
 
 def revert(model: nn.Module) -> list[str]:

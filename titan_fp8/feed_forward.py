@@ -56,15 +56,14 @@ class FP8FeedForward(nn.Module):
         linears = (self.w1, self.w2, self.w3)
         return (
             _falls_back_as_made(type(self))
+            and can_fuse(self, self.linear_class)
             and not any(map(self.must_be_called, linears))
-            and can_fuse(*linears)
         )
 
-    def must_be_called(self, linear: nn.Module) -> bool:
+    def must_be_called(self, linear: Any) -> bool:
         """Whether calling `linear` does more than FP8Linear.forward, or its weight is sharded."""
         return (
-            type(linear) is not self.linear_class
-            or "forward" in vars(linear)
+            "forward" in vars(linear)
             or self.linear_class.forward is not _FORWARD
             or call_does_more(linear)
         )
@@ -75,13 +74,18 @@ def _falls_back_as_made(cls: type[FP8FeedForward]) -> bool:
     return super(FP8FeedForward, cls).forward is cls.plain_forward
 
 
-def can_fuse(w1: Any, w2: Any, w3: Any) -> bool:
-    """Whether FP8 linears, or their configs, have no bias and the same recipe, one with the ops."""
-    linears = (w1, w2, w3)
-    settings = {(linear.recipe, linear.emulate) for linear in linears}
-    if len(settings) > 1 or any(x.bias is not None and x.bias is not False for x in linears):
-        return False
-    return get_recipe(w1.recipe).feed_forward is not None
+def can_fuse(feed_forward: Any, linear_class: type) -> bool:
+    """Whether w1, w2 and w3 have this class, no bias and the same recipe, one with the ops for it.
+
+    All of them are modules, or all are their configs.
+    """
+    linears = (feed_forward.w1, feed_forward.w2, feed_forward.w3)
+    return (
+        all(type(each) is linear_class for each in linears)
+        and all(each.bias is None or each.bias is False for each in linears)
+        and len({(each.recipe, each.emulate) for each in linears}) == 1
+        and get_recipe(linears[0].recipe).feed_forward is not None
+    )
 
 
 def call_does_more(linear: Any) -> bool:

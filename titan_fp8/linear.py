@@ -59,11 +59,13 @@ class FP8Linear(nn.Linear):
     Attributes:
         recipe, emulate: as in `fp8_linear`.
         fqn: its name in the model, for error messages.
+        health_freq: every how many steps its health is observed (`health/`); 0: never.
     """
 
     recipe: str
     emulate: bool
     fqn: str
+    health_freq: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., N), as nn.Linear; plain tensors or DTensors."""

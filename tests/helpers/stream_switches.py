@@ -23,6 +23,6 @@ def counted(stream: torch.cuda.Stream) -> None:
 
 
 if os.environ.get("INPUT_STREAM") == "off":
-    patches.INPUT_STREAM.apply = lambda *makes: False
+    object.__setattr__(patches.INPUT_STREAM, "apply", lambda *makes: False)
 torch.cuda.set_stream = counted
 atexit.register(lambda: print(f"switched {len(switches)} times", flush=True))

@@ -335,8 +335,10 @@ def manager(tmp_path, monkeypatch):
 def test_torchtitans_config_manager_shows_the_sections(manager, capsys):
     manager(HEAD + SECTIONS)
     shown = "".join(capsys.readouterr().out.split())
-    assert "titan_fp8=TitanFP8Linear(recipe='rowwise',filter_fqns=['output','wkv_a']" in shown
-    assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',fqns=['layers.1.moe.experts']" in shown
+    assert "titan_fp8=TitanFP8Linear(recipe='rowwise',emulate=True," in shown
+    assert "filter_fqns=['output','wkv_a']" in shown
+    assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',emulate=True," in shown
+    assert "fqns=['layers.1.moe.experts']" in shown
 
 
 def test_torchtitans_config_manager_refuses_what_training_refuses(manager):

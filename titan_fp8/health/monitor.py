@@ -11,7 +11,7 @@ Validation is not observed, nor is anything else that runs while the model is no
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ class Monitor:
     """Observes the steps of one run; ends what an earlier one in this process has left.
 
     Args:
-        freqs: those of all layers of the model, on whatever ranks they are; 0: never.
-        freq_of: that of a module on this rank, 0 for all but FP8 layers, which have an `fqn`.
+        freqs: those of all layers of the model, on whatever ranks they are; 0: never. A layer has
+            an `fqn` and a `health_freq`.
         last_step: of the run; there is none after it to observe.
     """
 
-    def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
-        self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
+    def __init__(self, freqs: Iterable[int], last_step: int):
+        self.freqs, self.last_step = {*freqs} - {0}, last_step
         self.observer: Observer | None = None
         self.names: list[str] = []
         self._names_of: dict[frozenset[int], list[str]] = {}
@@ -61,7 +61,7 @@ class Monitor:
             self.observer = None
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
-            layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
+            layers = list(_layers_of(models, due))
             if due not in self._names_of:
                 self._names_of[due] = union_of_names([layer.name for layer in layers])
             self.names = self._names_of[due]
@@ -87,12 +87,12 @@ def _report(
         _logger.warning(f"titan_fp8: {warning}")
 
 
-def layers_of(
-    models: Sequence[nn.Module], observed: Callable[[nn.Module], bool]
-) -> Iterator[Layer]:
-    """The weights of the observed modules: of a linear (N, K) and of experts (E, N, K)."""
+def _layers_of(models: Sequence[nn.Module], freqs: Collection[int]) -> Iterator[Layer]:
+    """The weights of modules with such a `health_freq`: of linears (N, K), of experts (E, N, K)."""
     for model in models:
-        for module in filter(observed, model.modules()):
+        for module in model.modules():
+            if getattr(module, "health_freq", 0) not in freqs:
+                continue
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "weight":
                     yield Layer(str(module.fqn), module, name)

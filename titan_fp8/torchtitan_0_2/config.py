@@ -2,8 +2,8 @@
 
 torchtitan merges the `JobConfig` of the module that `[job] custom_config_module` names, field by
 field, into its own. It checks the types of flags, but not of values from a TOML, so each section
-checks its values when it is built. Checks that need the whole configuration run once it is merged
-(`checked_cli`).
+checks its values when it is built (`titan_fp8/settings.py`). Checks that need the whole
+configuration run once it is merged (`checked_cli`).
 """
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -24,22 +24,12 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.checks import (
-    PERMUTATIONS,
-    check_common_settings,
-    check_host_speedups,
-    check_patterns,
-    check_permutation,
-    check_recipe,
-)
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
-from titan_fp8.recipe import BF16, RECIPE_NAMES
+from titan_fp8.recipe import BF16
+from titan_fp8.settings import ExpertsSettings, LinearSettings, RecipeName, Settings
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
-
-RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
-PermutationName = Literal[PERMUTATIONS]  # type: ignore[valid-type]
 
 
 class Origin(str, Enum):
@@ -52,102 +42,32 @@ class Origin(str, Enum):
 SectionOrigin = Annotated[Origin, tyro.conf.Suppress]
 
 
-@dataclass
-class TitanFP8Linear:
+@dataclass(kw_only=True)
+class _Section(Settings):
+    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
+    """Not a setting: set by the plugin."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.origin, Origin):
+            raise ValueError(f"{self.where} origin = {self.origin!r}: there is no such key")
+
+
+@dataclass(kw_only=True)
+class TitanFP8Linear(_Section, LinearSettings):
     """FP8 for nn.Linear modules."""
 
-    recipe: RecipeName = "blockwise"
-    """How operands are scaled. "blockwise": 1x128 activations and gradients, 128x128 weights, as
-    in DeepSeek-V3. "rowwise": one scale per row. "rowwise_with_gw_hp": rowwise, with weight
-    gradients in bf16. "blockwise_pow2": blockwise, with scales that are powers of two. "bf16":
-    nothing is converted, for the baseline."""
-
+    where = f"[{LINEAR}]"
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
-    """Linears whose qualified name contains one of these are left in high precision. The default
-    list means the output layer and the routers; in models of Hugging Face the output layer is the
-    one that they name, such as lm_head."""
-
-    emulate: bool = False
-    """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
-
-    fsdp_all_gather: bool = True
-    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same. False: FSDP2 gathers high precision."""
-
-    health_freq: int = 0
-    """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
-    scales) in TensorBoard and the log. 0: never."""
-
-    host_speedups: bool | None = None
-    """Whether to use what speeds torchtitan and FSDP2 up and is not FP8: permutation by gathers and
-    the exchange of tokens, MoE blocks compiled up to the experts, bf16 gradients sent as bf16,
-    batches on a stream of their own, backward on the calling thread. Applies to experts, too. The
-    default is true with FP8, and false with recipe "bf16", which then is torchtitan as it is."""
-
-    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
-    """Not a setting: set by the plugin."""
-
-    def __post_init__(self) -> None:
-        check_recipe(f"[{LINEAR}] recipe", self.recipe)
-        check_host_speedups(f"[{LINEAR}] host_speedups", self.host_speedups)
-        _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
-        check_common_settings(f"[{LINEAR}]", self)
-        _check_origin(LINEAR, self.origin)
 
 
-@dataclass
-class TitanFP8GroupedMM:
+@dataclass(kw_only=True)
+class TitanFP8GroupedMM(_Section, ExpertsSettings):
     """FP8 for the grouped GEMMs of MoE experts."""
 
+    where = f"[{GROUPED_MM}]"
     recipe: RecipeName | None = None
     """As in the linear section, whose value is the default."""
-
-    fqns: list[str] = field(default_factory=lambda: ["experts"])
-    """Grouped experts whose qualified name contains one of these are converted."""
-
-    emulate: bool = False
-    """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
-
-    fsdp_all_gather: bool = True
-    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same. False: FSDP2 gathers high precision."""
-
-    permutation: PermutationName | None = None
-    """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
-    "host": by torchtitan's own functions. The values are the same except for the order of sums and
-    for roundings of weighted outputs to the dtype of the activations. The default is "gather" with
-    host_speedups of the linear section, and otherwise "host"."""
-
-    health_freq: int = 0
-    """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
-    scales) in TensorBoard and the log. 0: never."""
-
-    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
-    """Not a setting: set by the plugin."""
-
-    def __post_init__(self) -> None:
-        if self.recipe is not None:
-            check_recipe(f"[{GROUPED_MM}] recipe", self.recipe)
-        _check_list(f"[{GROUPED_MM}] fqns", self.fqns)
-        if not self.fqns:
-            raise ValueError(
-                f"[{GROUPED_MM}] fqns = []: it would convert nothing; name the experts to convert "
-                f'or drop "{GROUPED_MM}" from model.converters'
-            )
-        check_common_settings(f"[{GROUPED_MM}]", self)
-        _check_origin(GROUPED_MM, self.origin)
-        check_permutation(f"[{GROUPED_MM}] permutation", self.permutation)
-
-
-def _check_list(key: str, value: object) -> None:
-    if not isinstance(value, list):
-        raise ValueError(f"{key} = {value!r}: allowed is a list of strings")
-    check_patterns(key, value)
-
-
-def _check_origin(section: str, value: object) -> None:
-    if not isinstance(value, Origin):
-        raise ValueError(f"[{section}] origin = {value!r}: there is no such key")
 
 
 @dataclass

@@ -12,13 +12,18 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import activation_checkpointing, graph_passes, recomputation
 from titan_fp8.checks import ConversionReport
-from titan_fp8.conversion import check_device, errors_prefixed, log_conversion
+from titan_fp8.conversion import (
+    apply_patches,
+    check_device,
+    errors_prefixed,
+    log_conversion,
+    log_gathers,
+)
 from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import health, patches
+from titan_fp8.torchtitan_0_2 import health
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import (
     FP8GroupedExperts,
@@ -38,6 +43,9 @@ class _Converter(QuantizationConverter):
     """What both converters do besides the conversion itself."""
 
     name: str
+    kind: str
+    """What is converted, for logs."""
+    layer_class: type[nn.Module]
     report: ConversionReport
     """What `convert` has converted, and why not the rest."""
 
@@ -46,10 +54,35 @@ class _Converter(QuantizationConverter):
         check_sizes(job_config, parallel_dims)
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
+        quantize = job_config.quantize
+        if self.name == LINEAR:
+            self.section, self.recipe = quantize.linear.titan_fp8, quantize.linear.titan_fp8.recipe
+        else:
+            self.section, self.recipe = quantize.grouped_mm.titan_fp8, experts_recipe(quantize)
         self.gathers_in_fp8 = False
         self.without_fsdp2 = job_config.model.name.startswith(WITHOUT_FSDP2)
         self.uses_fsdp2 = parallel_dims.fsdp_enabled and not self.without_fsdp2
         self.compiles = compile_config.enable and "model" in compile_config.components
+
+    def convert_layers(self, model: nn.Module) -> ConversionReport:
+        """The conversion itself, in place."""
+        raise NotImplementedError
+
+    def convert(self, model: nn.Module) -> None:
+        """Converts in place; logs a report on what might be converted."""
+        section, recipe = self.section, self.recipe
+        if recipe != BF16:
+            self.prepare(section.emulate)
+        with errors_prefixed(section.where):
+            self.report = self.convert_layers(model)
+        for fqn, *_ in self.report.converted:
+            vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
+        log_conversion(section.where, self.kind, recipe, self.report)
+        if fused := fuse_feed_forwards(model):
+            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
+        if section.fsdp_all_gather and recipe != BF16:
+            self.gather_in_fp8(model)
+        self.speed_up(model)
 
     def speed_up(self, model: nn.Module) -> None:
         """Once for both converters: switches `host_speedups` on, if the job uses them."""
@@ -63,19 +96,13 @@ class _Converter(QuantizationConverter):
                 compiles=self.compiles,
             )
 
-    def prepare(self, recipe: str, emulate: bool) -> None:
-        """Checks that the job can run FP8 layers and applies their patches; nothing for bf16."""
-        if recipe == BF16:
-            return
+    def prepare(self, emulate: bool) -> None:
+        """Checks that the job can run FP8 layers, and applies their patches."""
         check_device(utils.device_type, emulate)
         self.check_schedule()
         self.check_health()
         health.install(self.job_config)
-        patches.SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
-        if self.compiles and not self.checkpoints_all_blocks():
-            patches.RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
-        if self.compiles:
-            patches.FEWER_OPS.apply(graph_passes.FewerOps.after)
+        apply_patches(compiles=self.compiles, recomputes=not self.checkpoints_all_blocks())
         if self.job_config.parallelism.enable_async_tensor_parallel:
             warn_async_tp()
 
@@ -111,27 +138,18 @@ class _Converter(QuantizationConverter):
                     "FSDP2"
                 )
 
-    def gather_in_fp8(self, model: nn.Module, kind: type[nn.Module], section: str) -> None:
+    def gather_in_fp8(self, model: nn.Module) -> None:
         """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
-        if not self.parallel_dims.fsdp_enabled:
-            return
-        if not self.uses_fsdp2:
+        if self.uses_fsdp2:
+            self.gathers_in_fp8 = True
+            report = gather_in_fp8(model, self.layer_class)
+            log_gathers(f"[{self.name}]", f"{len(report.converted)} weights", report)
+        elif self.parallel_dims.fsdp_enabled:
             logger.info(
-                f"titan_fp8: [{section}] fsdp_all_gather has no effect: model.name = "
+                f"titan_fp8: [{self.name}] fsdp_all_gather has no effect: model.name = "
                 f"{self.job_config.model.name!r} does not use FSDP2, and weights are gathered in "
                 "high precision"
             )
-            return
-        report = gather_in_fp8(model, kind)
-        self.gathers_in_fp8 = True
-        logger.info(
-            f"titan_fp8: [{section}] FSDP2 gathers {len(report.converted)} weights in FP8"
-            + (
-                f"; these in high precision:\n{ConversionReport(left=report.left)}"
-                if report.left
-                else ""
-            )
-        )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Has the shards that FSDP2 gathers in FP8 quantized. Ops quantize all other operands."""
@@ -142,59 +160,25 @@ class _Converter(QuantizationConverter):
 class LinearConverter(_Converter):
     """`quantize.linear.titan_fp8`: nn.Linear to FP8Linear."""
 
-    name = LINEAR
+    name, kind, layer_class = LINEAR, "linears", FP8Linear
 
-    def convert(self, model: nn.Module) -> None:
-        section = self.job_config.quantize.linear.titan_fp8
-        self.prepare(section.recipe, section.emulate)
-        is_default = section.filter_fqns == [*DEFAULT_FILTER_FQNS]
-        with errors_prefixed(f"[{LINEAR}]"):
-            self.report = report = convert_linears(
-                model,
-                recipe=section.recipe,
-                filter_fqns=None if is_default else section.filter_fqns,
-                emulate=section.emulate,
-            )
-        log_conversion("linears", section.recipe, report)
-        if fused := fuse_feed_forwards(model):
-            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
-        if section.fsdp_all_gather and section.recipe != BF16:
-            self.gather_in_fp8(model, FP8Linear, LINEAR)
-        if section.recipe != BF16 and not report.converted:
-            logger.warning(
-                f"titan_fp8: [{LINEAR}] converted nothing in this model; the table above says why"
-            )
-        self.speed_up(model)
+    def convert_layers(self, model: nn.Module) -> ConversionReport:
+        filter_fqns = self.section.filter_fqns
+        return convert_linears(
+            model,
+            recipe=self.recipe,
+            filter_fqns=None if filter_fqns == [*DEFAULT_FILTER_FQNS] else filter_fqns,
+            emulate=self.section.emulate,
+        )
 
 
 class GroupedMMConverter(_Converter):
     """`quantize.grouped_mm.titan_fp8`: GroupedExperts to FP8GroupedExperts."""
 
-    name = GROUPED_MM
+    name, kind, layer_class = GROUPED_MM, "grouped experts", FP8GroupedExperts
 
     def convert(self, model: nn.Module) -> None:
-        section = self.job_config.quantize.grouped_mm.titan_fp8
-        recipe = experts_recipe(self.job_config.quantize)
-        self.check_model(model)
-        self.prepare(recipe, section.emulate)
-        with errors_prefixed(f"[{GROUPED_MM}]"):
-            self.report = report = convert_experts(
-                model,
-                recipe=recipe,
-                fqns=section.fqns,
-                emulate=section.emulate,
-                compile_backend=self.job_config.compile.backend if self.compiles else None,
-            )
-        if recipe != BF16:
-            # torchtitan's type for it allows 8, 16 and 32; at 128 no 1x128 block crosses experts.
-            moe_utils.set_token_group_alignment_size_m(get_recipe(recipe).alignment)
-        log_conversion("grouped experts", recipe, report)
-        if section.fsdp_all_gather and recipe != BF16:
-            self.gather_in_fp8(model, FP8GroupedExperts, GROUPED_MM)
-        self.speed_up(model)
-
-    def check_model(self, model: nn.Module) -> None:
-        """ValueError for a model without experts."""
+        """As for linears; ValueError for a model without experts."""
         if not any(map(is_grouped_experts, model.modules())):
             job = self.job_config.model
             raise ValueError(
@@ -202,6 +186,20 @@ class GroupedMMConverter(_Converter):
                 f"{job.name} {job.flavor} has no experts: drop it there, and the section "
                 f"[{GROUPED_MM}] if there is one"
             )
+        super().convert(model)
+
+    def convert_layers(self, model: nn.Module) -> ConversionReport:
+        report = convert_experts(
+            model,
+            recipe=self.recipe,
+            fqns=self.section.fqns,
+            emulate=self.section.emulate,
+            compile_backend=self.job_config.compile.backend if self.compiles else None,
+        )
+        if self.recipe != BF16:
+            # torchtitan's type for it allows 8, 16 and 32; at 128 no 1x128 block crosses experts.
+            moe_utils.set_token_group_alignment_size_m(get_recipe(self.recipe).alignment)
+        return report
 
 
 @functools.cache

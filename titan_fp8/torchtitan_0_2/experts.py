@@ -10,7 +10,7 @@ If that is a multiple of 128, as for blockwise, `aligned = True` tells the quant
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,36 +23,16 @@ from torchtitan.models.moe.moe import GroupedExperts
 from titan_fp8.checks import (
     ConversionReport,
     check_bool,
-    check_fqns,
-    check_patterns,
+    check_experts_patterns,
     check_recipe,
     check_shards,
     check_types,
     why_no_fp8_grouped_mm,
 )
+from titan_fp8.experts import Candidate, run_experts, select, shapes_of
 from titan_fp8.layouts import BLOCK
 from titan_fp8.ops import DTYPES
-from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.swiglu import fp8_swiglu
-
-
-def run_experts(
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    x: Tensor,
-    num_tokens_per_expert: Tensor,
-    recipe: str,
-    emulate: bool,
-    aligned: bool,
-) -> Tensor:
-    """w2(silu(w1 x) * w3 x) for each expert's tokens.
-
-    x (M, dim), sorted by expert; w1 and w3 (E, hidden, dim), w2 (E, dim, hidden). Returns (M, dim).
-    """
-    offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
-    y = fp8_swiglu(x, w1, w2, w3, offs, recipe=recipe, emulate=emulate, aligned=aligned)
-    return y.type_as(x)
+from titan_fp8.recipe import get_recipe
 
 
 @functools.cache
@@ -76,6 +56,7 @@ class FP8GroupedExperts(GroupedExperts):
     dispatch_aligns: bool
     """Whether the dispatch of expert parallelism pads groups to TOKEN_GROUP_ALIGN_SIZE_M."""
     compile_backend: str | None
+    health_freq: int = 0
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim)."""
@@ -135,32 +116,13 @@ def convert_experts(
     check_recipe("recipe", recipe)
     check_bool("emulate", emulate)
     check_types((str, type(None)), compile_backend=compile_backend)
-    check_patterns("fqns", fqns)
-    if not fqns:
-        raise ValueError("fqns = []: it would convert nothing; name the experts to convert")
-    shards_are_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
-    report, to_convert = ConversionReport(), []
-    convertible: set[str] = set()
-    for name, module in list(model.named_modules()):
-        if not is_grouped_experts(module):
-            continue
-        shape = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters())
-        hits = {pattern for pattern in fqns if pattern in name}
-        reason = _why_left(module) if hits else "no pattern of fqns matches"
-        if reason is None:
-            convertible |= hits
-            if recipe == BF16:
-                reason = 'recipe = "bf16"'
-        if reason is not None:
-            report.left.append((name, shape, reason))
-            continue
-        if not shards_are_gathered:
+    check_experts_patterns("fqns", fqns)
+    report, selected = select(_candidates(model), recipe, fqns)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        for name, _, _, module, _ in selected:
             for parameter, p in module.named_parameters():
                 check_shards(f"{name}.{parameter}", p, None)
-        to_convert.append((module, name))
-        report.converted.append((name, shape, recipe))
-    check_fqns(fqns, convertible, report)
-    for module, name in to_convert:
+    for name, _, _, module, _ in selected:
         module.__class__ = FP8GroupedExperts
         module.recipe, module.emulate, module.fqn = recipe, emulate, name
         # If our ops fuse the feed-forward, nothing is left to the compiler, and calling compiled
@@ -176,6 +138,12 @@ def convert_experts(
 def is_grouped_experts(module: nn.Module) -> bool:
     """Whether `module`, of any class, has stacked expert weights (E, N, K) of its own."""
     return any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def _candidates(model: nn.Module) -> Iterator[Candidate]:
+    for name, module in list(model.named_modules()):
+        if is_grouped_experts(module):
+            yield Candidate(name, shapes_of(module.parameters()), _why_left(module), module)
 
 
 def _why_left(experts: nn.Module) -> str | None:

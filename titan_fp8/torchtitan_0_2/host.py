@@ -9,15 +9,13 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8.activation_checkpointing import with_fp8_policy
 from titan_fp8.checks import permutation_of
-from titan_fp8.host import gradient_reduction
-from titan_fp8.host.gradient_copies import copy_by_kernel
-from titan_fp8.host.profiler_ranges import below_modes, while_profiling
+from titan_fp8.host import log_permutation, speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2 import permutation, token_exchange
 from titan_fp8.host.torchtitan_0_2.input_stream import Streams
 from titan_fp8.host.torchtitan_0_2.moe import route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.torchtitan_0_2 import patches
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, host_speedups_of
+from titan_fp8.torchtitan_0_2.config import host_speedups_of
 
 
 def speed_up(
@@ -43,14 +41,10 @@ def speed_up(
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
-    if not (layers := route_by_gathers(model)):
-        if section.permutation is not None:
-            logger.warning(
-                f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
-                "of this model uses torchtitan's permutation"
-            )
+    layers = route_by_gathers(model)
+    log_permutation(layers, section.permutation, section.where, "permutation")
+    if not layers:
         return
-    logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
     if parallel_dims.ep_enabled:
         _exchange_tokens()
     # Under TP, MoE blocks have hooks that forbid it.
@@ -67,10 +61,7 @@ def _speed_up_steps(uses_fsdp2: bool) -> None:
         streams = Streams()
         patches.INPUT_STREAM.apply(streams.train_step, streams.forward_backward_step)
     if uses_fsdp2:
-        patches.GRADIENT_REDUCTION.apply(
-            copy_by_kernel, gradient_reduction.in_bf16, gradient_reduction.noting_accumulation
-        )
-        patches.PROFILER_RANGES.apply(while_profiling, below_modes)
+        speed_up_fsdp2()
 
 
 def _exchange_tokens() -> None:
