@@ -231,7 +231,7 @@ class Op:
         )
         OPS[self.name] = self
         schema = torch.library.infer_schema(prototype, mutates_args=())
-        self.overload = register(self.name, schema, self.run, self.fake)
+        self.overload: torch._ops.OpOverload = register(self.name, schema, self.run, self.fake)
         setattr(DISPATCHED, self.name, self.overload)
         emulated = functools.partial(self.overload, emulate=True) if options else self.overload
         setattr(EMULATED, self.name, emulated)
