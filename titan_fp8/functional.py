@@ -152,9 +152,12 @@ class Function(torch.autograd.Function):
         return cls.apply(*args)
 
 
-@torch.compiler.assume_constant_result
 def _in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
+
+
+# What torch.compiler.assume_constant_result does. That would import torch._dynamo, and Triton, now.
+_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _has_tangent(x: Any) -> bool:
