@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from tables import printable
 from titan_logs import InputError, Run, read_run
 
-from titan_fp8.text_table import text_table
+from titan_fp8.modules.report import text_table
 
 FP32_STEP = 2.0**-23  # relative error of the ratio of two losses rounded to FP32
 LOG_ROUNDING = 6e-6  # half of the last digit in a log, plus the rounding to FP32

@@ -46,9 +46,9 @@ def cells(rows: Sequence[Row]) -> tuple[list[list[str]], set[int]]:
 
 
 def text_table(rows: Sequence[Row]) -> str:
-    from titan_fp8 import text_table as aligned  # Only here: it imports torch.
+    from titan_fp8.modules.report import text_table as aligned
 
-    return aligned.text_table(*cells(rows))
+    return aligned(*cells(rows))
 
 
 def markdown_table(rows: Sequence[Row]) -> str:

@@ -51,7 +51,7 @@ def fresh_torchtitan(monkeypatch):
     from parsing import without_help_texts
     from torchtitan.models.moe import moe, utils
 
-    from titan_fp8.conversion import warn_of_emulation
+    from titan_fp8.modules.conversion import warn_of_emulation
     from titan_fp8.patches import restore
     from titan_fp8.torchtitan_0_2 import converters, patches
 

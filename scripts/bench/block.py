@@ -9,10 +9,10 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
-from titan_fp8.graph_passes import FewerOps
+from titan_fp8.compile.graph_passes import FewerOps
+from titan_fp8.compile.recomputation import with_recomputable_quantizers
 from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS
 from titan_fp8.recipe import BF16
-from titan_fp8.recomputation import with_recomputable_quantizers
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 import titan_fp8
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.experts import compiled_run_experts
 

@@ -21,7 +21,7 @@ from bench.shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from torch import Tensor
 
 import titan_fp8
-from titan_fp8.graph_passes import FewerOps
+from titan_fp8.compile.graph_passes import FewerOps
 from titan_fp8.patches import FEWER_OPS
 from titan_fp8.recipe import BF16
 

@@ -14,7 +14,7 @@ from launch_utils import only
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from titan_fp8 import gemms
+from titan_fp8.functional import gemms
 from titan_fp8.kernels import gradients, hopper, launch, replay
 from titan_fp8.kernels.hopper import gemm_blockwise
 from titan_fp8.kernels.replay import replayed

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from titan_fp8 import convert_linears, fsdp, sharded_weight
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.linear import FP8Linear
+from titan_fp8 import convert_linears, fsdp
+from titan_fp8.fsdp import sharded_weight
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.modules.linear import FP8Linear
 from titan_fp8.recipe import get_recipe
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_fp8 import cpu_bf16, cpu_host
+from titan_fp8 import cpu_host
+from titan_fp8.cpu_host import bf16
 from titan_fp8.patches import BF16_KERNELS
 
 NAMES = ("mm", "addmm", "bmm", "baddbmm")
@@ -18,7 +19,7 @@ NAMES = ("mm", "addmm", "bmm", "baddbmm")
 def overridden() -> Iterator[None]:
     """FP32 products on every CPU."""
     for kernel in BF16_KERNELS:
-        kernel.replace(cpu_bf16.in_fp32(kernel.path))
+        kernel.replace(bf16.in_fp32(kernel.path))
     yield
     for kernel in BF16_KERNELS:
         kernel.replace(cpu_host._in_fp32(kernel.path))
@@ -163,7 +164,8 @@ def test_attention_multiplies_in_fp32_in_backward(masked: bool) -> None:
 def test_only_cpus_without_bf16_kernels_change() -> None:
     code = """
 import torch
-from titan_fp8 import cpu_bf16, cpu_host
+from titan_fp8 import cpu_host
+from titan_fp8.cpu_host import bf16
 from titan_fp8.patches import CPU_0_2, BF16_KERNELS, restore
 operands = [torch.randn(5, 5, dtype=dtype) for dtype in (torch.float32, torch.float64)]
 products = [operand @ operand for operand in operands]
@@ -172,7 +174,7 @@ def changed():
     return {"/patches.py" in torch._C._dispatch_dump(kernel.path) for kernel in BF16_KERNELS}
 
 for native in (True, False):
-    cpu_bf16.has_bf16_kernels = lambda: native
+    bf16.has_bf16_kernels = lambda: native
     for _ in range(2):
         for kernel in BF16_KERNELS:
             kernel.replace(cpu_host._in_fp32(kernel.path))

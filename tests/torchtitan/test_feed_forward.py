@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.moe.moe import FeedForward
 
 from titan_fp8 import FP8Linear, convert_linears
-from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_2.feed_forward import FP8FeedForward, fuse_feed_forwards
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.linear import FP8Linear
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.modules.linear import FP8Linear
 from titan_fp8.plan import __main__ as plan_main
 from titan_fp8.plan import bound, command, measure
 from titan_fp8.plan.measure import Timed

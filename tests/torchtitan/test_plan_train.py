@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from titan_fp8.modules.report import text_table
 from titan_fp8.plan import command, train
 from titan_fp8.recipe import BF16
-from titan_fp8.text_table import text_table
 
 ROOT = Path(__file__).parents[2]
 P = "--parallelism."

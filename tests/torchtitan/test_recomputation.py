@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torchtitan.models.moe.moe import FeedForward
 
 import titan_fp8
+from titan_fp8.compile.recomputation import with_recomputable_quantizers
 from titan_fp8.layouts import E4M3
 from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, restore
-from titan_fp8.recomputation import with_recomputable_quantizers
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
 PARTITIONED = "aot_eager_decomp_partition"

@@ -11,7 +11,7 @@ def fresh():
     """What conversions change is put back."""
     import torch
 
-    from titan_fp8.conversion import warn_of_emulation
+    from titan_fp8.modules.conversion import warn_of_emulation
     from titan_fp8.patches import restore
     from titan_fp8.torchtitan_0_3 import linear, patches
 

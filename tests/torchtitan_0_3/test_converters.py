@@ -382,7 +382,7 @@ def test_a_gpu_without_kernels_is_an_error_unless_emulated(monkeypatch, caplog, 
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr("titan_fp8.conversion.kernels_for", kernels_for)
+    monkeypatch.setattr("titan_fp8.modules.conversion.kernels_for", kernels_for)
     config = registry("llama3")
     if emulate:
         FP8LinearConverter.Config(emulate=True).build().convert(config)

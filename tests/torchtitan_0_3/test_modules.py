@@ -16,8 +16,8 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_fp8 import fp8_linear
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.health import Monitor
-from titan_fp8.swiglu import fp8_swiglu
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 from titan_fp8.torchtitan_0_3.experts import FP8Experts
 from titan_fp8.torchtitan_0_3.feed_forward import FP8FeedForward

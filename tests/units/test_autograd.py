@@ -22,8 +22,8 @@ from torch.utils.checkpoint import (
 )
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.recipe import RECIPES as STAGES
-from titan_fp8.swiglu import fp8_swiglu
 
 
 class Graphs:

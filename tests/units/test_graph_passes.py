@@ -13,8 +13,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
-from titan_fp8 import chained_pass
-from titan_fp8.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
+from titan_fp8.compile import chained_pass
+from titan_fp8.compile.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
 from titan_fp8.ops import registry, sequence
 from titan_fp8.ops.sequence import Place, Step, encode
 from titan_fp8.recipe import RECIPES

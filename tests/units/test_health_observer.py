@@ -22,12 +22,12 @@ from shapes import SMALL_GROUPS
 from torch import nn
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.health import Layer, Observer, observer, sampling, watch
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import Stat
 from titan_fp8.ops import observe, registry
-from titan_fp8.swiglu import fp8_swiglu
 
 KERNELS_PER_LINEAR = 24
 """Those that an observed step launches for each linear, besides those for all of them."""

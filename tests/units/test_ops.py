@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.graph_passes import FewerOps
+from titan_fp8.compile.graph_passes import FewerOps
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import DTYPES, OPS, call, registry
 
@@ -277,8 +277,8 @@ import os, torch
 infer = torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.graph_passes import FewerOps
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.compile.graph_passes import FewerOps
 from torch._inductor import config
 from torch._inductor.codecache import compiled_fx_graph_hash
 if fork and os.wait()[1]:
@@ -300,7 +300,7 @@ def state():
     configs = torch._dynamo, torch._functorch, torch._inductor, torch.compiler
     return [module.config.save_config() for module in configs], dict(os.environ)
 before = state()
-import titan_fp8.gathered_weight, titan_fp8.graph_passes, titan_fp8.recomputation, titan_fp8.swiglu
+import titan_fp8.functional, titan_fp8.compile.graph_passes, titan_fp8.compile.recomputation
 assert state() == before
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,9 +5,9 @@ import torch
 from count import Count
 
 import titan_fp8
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.layouts import cdiv
 from titan_fp8.recipe import RECIPES, Recipe, Scaling
-from titan_fp8.swiglu import fp8_swiglu
 
 M, N, K = 300, 144, 272
 OFFS = torch.tensor([5, 5, 290], dtype=torch.int32)

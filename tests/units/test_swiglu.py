@@ -24,8 +24,8 @@ from swiglu_cases import (
 )
 from torch import Tensor
 
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.layouts import BLOCK, transposed_width
-from titan_fp8.swiglu import fp8_swiglu
 
 
 @pytest.fixture(autouse=True)

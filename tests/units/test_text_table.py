@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_fp8.text_table import text_table
+from titan_fp8.modules.report import text_table
 
 
 @pytest.mark.parametrize("variables", [{}, {"COLUMNS": "20", "FORCE_COLOR": "1", "TERM": "dumb"}])

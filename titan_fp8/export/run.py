@@ -12,7 +12,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.fsdp.sharded_weight import gathers_of
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.health.sampling import Sample, Sampler
 from titan_fp8.health.shards import samples_of_shard
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat, in_absolute_units
 from titan_fp8.health.watch import WatchedOps
-from titan_fp8.sharded_weight import gathers_of
 
 SAMPLED_ROWS = 16
 

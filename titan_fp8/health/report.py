@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
-from titan_fp8.text_table import text_table
+from titan_fp8.modules.report import text_table
 
 UNDERFLOW_BOUND = 0.05
 """A warning names the layers in which more than this share of an operand's elements became zero."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from titan_fp8.fsdp.sharded_weight import ShardGather
 from titan_fp8.health.sampling import Sample, Sampler
 from titan_fp8.layouts import BLOCK
-from titan_fp8.sharded_weight import ShardGather
 
 
 def samples_of_shard(

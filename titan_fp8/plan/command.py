@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torchtitan.config import ConfigManager
 
-from titan_fp8.checks import permutation_of
+from titan_fp8.modules.checks import permutation_of
+from titan_fp8.modules.report import text_table
 from titan_fp8.ops import kernels_for
 from titan_fp8.plan import bound, measure, train
 from titan_fp8.plan.model import Layer, Rank, degrees_of, read_rank, refusal
 from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.text_table import text_table
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, host_speedups_of
 
 if sys.version_info >= (3, 11):

@@ -28,10 +28,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8.checks import fits_fp8
-from titan_fp8.feed_forward import FP8FeedForward
+from titan_fp8.fsdp.sharded_weight import marks
+from titan_fp8.functional.checks import fits_fp8
+from titan_fp8.modules.feed_forward import FP8FeedForward
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.sharded_weight import marks
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes
 from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 

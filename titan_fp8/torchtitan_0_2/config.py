@@ -2,7 +2,7 @@
 
 torchtitan merges the `JobConfig` of the module that `[job] custom_config_module` names, field by
 field, into its own. It checks the types of flags, but not of values from a TOML, so each section
-checks its values when it is built (`titan_fp8/settings.py`). Checks that need the whole
+checks its values when it is built (`titan_fp8/modules/settings.py`). Checks that need the whole
 configuration run once it is merged (`checked_cli`).
 """
 
@@ -24,9 +24,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.linear import DEFAULT_FILTER_FQNS
+from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS
+from titan_fp8.modules.settings import ExpertsSettings, LinearSettings, RecipeName, Settings
 from titan_fp8.recipe import BF16
-from titan_fp8.settings import ExpertsSettings, LinearSettings, RecipeName, Settings
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"

@@ -12,16 +12,16 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.checks import ConversionReport
-from titan_fp8.conversion import (
+from titan_fp8.fsdp import gather_in_fp8, requantize
+from titan_fp8.modules.conversion import (
     apply_patches,
     check_device,
     errors_prefixed,
     log_conversion,
     log_gathers,
 )
-from titan_fp8.fsdp import gather_in_fp8, requantize
-from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe

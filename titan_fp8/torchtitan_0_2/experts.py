@@ -20,17 +20,16 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_fp8.checks import (
-    ConversionReport,
-    check_bool,
+from titan_fp8.functional.checks import check_bool, check_types
+from titan_fp8.layouts import BLOCK
+from titan_fp8.modules.checks import (
     check_experts_patterns,
     check_recipe,
     check_shards,
-    check_types,
     why_no_fp8_grouped_mm,
 )
-from titan_fp8.experts import Candidate, run_experts, select, shapes_of
-from titan_fp8.layouts import BLOCK
+from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import get_recipe
 

@@ -1,4 +1,4 @@
-"""torchtitan's dense feed-forwards, fused (`titan_fp8/feed_forward.py`)."""
+"""torchtitan's dense feed-forwards, fused (`titan_fp8/modules/feed_forward.py`)."""
 
 from torch import nn
 from torchtitan.models.llama3.model import model as llama3
@@ -6,8 +6,8 @@ from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.moe import moe
 from torchtitan.models.qwen3.model import model as qwen3
 
-from titan_fp8.feed_forward import FP8FeedForward, can_fuse
-from titan_fp8.linear import FP8Linear
+from titan_fp8.modules.feed_forward import FP8FeedForward, can_fuse
+from titan_fp8.modules.linear import FP8Linear
 
 
 class Llama3FeedForward(FP8FeedForward, llama3.FeedForward):

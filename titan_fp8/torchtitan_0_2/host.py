@@ -7,13 +7,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.activation_checkpointing import with_fp8_policy
-from titan_fp8.checks import permutation_of
+from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import log_permutation, speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2 import permutation, token_exchange
 from titan_fp8.host.torchtitan_0_2.input_stream import Streams
 from titan_fp8.host.torchtitan_0_2.moe import route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.modules.checks import permutation_of
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import host_speedups_of
 

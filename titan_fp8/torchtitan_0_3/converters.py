@@ -13,16 +13,16 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.checks import ConversionReport
-from titan_fp8.conversion import (
+from titan_fp8.modules.conversion import (
     apply_patches,
     check_device,
     errors_prefixed,
     log_conversion,
     log_gathers,
 )
+from titan_fp8.modules.report import ConversionReport
+from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
 from titan_fp8.recipe import BF16
-from titan_fp8.settings import ExpertsSettings, LinearSettings
 from titan_fp8.torchtitan_0_3 import fsdp, health
 from titan_fp8.torchtitan_0_3.experts import convert_experts
 from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards

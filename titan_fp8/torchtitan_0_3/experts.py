@@ -26,12 +26,13 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import ConversionReport, why_no_fp8_grouped_mm
-from titan_fp8.experts import Candidate, run_experts, select, shapes_of
 from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.layouts import BLOCK
+from titan_fp8.modules.checks import why_no_fp8_grouped_mm
+from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
+from titan_fp8.modules.report import ConversionReport
+from titan_fp8.modules.settings import ExpertsSettings
 from titan_fp8.recipe import get_recipe
-from titan_fp8.settings import ExpertsSettings
 from titan_fp8.torchtitan_0_3.linear import (
     FP8Fields,
     FP8Module,

@@ -1,4 +1,4 @@
-"""torchtitan 0.3's feed-forwards, fused (`titan_fp8/feed_forward.py`)."""
+"""torchtitan 0.3's feed-forwards, fused (`titan_fp8/modules/feed_forward.py`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from torchtitan.config.override import derive
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.protocols.module import Module
 
-from titan_fp8 import feed_forward
+from titan_fp8.modules import feed_forward
 from titan_fp8.torchtitan_0_3.linear import FP8Linear, replace
 
 _FORWARD = FP8Linear.forward

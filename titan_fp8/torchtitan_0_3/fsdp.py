@@ -15,8 +15,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import ConversionReport
 from titan_fp8.fsdp import requantize
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear

@@ -4,11 +4,11 @@ from typing import Any
 
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import permutation_of
 from titan_fp8.host import log_permutation, speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_3.dispatcher import dispatch_by_gathers
+from titan_fp8.modules.checks import permutation_of
+from titan_fp8.modules.settings import ExpertsSettings
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.settings import ExpertsSettings
 
 
 def speed_up(model: Module.Config, settings: Any) -> None:

@@ -20,16 +20,12 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
-from titan_fp8 import linear
-from titan_fp8.checks import (
-    ConversionReport,
-    check_filter_fqns,
-    check_shard_sizes,
-    why_no_fp8_gemm,
-)
 from titan_fp8.fsdp import gather_in_fp8
+from titan_fp8.modules import linear
+from titan_fp8.modules.checks import check_filter_fqns, check_shard_sizes, why_no_fp8_gemm
+from titan_fp8.modules.report import ConversionReport
+from titan_fp8.modules.settings import LinearSettings, Settings
 from titan_fp8.recipe import BF16
-from titan_fp8.settings import LinearSettings, Settings
 
 DEFAULT_FILTER_FQNS = ("lm_head", "router.gate")
 """Logits and routing are sensitive to rounding; DeepSeek-V3 keeps both in high precision, too."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
-from titan_fp8.feed_forward import FP8FeedForward, has_hooks
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
+from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
 
 
 class Routed(NamedTuple):

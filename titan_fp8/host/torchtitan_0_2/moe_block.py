@@ -34,9 +34,9 @@ from torchtitan.models.deepseek_v3.model import model as deepseek_v3
 from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.qwen3.model import model as qwen3
 
-from titan_fp8.activation_checkpointing import outside_checkpoint
-from titan_fp8.feed_forward import has_hooks
+from titan_fp8.compile.activation_checkpointing import outside_checkpoint
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, Routed
+from titan_fp8.modules.feed_forward import has_hooks
 
 
 def before_experts(

@@ -18,8 +18,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import expert_parallel
 
-from titan_fp8.activation_checkpointing import inside_checkpoint
-from titan_fp8.functional import no_double_backward
+from titan_fp8.compile.activation_checkpointing import inside_checkpoint
+from titan_fp8.functional.product import no_double_backward
 
 _c10d = torch.ops._c10d_functional
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from titan_fp8.sharded_weight import ShardGather, gathers_of, quantize
+from titan_fp8.fsdp.sharded_weight import ShardGather, gathers_of, quantize
 
 
 def requantize(models: Iterable[nn.Module]) -> None:

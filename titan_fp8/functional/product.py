@@ -19,118 +19,32 @@ it is and gets no gradient. `operands_of` gives the GEMMs what they read of each
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from titan_fp8.checks import (
+from titan_fp8.functional.checks import (
     check_bool,
     check_devices,
-    check_multiples_of_16,
     check_types,
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.gemms import DTypes, Operand, Spec, fprop, product_backward
-from titan_fp8.gemms import Weight as WeightOperand
-from titan_fp8.gemms import product as product_forward
+from titan_fp8.functional.gemms import DTypes, Operand, Spec, fprop, product_backward
+from titan_fp8.functional.gemms import Weight as WeightOperand
+from titan_fp8.functional.gemms import product as product_forward
+from titan_fp8.functional.weights import (
+    OPTIONAL,
+    WEIGHTS,
+    Weight,
+    check_weight,
+    operands_of,
+)
 from titan_fp8.ops import run
-from titan_fp8.ops.operands import for_kernels
 from titan_fp8.recipe import get_recipe
-
-
-class QuantizedWeight(NamedTuple):
-    """A weight that is already in FP8, in the layouts of both GEMMs that read it.
-
-    Attributes:
-        recipe: the name of the recipe that it was quantized by.
-        rows: q (N, K) or (E, N, K), e4m3, and its FP32 scale, for fprop.
-        columns: the transposed q (K, N) or (E, K, N) and its scale, for dgrad.
-    """
-
-    recipe: str
-    rows: Operand
-    columns: Operand
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.rows[0].shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.rows[0].device
-
-    @property
-    def requires_grad(self) -> bool:
-        return False
-
-    @property
-    def dtype(self) -> None:
-        """That of its gradient, which it does not get."""
-
-    @property
-    def for_fprop(self) -> WeightOperand:
-        """q as fprop reads it."""
-        q, s = self.rows
-        return for_kernels(q), s
-
-    @property
-    def for_dgrad(self) -> WeightOperand:
-        """The q that dgrad reads, laid out as the weight, a view of its transpose."""
-        q_t, s_t = self.columns
-        return for_kernels(q_t).mT, s_t
-
-
-Weight = Tensor | QuantizedWeight
-WEIGHTS = (Tensor, QuantizedWeight)
-OPTIONAL = (Tensor, type(None))
-
-
-def operands_of(w: Weight, dtype: torch.dtype) -> tuple[WeightOperand, WeightOperand]:
-    """What fprop and dgrad read of a weight: itself and None, or q and the scales of this GEMM.
-
-    Raises:
-        NotImplementedError: a GatheredWeight is to be cast to `dtype`, as by autocast.
-    """
-    if isinstance(w, GatheredWeight):
-        w.check_dtype(dtype)
-    elif isinstance(w, Tensor):
-        return (w, None), (w, None)
-    return w.for_fprop, w.for_dgrad
-
-
-@torch.no_grad()
-def quantize_weight(
-    weight: Tensor, *, recipe: str = "blockwise", emulate: bool = False
-) -> QuantizedWeight:
-    """Quantize a weight once, for products that read it many times.
-
-    Args:
-        weight: (N, K) or (E, N, K), bfloat16 or float32, N and K multiples of 16.
-        recipe, emulate: as in `fp8_linear`.
-
-    Returns:
-        The weight in FP8. It does not follow later changes of `weight` and gets no gradient.
-
-    Raises:
-        ValueError: a recipe, type, shape or dtype other than these.
-        RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
-    """
-    ops = get_recipe(recipe)
-    check_bool("emulate", emulate)
-    check_types(weight=weight)
-    if weight.dim() not in (2, 3):
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: allowed are (N, K) and (E, N, K)"
-        )
-    check_multiples_of_16("weight", weight.shape)
-    weight = weight.contiguous()
-    rows = ops.quantize_weight(weight, emulate=emulate)
-    return QuantizedWeight(recipe, rows, ops.quantize_weight_t(weight, emulate=emulate))
 
 
 class Function(torch.autograd.Function):
@@ -287,16 +201,6 @@ def product(
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
     for_wgrad = torch.is_grad_enabled() and weight.requires_grad
     return _FP8Product.call(x_MK, weight, bias, offs, x_quantized, for_wgrad, spec)
-
-
-def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
-    """Checks that `weight` suits the recipe. Returns it, or None if it is a QuantizedWeight."""
-    check_multiples_of_16(name, weight.shape)
-    if not isinstance(weight, QuantizedWeight):
-        return weight
-    if weight.recipe != recipe:
-        raise ValueError(f"{name} was quantized for {weight.recipe!r}: the recipe is {recipe!r}")
-    return None
 
 
 def fp8_linear(

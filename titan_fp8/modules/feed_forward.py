@@ -15,9 +15,9 @@ import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8.linear import FP8Linear
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.modules.linear import FP8Linear
 from titan_fp8.recipe import get_recipe
-from titan_fp8.swiglu import fp8_swiglu
 
 _FORWARD = FP8Linear.forward
 

@@ -29,18 +29,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from titan_fp8.checks import (
-    ConversionReport,
-    check_bool,
+from titan_fp8.functional import fp8_linear
+from titan_fp8.functional.checks import check_bool, check_types
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.modules.checks import (
     check_filter_fqns,
     check_patterns,
     check_recipe,
     check_shards,
-    check_types,
     why_no_fp8_gemm,
 )
-from titan_fp8.functional import fp8_linear
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16
 

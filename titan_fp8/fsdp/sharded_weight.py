@@ -38,11 +38,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.fsdp.shards import QuantizedShard, ShardSpec, cast_shard, quantize_shards
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import get_recipe
-from titan_fp8.shards import QuantizedShard, ShardSpec, cast_shard, quantize_shards
 
 _log = logging.getLogger(__name__)
 

@@ -1,32 +1,22 @@
-"""Checks of configuration values, arguments, modules and shards, and the report of a conversion.
+"""Checks of configuration values, of modules to convert and of their shards.
 
-Every check raises a ValueError that names the argument or key, its value and what is allowed.
+Each raises a ValueError that names the key or module, its value and what is allowed.
 """
 
-import reprlib
-import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from titan_fp8.ops import DTYPES
+from titan_fp8.functional.checks import fits_fp8
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import RECIPE_NAMES
-from titan_fp8.text_table import text_table
 
-_DTYPES = set(DTYPES)
 PERMUTATIONS = ("gather", "host")
 """The allowed values of `permutation`."""
 
 # Configuration values
-
-
-def check_bool(key: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} = {value!r}: allowed are true and false")
 
 
 def check_recipe(key: str, recipe: object) -> None:
@@ -71,77 +61,6 @@ def permutation_of(permutation: str | None, host_speedups: bool) -> str:
     return permutation or ("gather" if host_speedups else "host")
 
 
-# Arguments of a product
-
-
-def check_types(allowed: tuple[type, ...] = (Tensor,), **arguments: object) -> None:
-    """Every argument must be of one of these types; `type(None)` stands for None."""
-    for name, value in arguments.items():
-        if not isinstance(value, allowed):
-            names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
-            raise ValueError(f"{name} is {reprlib.repr(value)}: allowed is a {names}")
-
-
-def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
-    """The dtype in which F.linear would compute, autocast included: bfloat16 or float32.
-
-    `others`: the other operands by name. Without autocast all must have x's dtype.
-    """
-    dtypes = {x.dtype, *[t.dtype for t in others.values() if t is not None]}
-    if not dtypes <= _DTYPES:
-        for name, t in {"x": x, **others}.items():
-            if t is not None and t.dtype not in _DTYPES:
-                allowed = "allowed are torch.bfloat16 and torch.float32"
-                raise ValueError(f"{name} is {t.dtype}: {allowed}")
-    device = x.device.type
-    # is_autocast_enabled raises for meta; amp.is_autocast_available would cause a graph break.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        if dtype not in DTYPES:
-            raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
-        return dtype
-    if len(dtypes) > 1:
-        each = {name: t.dtype for name, t in {"x": x, **others}.items() if t is not None}
-        raise ValueError(f"dtypes differ outside autocast: {each}")
-    return x.dtype
-
-
-def check_devices(x: Tensor, **others: Any) -> None:
-    """Tensors and quantized weights must be on x's device; kernels do not check addresses."""
-    for name, t in others.items():
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
-
-
-def fits_fp8(size: int) -> bool:
-    """Whether FP8 GEMMs take a dimension of this size: a positive multiple of 16."""
-    return size > 0 and size % 16 == 0
-
-
-def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
-    """N and K of a weight (..., N, K) must be positive multiples of 16."""
-    n, k = shape[-2:]
-    if not (fits_fp8(n) and fits_fp8(k)):
-        raise ValueError(
-            f"{name} has shape {tuple(shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
-            "positive multiples of 16"
-        )
-
-
-def checked_offs(offs: Any, groups: int) -> Tensor:
-    """The group ends, contiguous; `offs` must be a (groups,) int32 tensor."""
-    if not groups:
-        raise ValueError("weight has 0 groups: at least one is needed")
-    if not isinstance(offs, Tensor):
-        raise ValueError(f"offs is {offs!r}: allowed is a tensor, torch.int32 of shape ({groups},)")
-    if offs.dtype != torch.int32 or offs.shape != (groups,):
-        raise ValueError(
-            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
-            f"allowed is torch.int32 of shape ({groups},)"
-        )
-    return offs.contiguous()
-
-
 # Modules to convert
 
 
@@ -157,7 +76,7 @@ def check_filter_fqns(
             )
 
 
-def check_fqns(fqns: Sequence[str], convertible: set[str], report: "ConversionReport") -> None:
+def check_fqns(fqns: Sequence[str], convertible: set[str], report: ConversionReport) -> None:
     """Every pattern of `fqns` must match experts that can be converted: be in `convertible`."""
     candidates = report.converted or report.left
     for pattern in fqns:
@@ -226,23 +145,3 @@ def _shard_sizes(size: int, ranks: int) -> set[int]:
     """The sizes of the shards into which Shard cuts `size`; the last ones may be 0."""
     largest = -(-size // ranks)
     return {max(0, min(largest, size - rank * largest)) for rank in range(ranks)}
-
-
-# The report
-
-
-@dataclass
-class ConversionReport:
-    """What a conversion did, one row (name, shape, recipe or reason) per candidate module.
-
-    `converted` says which recipe a module now has; `left` says why a module was not converted.
-    """
-
-    converted: list[tuple[str, str, str]] = field(default_factory=list)
-    left: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """A table of all candidates, ready for a log."""
-        rows = [("module", "shape", "recipe / left in high precision because"), *self.converted]
-        rows += [(name, shape, f"- {reason}") for name, shape, reason in self.left]
-        return textwrap.indent(text_table(rows), "  ")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from titan_fp8.checks import (
+from titan_fp8.functional.checks import check_bool
+from titan_fp8.modules.checks import (
     PERMUTATIONS,
-    check_bool,
     check_experts_patterns,
     check_freq,
     check_patterns,

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import OpOverload
 
-from titan_fp8.chained_pass import ChainedPass
+from titan_fp8.compile.chained_pass import ChainedPass
 from titan_fp8.ops import sequence
 from titan_fp8.ops.registry import OPS
 from titan_fp8.ops.sequence import Place, Step

@@ -17,26 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8.checks import (
+from titan_fp8.functional.checks import (
     check_bool,
     check_devices,
     check_types,
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional import (
-    OPTIONAL,
-    WEIGHTS,
-    Function,
-    Weight,
-    check_weight,
-    needed,
-    no_double_backward,
-    operands_of,
-    product,
-    spread,
-)
-from titan_fp8.gemms import Spec, feed_forward, feed_forward_backward, quantized
+from titan_fp8.functional.gemms import Spec, feed_forward, feed_forward_backward, quantized
+from titan_fp8.functional.product import Function, needed, no_double_backward, product, spread
+from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight, operands_of
 from titan_fp8.ops import run
 from titan_fp8.recipe import get_recipe
 

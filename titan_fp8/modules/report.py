@@ -1,7 +1,9 @@
-"""Tables of text with aligned columns, for logs and terminals."""
+"""The report of a conversion, and tables of text with aligned columns."""
 
 import io
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -27,3 +29,20 @@ def text_table(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> st
     )
     console.print(grid)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did, one row (name, shape, recipe or reason) per candidate module.
+
+    `converted` says which recipe a module now has; `left` says why a module was not converted.
+    """
+
+    converted: list[tuple[str, str, str]] = field(default_factory=list)
+    left: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """A table of all candidates, ready for a log."""
+        rows = [("module", "shape", "recipe / left in high precision because"), *self.converted]
+        rows += [(name, shape, f"- {reason}") for name, shape, reason in self.left]
+        return textwrap.indent(text_table(rows), "  ")

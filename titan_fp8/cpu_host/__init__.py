@@ -13,7 +13,7 @@ What the patch replaces:
 - functions that the trainer calls of its device module, and torch.cpu lacks. It has
   current_device, but that returns a string, and a barrier needs a number;
 - FSDP2's gradient divide factor, with which it reduces by PREMUL_SUM, which gloo lacks;
-- products of bf16 matrices, on CPUs without kernels for them (cpu_bf16.py);
+- products of bf16 matrices, on CPUs without kernels for them (`bf16.py`);
 - loading of checkpoints, to warn: DTensor has no random numbers for CPU meshes, so without a
   checkpoint every rank initializes its shard with the same values;
 - and what the adapter's cpu.py says.
@@ -36,7 +36,8 @@ from typing import Any
 
 import torch
 
-from titan_fp8 import cpu_bf16, patches
+from titan_fp8 import patches
+from titan_fp8.cpu_host import bf16
 
 SEED_WARNING = (
     "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
@@ -91,7 +92,7 @@ def _by_adapter(name: str) -> Callable:
 
 
 def _in_fp32(path: str) -> Callable:
-    return (lambda kernel: kernel) if cpu_bf16.has_bf16_kernels() else cpu_bf16.in_fp32(path)
+    return (lambda kernel: kernel) if bf16.has_bf16_kernels() else bf16.in_fp32(path)
 
 
 def _constant(value: Callable) -> Callable:
@@ -153,7 +154,3 @@ def main() -> None:
                 "config; the command line may say otherwise"
             )
     adapter.train()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_fp8.checks import ConversionReport, check_fqns
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.modules.checks import check_fqns
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import BF16
-from titan_fp8.swiglu import fp8_swiglu
 
 
 def run_experts(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_fp8.checks import ConversionReport, check_types
+from titan_fp8.functional.checks import check_types
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.ops import kernels_for
 from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY
 from titan_fp8.recipe import BF16
@@ -47,7 +48,7 @@ def apply_patches(*, compiles: bool = True, recomputes: bool = True) -> None:
         compiles: whether torch.compile may compile the model.
         recomputes: whether its partitioner may recompute quantizers.
     """
-    from titan_fp8 import activation_checkpointing, graph_passes, recomputation
+    from titan_fp8.compile import activation_checkpointing, graph_passes, recomputation
 
     SAC_POLICY.apply(activation_checkpointing.with_fp8_policy)
     if compiles and recomputes:
@@ -118,7 +119,7 @@ def revert(model: nn.Module) -> list[str]:
 
 def _classes(cls: type) -> list[type]:
     """The classes of titan_fp8 that `cls` is made of."""
-    return [each for each in cls.__mro__ if each.__module__.split(".")[0] == __package__]
+    return [each for each in cls.__mro__ if each.__module__.split(".")[0] == "titan_fp8"]
 
 
 def _plain(cls: type) -> type:

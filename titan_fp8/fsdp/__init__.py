@@ -33,10 +33,10 @@ model together, with one collective per process group, and the others reuse the 
 
 from torch import nn
 
-from titan_fp8.checks import ConversionReport
+from titan_fp8.fsdp.requantize import requantize
+from titan_fp8.fsdp.sharded_weight import mark, shown_to_fsdp2, with_new_values
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import FP8_GATHERS
-from titan_fp8.requantize import requantize
-from titan_fp8.sharded_weight import mark, shown_to_fsdp2, with_new_values
 
 __all__ = ["gather_in_fp8", "requantize"]
 
