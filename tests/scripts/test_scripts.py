@@ -1,4 +1,4 @@
-"""The scripts: arguments that they refuse, the data they prepare, and the README's commands."""
+"""The scripts: arguments that they refuse, the data they prepare, and what README and docs name."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"]
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
@@ -132,29 +133,33 @@ def test_torchtitan_reads_the_corpus(data: Path, split: str) -> None:
     assert first[0] == tokenizer.bos_id
 
 
-def readme_commands() -> list[list[str]]:
-    """The commands of the README's shell blocks, continued lines joined, comments dropped."""
-    blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", README, re.DOTALL)
+def commands_of(page: Path) -> list[list[str]]:
+    """The commands of a page's shell blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", page.read_text(), re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
     return [command for command in commands if command]
 
 
 def test_readme_has_the_two_commands() -> None:
-    commands = readme_commands()
+    commands = commands_of(ROOT / "README.md")
     assert ["./scripts/quickstart.sh"] in commands
     assert ["./scripts/test.sh"] in commands
 
 
-@pytest.mark.parametrize("command", readme_commands(), ids=" ".join)
-def test_readme_names_what_exists(command: list[str]) -> None:
-    for word in command:
-        if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
-            path, _, function = word.partition(":")
-            assert (ROOT / path).exists(), word
-            assert not function or f"def {function}(" in (ROOT / path).read_text(), word
-
-
-def test_readme_links_exist() -> None:
-    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_what_exists(page: Path) -> None:
+    for command in commands_of(page):
+        for word in command:
+            if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
+                path, _, function = word.partition(":")
+                assert (ROOT / path).exists(), word
+                assert not function or f"def {function}(" in (ROOT / path).read_text(), word
+    for link in re.findall(r"\]\((?!https?://)([^)]*)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else ()
+        assert not anchor or anchor in [
+            re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
+        ], link

@@ -64,11 +64,19 @@ def test_one_line_loads_the_plugin_with_its_documented_defaults(tmp_path):
     )
 
 
-def test_the_readme_shows_the_defaults(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+def test_the_docs_show_the_defaults(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     config = parse(tmp_path, block.replace("[model]", '[model]\nname = "deepseek_v3"'))
     assert sections(config) == sections(parse(tmp_path, HEAD))
+
+
+def test_the_lines_of_the_readme_convert_a_dense_model(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    config = parse(tmp_path, block.replace("[model]", '[model]\nname = "llama3"'))
+    linear, _ = sections(config)
+    assert config.model.converters == [LINEAR] and linear[0] == "blockwise"
 
 
 def test_every_key_is_read_from_the_toml(tmp_path):

@@ -17,7 +17,7 @@ from titan_fp8.torchtitan_0_3.experts import FP8Experts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
 ADAPTER = "titan_fp8.torchtitan_0_3"
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/torchtitan_0_3.md"
 
 
 def test_the_documented_defaults():
@@ -31,8 +31,8 @@ def test_the_documented_defaults():
     assert isinstance(experts.build(), QuantizationConverter)
 
 
-def test_the_readme_shows_the_defaults():
-    text = README.read_text(encoding="utf-8")
+def test_the_docs_show_the_defaults():
+    text = PAGE.read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(from titan_fp8.torchtitan_0_3 .*?)```", text, re.DOTALL)
     names: dict = {}
     exec(block, names)
