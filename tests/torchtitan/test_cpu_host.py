@@ -1,5 +1,6 @@
 """What each patch of cpu_host enables. Other tests run whole trainings on the CPU."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import torch
 import torchtitan.train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import build_device_memory_monitor
+from torchtitan.config import JobConfig
 from torchtitan.models.moe.kernels import generate_permute_indices
 
 from titan_fp8 import cpu_host
+from titan_fp8.torchtitan_0_2.cpu import check_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -112,3 +115,12 @@ def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     with pytest.raises(SystemExit, match="AMD GPU, which titan_fp8 does not support: hide it"):
         cpu_host.main()
+
+
+@pytest.mark.parametrize("flavor, fits", [("70B", False), ("debugmodel", True)])
+def test_a_model_that_does_not_fit_is_refused(flavor: str, fits: bool) -> None:
+    config = JobConfig()
+    config.model.name, config.model.flavor = "llama3", flavor
+    message = "llama3 70B needs 1,051 GiB without activations, and this machine has no GPU and"
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=message):
+        check_memory(config)
