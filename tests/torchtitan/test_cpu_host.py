@@ -117,10 +117,13 @@ def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_host.main()
 
 
-@pytest.mark.parametrize("flavor, fits", [("70B", False), ("debugmodel", True)])
-def test_a_model_that_does_not_fit_is_refused(flavor: str, fits: bool) -> None:
+@pytest.mark.parametrize(
+    "name, flavor, gib",
+    [("llama3", "70B", "1,051"), ("llama3", "debugmodel", ""), ("deepseek_v3", "debugmodel", "")],
+)
+def test_a_model_that_does_not_fit_is_refused(name: str, flavor: str, gib: str) -> None:
     config = JobConfig()
-    config.model.name, config.model.flavor = "llama3", flavor
-    message = "llama3 70B needs 1,051 GiB without activations, and this machine has no GPU and"
-    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match=message):
+    config.model.name, config.model.flavor = name, flavor
+    message = f"llama3 70B needs {gib} GiB without activations, and this machine has no GPU and"
+    with contextlib.nullcontext() if not gib else pytest.raises(SystemExit, match=message):
         check_memory(config)

@@ -1,5 +1,6 @@
 """What torchtitan 0.2 needs besides `titan_fp8.cpu_host.prepare` to run without an accelerator."""
 
+import copy
 import functools
 import os
 import sys
@@ -41,8 +42,10 @@ def check_memory(job_config: Any) -> None:
     spec = get_train_spec(name)
     if flavor not in spec.model_args:
         return  # torchtitan says so.
+    args = copy.deepcopy(spec.model_args[flavor])
+    args.update_from_config(job_config)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in spec.model_cls(spec.model_args[flavor]).parameters())
+        parameters = sum(p.numel() for p in spec.model_cls(args).parameters())
     needed, memory = BYTES_PER_PARAMETER * parameters, memory_of_machine()
     if needed > memory:
         sys.exit(
