@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a weight in FP8; `fsdp.py` says how it is used.
+"""What FSDP2 gathers of a weight in FP8.
 
 A shard is an ordinary tensor in high precision. So a write to it cannot be noticed: compiled code,
 a kernel of another library or a pointer writes to memory, not through PyTorch. Therefore nothing is
@@ -93,7 +93,7 @@ class ShardGather:
 
     @property
     def why_high_precision(self) -> str | None:
-        """Why the weight is gathered in high precision; None if it is gathered in FP8."""
+        """None if the weight is gathered in FP8."""
         spec = self.spec
         if self.param.offload_to_cpu:
             return (

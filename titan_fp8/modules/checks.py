@@ -19,10 +19,10 @@ PERMUTATIONS = ("gather", "host")
 # Configuration values
 
 
-def check_recipe(key: str, recipe: object) -> None:
-    """Allowed are the FP8 recipes and "bf16"."""
-    if not isinstance(recipe, str) or recipe not in RECIPE_NAMES:
-        raise ValueError(f"{key} = {recipe!r}: allowed are {', '.join(map(repr, RECIPE_NAMES))}")
+def check_choice(key: str, value: object, allowed: Sequence[str] = RECIPE_NAMES) -> None:
+    """Allowed is one of these, by default of the recipes with "bf16"."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
 
 
 def check_patterns(key: str, patterns: Any) -> None:
@@ -48,12 +48,6 @@ def check_freq(key: str, value: object) -> None:
     """Allowed are numbers of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
-
-
-def check_permutation(key: str, value: object) -> None:
-    """Allowed are the PERMUTATIONS."""
-    if value not in PERMUTATIONS:
-        raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, PERMUTATIONS))}")
 
 
 def permutation_of(permutation: str | None, host_speedups: bool) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,15 +66,32 @@ def errors_prefixed(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix} {error}") from None
 
 
-def log_conversion(where: str, what: str, recipe: str, report: ConversionReport) -> None:
-    """Logs how many modules of a kind were converted, and the table of all; warns if none was."""
+def convert_and_log(
+    model: Any,
+    where: str,
+    kind: str,
+    recipe: str,
+    convert: Callable[[Any], ConversionReport],
+    fuse: Callable[[Any], int],
+) -> ConversionReport:
+    """Converts a model or its config, and fuses its feed-forwards; logs both.
+
+    Args:
+        where: what the errors of `convert` begin with.
+        kind: what is converted, for logs.
+    """
+    with errors_prefixed(where):
+        report = convert(model)
     count, total = len(report.converted), len(report.converted) + len(report.left)
-    _logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
+    _logger.info(f"titan_fp8: converted {count} of {total} {kind}, {recipe}\n{report}")
     if recipe != BF16 and not count:
         _logger.warning(
             f"titan_fp8: {where.removesuffix(':')} converted nothing in this model; the table "
             "above says why"
         )
+    if fused := fuse(model):
+        _logger.info(f"titan_fp8: {fused} feed-forwards run fused")
+    return report
 
 
 def log_gathers(where: str, what: str, report: ConversionReport) -> None:

@@ -16,8 +16,7 @@ from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.modules.conversion import (
     apply_patches,
     check_device,
-    errors_prefixed,
-    log_conversion,
+    convert_and_log,
     log_gathers,
 )
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
@@ -73,28 +72,16 @@ class _Converter(QuantizationConverter):
         section, recipe = self.section, self.recipe
         if recipe != BF16:
             self.prepare(section.emulate)
-        with errors_prefixed(section.where):
-            self.report = self.convert_layers(model)
+        self.report = convert_and_log(
+            model, section.where, self.kind, recipe, self.convert_layers, fuse_feed_forwards
+        )
         for fqn, *_ in self.report.converted:
             vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
-        log_conversion(section.where, self.kind, recipe, self.report)
-        if fused := fuse_feed_forwards(model):
-            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model)
-        self.speed_up(model)
-
-    def speed_up(self, model: nn.Module) -> None:
-        """Once for both converters: switches `host_speedups` on, if the job uses them."""
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
-        if ours[0] == self.name:
-            speed_up(
-                model,
-                self.job_config,
-                self.parallel_dims,
-                uses_fsdp2=self.uses_fsdp2,
-                compiles=self.compiles,
-            )
+        if ours[0] == self.name:  # Once for both converters.
+            speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
 
     def prepare(self, emulate: bool) -> None:
         """Checks that the job can run FP8 layers, and applies their patches."""

@@ -23,8 +23,8 @@ from torchtitan.models.moe.moe import GroupedExperts
 from titan_fp8.functional.checks import check_bool, check_types
 from titan_fp8.layouts import BLOCK
 from titan_fp8.modules.checks import (
+    check_choice,
     check_experts_patterns,
-    check_recipe,
     check_shards,
     why_no_fp8_grouped_mm,
 )
@@ -112,7 +112,7 @@ def convert_experts(
             a pattern that converts nothing; a DTensor whose shards are too small for FP8 GEMMs.
     """
     check_types((nn.Module,), model=model)
-    check_recipe("recipe", recipe)
+    check_choice("recipe", recipe)
     check_bool("emulate", emulate)
     check_types((str, type(None)), compile_backend=compile_backend)
     check_experts_patterns("fqns", fqns)
