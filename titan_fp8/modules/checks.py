@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.functional.checks import fits_fp8
-from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import RECIPE_NAMES
 
 PERMUTATIONS = ("gather", "host")
@@ -67,17 +66,6 @@ def check_filter_fqns(
         if pattern not in defaults and not any(pattern in name for name in names):
             raise ValueError(
                 f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
-            )
-
-
-def check_fqns(fqns: Sequence[str], convertible: set[str], report: ConversionReport) -> None:
-    """Every pattern of `fqns` must match experts that can be converted: be in `convertible`."""
-    candidates = report.converted or report.left
-    for pattern in fqns:
-        if pattern not in convertible:
-            raise ValueError(
-                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if candidates else ", which has no grouped experts")
             )
 
 

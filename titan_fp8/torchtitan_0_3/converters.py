@@ -3,6 +3,7 @@
 Like torchtitan's own, they replace configs in the tree of a model, before it is built.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +34,11 @@ class _Converter(QuantizationConverter):
 
     kind: str
     """What is converted, for logs."""
+    convert_configs: Callable[[Module.Config, Any], ConversionReport]
+    """The conversion itself, in place, by the settings."""
 
     def __init__(self, config: Any):
         self.config = config
-
-    def convert_configs(self, model: Module.Config) -> ConversionReport:
-        """The conversion itself, in place."""
-        raise NotImplementedError
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Converts in place and returns its argument; logs a report on what might be converted."""
@@ -55,7 +54,7 @@ class _Converter(QuantizationConverter):
             config.where,
             self.kind,
             config.recipe,
-            self.convert_configs,
+            lambda model: self.convert_configs(model, config),
             fuse_feed_forwards,
         )
         if config.fsdp_all_gather and converts:
@@ -75,9 +74,7 @@ class FP8LinearConverter(_Converter):
         fsdp_all_gather: bool = False
 
     kind = "linears"
-
-    def convert_configs(self, model: Module.Config) -> ConversionReport:
-        return convert_linears(model, self.config)
+    convert_configs = staticmethod(convert_linears)
 
 
 class FP8GroupedExpertsConverter(_Converter):
@@ -91,9 +88,7 @@ class FP8GroupedExpertsConverter(_Converter):
         """As in FP8LinearConverter."""
 
     kind = "grouped experts"
-
-    def convert_configs(self, model: Module.Config) -> ConversionReport:
-        return convert_experts(model, self.config)
+    convert_configs = staticmethod(convert_experts)
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         if not any(model_config.traverse(GroupedExperts.Config)):
