@@ -183,10 +183,10 @@ class Patch:
             message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.why}"
             if self.required:
                 raise RuntimeError(message)
-            _log_once(logging.WARNING, message)
+            log_once(logging.WARNING, message)
             return False
         replaced = ", ".join(target.path for target in self.targets if target.path in _replaced)
-        _log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
+        log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
         return True
 
 
@@ -195,11 +195,12 @@ def restore(patches: Iterable[Patch]) -> None:
     for patch in patches:
         for target in patch.targets:
             target.restore()
-    _log_once.cache_clear()
+    log_once.cache_clear()
 
 
 @functools.cache
-def _log_once(level: int, message: str) -> None:
+def log_once(level: int, message: str) -> None:
+    """Logs a message, unless this process has logged it before."""
     _logger.log(level, message)
 
 
@@ -301,8 +302,10 @@ BF16_KERNELS = tuple(
 
 def _cpu(*targets: Target) -> Patch:
     """Replaces what both versions of torchtitan need on the CPU, and then `targets`."""
-    added = ("get_device_name", "get_device_properties", "memory_stats")
-    added += ("reset_peak_memory_stats", "empty_cache", "current_device")
+    added = [
+        *("get_device_name", "get_device_properties", "memory_stats"),
+        *("reset_peak_memory_stats", "empty_cache", "current_device"),
+    ]
     return Patch(
         name="CPU",
         targets=(

@@ -42,9 +42,8 @@ from titan_fp8.fsdp.shards import QuantizedShard, ShardSpec, cast_shard, quantiz
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import get_recipe
-
-_log = logging.getLogger(__name__)
 
 
 class ShardGather:
@@ -211,7 +210,7 @@ def _gather_of(param: FSDPParam) -> ShardGather | None:
     gather = gathers[name] = gathers[name] or ShardGather(param)
     # Until the first gather the model may still get another dtype.
     if gather.shard is None and (reason := gather.why_high_precision):
-        _warn(reason)
+        log_once(logging.WARNING, f"titan_fp8: a weight is gathered in high precision: {reason}")
         del gathers[name]
         return None
     return gather
@@ -236,11 +235,6 @@ def with_new_values(reset: Callable) -> Callable:
             gather.fresh = False
 
     return reset_sharded_param
-
-
-@functools.cache
-def _warn(reason: str) -> None:
-    _log.warning(f"titan_fp8: a weight is gathered in high precision: {reason}")
 
 
 @contextlib.contextmanager

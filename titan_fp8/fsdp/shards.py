@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, pad_blocks, round_up
-from titan_fp8.recipe import Recipe, get_recipe
+from titan_fp8.recipe import get_recipe
 from titan_fp8.reference import cast, scale_of
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,18 +39,12 @@ class ShardSpec:
         group: the ranks that share the weight; None if this rank has all of it.
     """
 
-    whole: Shape
+    whole: tuple[int, ...]
     dim: int
     first: int
-    padded: Shape
+    padded: tuple[int, ...]
     dtype: torch.dtype
     group: dist.ProcessGroup | None
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks have shards of one size."""
-        ranks = 1 if self.group is None else self.group.size()
-        return self.padded[self.dim] * ranks == self.whole[self.dim]
 
     @property
     def carrier(self) -> torch.dtype:
@@ -63,7 +55,9 @@ class ShardSpec:
         because shards have different sizes or are not of the first dimension, that must be the
         shard's.
         """
-        return self.dtype if self.is_even and self.dim == 0 else torch.uint8
+        ranks = 1 if self.group is None else self.group.size()
+        is_even = self.padded[self.dim] * ranks == self.whole[self.dim]
+        return self.dtype if is_even and self.dim == 0 else torch.uint8
 
     @property
     def first_row(self) -> int:
@@ -92,7 +86,9 @@ class QuantizedShard:
     """
 
     def __init__(self, recipe: str, emulate: bool, spec: ShardSpec, device: torch.device):
-        self.recipe, self.emulate, self.spec = recipe, emulate, spec
+        self.emulate, self.spec = emulate, spec
+        self.ops = get_recipe(recipe)
+        self.blockwise = self.ops.has_weight_blocks
         self.q: Tensor | None = None
         self.q_columns: Tensor | None = None
         *lead, n, k = spec.whole
@@ -105,14 +101,6 @@ class QuantizedShard:
         else:
             self.table = torch.zeros(*lead, n + k, device=device)
             self.s, self.s_t = (torch.zeros(*lead, size, device=device) for size in (n, k))
-
-    @property
-    def ops(self) -> Recipe:
-        return get_recipe(self.recipe)
-
-    @property
-    def blockwise(self) -> bool:
-        return self.ops.has_weight_blocks
 
     def shares_blocks(self, x: Tensor) -> bool:
         """Whether other ranks have rows of the first or the last 128x128 blocks of the shard x."""

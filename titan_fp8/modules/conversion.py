@@ -12,7 +12,7 @@ from torch import nn
 from titan_fp8.functional.checks import check_types
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.ops import kernels_for
-from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY
+from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY, log_once
 from titan_fp8.recipe import BF16
 
 _logger = logging.getLogger()  # torchtitan's own
@@ -28,17 +28,13 @@ def check_device(device_type: str, emulate: bool) -> None:
         RuntimeError: the current GPU has no FP8 kernels, and `emulate` is False.
     """
     if emulate or device_type != "cuda" or not torch.cuda.is_available():
-        warn_of_emulation()
+        log_once(
+            logging.WARNING,
+            "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe, the "
+            "speed is that of the emulation",
+        )
     else:
         kernels_for(torch.device("cuda", torch.cuda.current_device()))
-
-
-@functools.cache
-def warn_of_emulation() -> None:
-    _logger.warning(
-        "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe, the speed "
-        "is that of the emulation"
-    )
 
 
 def apply_patches(*, compiles: bool = True, recomputes: bool = True) -> None:

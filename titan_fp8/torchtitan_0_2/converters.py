@@ -1,6 +1,6 @@
 """The two model converters that `[model] converters` of a TOML lists."""
 
-import functools
+import logging
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from titan_fp8.modules.conversion import (
 )
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.modules.report import ConversionReport
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
@@ -91,7 +92,11 @@ class _Converter(QuantizationConverter):
         health.install(self.job_config)
         apply_patches(compiles=self.compiles, recomputes=not self.checkpoints_all_blocks())
         if self.job_config.parallelism.enable_async_tensor_parallel:
-            warn_async_tp()
+            log_once(
+                logging.WARNING,
+                "titan_fp8: async tensor parallelism overlaps aten.mm with collectives, but not "
+                "FP8 GEMMs, which are other ops: converted linears run without that overlap",
+            )
 
     def checkpoints_all_blocks(self) -> bool:
         ac = self.job_config.activation_checkpoint
@@ -113,17 +118,13 @@ class _Converter(QuantizationConverter):
 
     def check_health(self) -> None:
         """ValueError for health of a model whose weights are gathered whenever they are read."""
-        dims = self.parallel_dims
-        if not (self.without_fsdp2 and (dims.fsdp_enabled or dims.dp_replicate_enabled)):
-            return
-        quantize = self.job_config.quantize
-        for name, section in ((LINEAR, quantize.linear), (GROUPED_MM, quantize.grouped_mm)):
-            if freq := section.titan_fp8.health_freq:
-                raise ValueError(
-                    f"[{name}] health_freq = {freq}: with model.name = "
-                    f"{self.job_config.model.name!r} it must be 0, because the model does not use "
-                    "FSDP2"
-                )
+        dims, freq = self.parallel_dims, self.section.health_freq
+        is_sharded = dims.fsdp_enabled or dims.dp_replicate_enabled
+        if freq and self.without_fsdp2 and is_sharded:
+            raise ValueError(
+                f"[{self.name}] health_freq = {freq}: with model.name = "
+                f"{self.job_config.model.name!r} it must be 0, because the model does not use FSDP2"
+            )
 
     def gather_in_fp8(self, model: nn.Module) -> None:
         """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
@@ -187,14 +188,6 @@ class GroupedMMConverter(_Converter):
             # torchtitan's type for it allows 8, 16 and 32; at 128 no 1x128 block crosses experts.
             moe_utils.set_token_group_alignment_size_m(get_recipe(self.recipe).alignment)
         return report
-
-
-@functools.cache
-def warn_async_tp() -> None:
-    logger.warning(
-        "titan_fp8: async tensor parallelism overlaps aten.mm with collectives, but not FP8 GEMMs, "
-        "which are other ops: converted linears run without that overlap"
-    )
 
 
 register_model_converter(LinearConverter, LINEAR)
