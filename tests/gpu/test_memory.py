@@ -1,7 +1,7 @@
 """FP8 needs no more memory than bf16: the peaks of four layers on two GPUs.
 
 Compiled, with op-level checkpointing, as big models train. The first four layers of Llama3-8B and
-of DeepSeekV3-16B need less than 40 GiB.
+of DeepSeekV3-16B need less than 40 GiB by count.
 """
 
 import sys

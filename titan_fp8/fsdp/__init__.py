@@ -69,12 +69,10 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
         if not isinstance(layer, layer_class):
             continue
         for name, param in list(layer.named_parameters(recurse=False)):
-            row = f"{fqn}.{name}", " x ".join(map(str, param.shape))
             if param.dim() < 2:
                 continue
-            if len(owners[param]) > 1:
-                report.left.append((*row, "another module reads it, too"))
-                continue
-            mark(layer, name)
-            report.converted.append((*row, str(layer.recipe)))
+            shape = " x ".join(map(str, param.shape))
+            reason = "another module reads it, too" if len(owners[param]) > 1 else None
+            if report.add(f"{fqn}.{name}", shape, str(layer.recipe), reason):
+                mark(layer, name)
     return report

@@ -65,11 +65,8 @@ def select(
             reason = "no pattern of fqns matches"
         elif reason is None and recipe == BF16:
             reason = 'recipe = "bf16"'
-        if reason is None:
+        if report.add(fqn, shapes, recipe, reason):
             selected.append(candidate)
-            report.converted.append((fqn, shapes, recipe))
-        else:
-            report.left.append((fqn, shapes, reason))
     for pattern in fqns:
         if pattern not in convertible:
             found = report.converted or report.left

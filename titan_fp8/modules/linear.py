@@ -191,11 +191,8 @@ def convert_linears(
             reason = "the output layer"
         if reason is None and not shards_are_gathered:
             check_shards(f"{name}.weight", module.weight, None)
-        if reason:
-            report.left.append((name, shape, reason))
-            continue
-        to_convert.append((module, name))
-        report.converted.append((name, shape, recipe))
+        if report.add(name, shape, recipe, reason):
+            to_convert.append((module, name))
     for module, name in to_convert:
         module.__class__ = FP8Linear
         vars(module).update(recipe=recipe, emulate=emulate, fqn=name)

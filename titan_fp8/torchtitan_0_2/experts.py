@@ -63,11 +63,10 @@ class FP8GroupedExperts(GroupedExperts):
         aligned = False
         if isinstance(self.w1, DTensor):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
-            aligned = self.dispatch_aligns and "ep" in mesh_dims
+            # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
+            alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+            aligned = self.dispatch_aligns and "ep" in mesh_dims and alignment % BLOCK == 0
             weights = tuple(w.to_local() for w in weights)
-        # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
-        alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-        aligned = aligned and alignment % BLOCK == 0
         run = run_experts
         # Inside a compiled region the experts are part of that region.
         if self.compile_backend is not None and not torch.compiler.is_compiling():

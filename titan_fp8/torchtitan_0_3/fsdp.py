@@ -48,13 +48,13 @@ def gather_in_fp8(where: str, model: Module.Config, converted: ConversionReport)
     report = ConversionReport()
     for fqn, shape, recipe in converted.converted:
         config: Any = configs[fqn]
+        reason = None
         if fqn == "lm_head" and getattr(model, "enable_weight_tying", False):
-            report.left.append((fqn, shape, "tok_embeddings reads the weight, too"))
-        elif isinstance(config, (FP8Linear.Config, FP8GroupedExperts.Config)):
+            reason = "tok_embeddings reads the weight, too"
+        elif not isinstance(config, (FP8Linear.Config, FP8GroupedExperts.Config)):
+            reason = f"{config._owner.__name__} reads the weights itself"
+        if report.add(fqn, shape, recipe, reason):
             config.fsdp_all_gather = True
-            report.converted.append((fqn, shape, recipe))
-        else:
-            report.left.append((fqn, shape, f"{config._owner.__name__} reads the weights itself"))
     _requantize_after_each_step()
     cuda_graphs.check_settings()
     log_gathers(where, f"the weights of {len(report.converted)} modules", report)

@@ -156,12 +156,9 @@ def convert_linears(model: Module.Config, settings: LinearSettings) -> Conversio
         if isinstance(config, FP8Linear.Config):
             check_converted_once(fqn, config.recipe, recipe)
         reason = _why_left(fqn, config, parent, recipe, filter_fqns)
-        if reason:
-            report.left.append((fqn, shape, reason))
-            continue
-        added = FP8Fields.of(settings, fqn)
-        replace(parent, attribute, derive(config, FP8Linear.Config, **added))
-        report.converted.append((fqn, shape, recipe))
+        if report.add(fqn, shape, recipe, reason):
+            added = FP8Fields.of(settings, fqn)
+            replace(parent, attribute, derive(config, FP8Linear.Config, **added))
     return report
 
 
