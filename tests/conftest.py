@@ -51,12 +51,10 @@ def fresh_torchtitan(monkeypatch):
     from parsing import without_help_texts
     from torchtitan.models.moe import moe, utils
 
-    from titan_fp8.modules.conversion import warn_of_emulation
-    from titan_fp8.patches import restore
-    from titan_fp8.torchtitan_0_2 import converters, patches
+    from titan_fp8.patches import log_once, restore
+    from titan_fp8.torchtitan_0_2 import patches
 
-    warn_of_emulation.cache_clear()
-    converters.warn_async_tp.cache_clear()
+    log_once.cache_clear()
     # torchtitan's own changes: apply_compile, and the memory budget of activation checkpointing.
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
     monkeypatch.setattr(utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)

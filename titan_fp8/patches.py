@@ -152,8 +152,7 @@ class Patch:
     name: str
     targets: tuple[Target, ...]
     why: str
-    without: str
-    """What changes for the user where the patch cannot be applied."""
+    """What is so, for the user too, where the patch cannot be applied."""
     until: str
     """What has to happen before it can go."""
     required: bool = False
@@ -181,13 +180,13 @@ class Patch:
         if problem:
             for target in self.targets:
                 target.restore()
-            message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.without}"
+            message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.why}"
             if self.required:
                 raise RuntimeError(message)
-            _log_once(logging.WARNING, message)
+            log_once(logging.WARNING, message)
             return False
         replaced = ", ".join(target.path for target in self.targets if target.path in _replaced)
-        _log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
+        log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
         return True
 
 
@@ -196,11 +195,12 @@ def restore(patches: Iterable[Patch]) -> None:
     for patch in patches:
         for target in patch.targets:
             target.restore()
-    _log_once.cache_clear()
+    log_once.cache_clear()
 
 
 @functools.cache
-def _log_once(level: int, message: str) -> None:
+def log_once(level: int, message: str) -> None:
+    """Logs a message, unless this process has logged it before."""
     _logger.log(level, message)
 
 
@@ -217,8 +217,7 @@ SAC_POLICY = Patch(
         ),
     ),
     relies_on=(Target("torch.utils.checkpoint:_CachingTorchDispatchMode", ("policy_fn", ...)),),
-    why="torchtitan's op-level policy does not know FP8 GEMMs (activation_checkpointing.py).",
-    without="Op-level activation checkpointing recomputes every FP8 GEMM: slower, less memory.",
+    why="Op-level activation checkpointing recomputes each FP8 GEMM, which it does not know.",
     until="torchtitan's policy counts ops of a list that converters can extend.",
 )
 
@@ -228,16 +227,14 @@ RECOMPUTABLE_QUANTIZERS = Patch(
     relies_on=(
         Target("torch._functorch.partitioners:OpTypes", ("fusible_ops", "recomputable_ops", ...)),
     ),
-    why="AOTAutograd's partitioner never recomputes a custom op (recomputation.py).",
-    without="torch.compile saves FP8 copies of the layers' inputs for backward: more memory.",
+    why="torch.compile recomputes no custom op, so it saves FP8 copies of inputs: more memory.",
     until="torch.library has a tag for ops that are cheap to recompute.",
 )
 
 FEWER_OPS = Patch(
     name="fewer ops",
     targets=(Target("torch._inductor.config:post_grad_custom_post_pass"),),
-    why="torch.compile neither merges custom ops nor drops unread outputs (graph_passes.py).",
-    without="Compiled FP8 layers call more ops, and quantizers write more than is read: slower.",
+    why="torch.compile neither merges custom ops nor drops outputs that nobody reads: slower.",
     until="torch.compile launches custom ops as cheaply as its own kernels.",
 )
 
@@ -248,9 +245,8 @@ FP8_GATHERS = Patch(
         Target(f"{_FSDP}._fsdp_param:FSDPParam.reset_sharded_param", ("self",)),
     ),
     relies_on=(Target(f"{_FSDP}._fsdp_param:FSDPParam._init_extensions", ("self",)),),
-    why="FSDP2 looks for its extension on a parameter's local tensor (sharded_weight.py).",
-    without="FSDP2 cannot gather weights in FP8. Set fsdp_all_gather = false.",
-    until="FSDP2 takes extensions that are not part of a tensor.",
+    why="FSDP2 cannot gather weights in FP8. Set fsdp_all_gather = false.",
+    until="FSDP2 takes extensions that are not part of a parameter's local tensor.",
     required=True,
 )
 
@@ -276,8 +272,7 @@ GRADIENT_REDUCTION = Patch(
         Target(f"{_FSDP}._fsdp_param:FSDPParam.to_accumulated_grad_if_needed", ("self",)),
     ),
     relies_on=(Target(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter"),),
-    why="FSDP2 sends bf16 gradients as FP32, and waits for a table to copy them (host/gradient_*).",
-    without="FSDP2 sends FP32, twice as many bytes, and copies gradients in more CPU time.",
+    why="FSDP2 sends bf16 gradients as FP32, twice the bytes, and copies them in more CPU time.",
     until="FSDP2 sends gradients in their own dtype, and copies them without a table.",
 )
 
@@ -289,12 +284,11 @@ PROFILER_RANGES = Patch(
             f"{_FSDP}._fsdp_state:FSDPState._root_pre_forward", ("self", "module", "args", "kwargs")
         ),
     ),
-    why="FSDP2 marks its work for the profiler, also when none runs (host/profiler_ranges.py).",
-    without="More CPU time; on torch 2.13 op-level checkpointing fails with experts under FSDP2.",
+    why="More CPU time; on torch 2.13 op-level checkpointing fails with experts under FSDP2.",
     until="record_function costs nothing without a profiler, and checkpoints ignore its ops.",
 )
 
-# What torchtitan needs on a machine without an accelerator (cpu_host.py)
+# What torchtitan needs on a machine without an accelerator (cpu_host/)
 
 BF16_KERNELS = tuple(
     Kernel(f"aten::{name}")
@@ -303,43 +297,39 @@ BF16_KERNELS = tuple(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     )
 )
-"""Replaced on CPUs without bf16 kernels of oneDNN (cpu_bf16.py)."""
-_CPU = (
-    # First, since torchtitan calls it once, on import.
-    Target("torch._utils:_get_available_device_type", ()),
-    *(
-        Target(f"torch.cpu:{name}", may_be_absent=True)
-        for name in (
-            *("get_device_name", "get_device_properties", "memory_stats"),
-            *("reset_peak_memory_stats", "empty_cache", "current_device"),
-        )
-    ),
-    Target("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")),
-    *BF16_KERNELS,
-)
-CPU_0_2 = Patch(
-    name="CPU",
-    targets=(
-        *_CPU,
-        Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),
-        Target("torch:histc"),
-        Target("torchtitan.models.moe.kernels:fill_indices_wrapper"),
-    ),
-    why="torchtitan assumes CUDA, and calls what PyTorch and itself lack on the CPU.",
-    without="torchtitan cannot run on this machine, which has no accelerator.",
-    until="torchtitan trains on the CPU by itself.",
-    required=True,
-)
+"""Replaced on CPUs without bf16 kernels of oneDNN (cpu_host/bf16.py)."""
 
-CPU_0_3 = Patch(
-    name="CPU",
-    targets=(
-        *_CPU,
-        Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
-        Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),
-    ),
-    why="torchtitan assumes CUDA, and calls what PyTorch and itself lack on the CPU.",
-    without="torchtitan cannot run on this machine, which has no accelerator.",
-    until="torchtitan trains on the CPU by itself.",
-    required=True,
+
+def _cpu(*targets: Target) -> Patch:
+    """Replaces what both versions of torchtitan need on the CPU, and then `targets`."""
+    added = [
+        *("get_device_name", "get_device_properties", "memory_stats"),
+        *("reset_peak_memory_stats", "empty_cache", "current_device"),
+    ]
+    return Patch(
+        name="CPU",
+        targets=(
+            # First, since torchtitan calls it once, on import.
+            Target("torch._utils:_get_available_device_type", ()),
+            *(Target(f"torch.cpu:{name}", may_be_absent=True) for name in added),
+            Target(
+                "torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")
+            ),
+            *BF16_KERNELS,
+            *targets,
+        ),
+        why="torchtitan assumes CUDA, and cannot run on this machine, which has no accelerator.",
+        until="torchtitan trains on the CPU by itself.",
+        required=True,
+    )
+
+
+CPU_0_2 = _cpu(
+    Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),
+    Target("torch:histc"),
+    Target("torchtitan.models.moe.kernels:fill_indices_wrapper"),
+)
+CPU_0_3 = _cpu(
+    Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
+    Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),
 )

@@ -99,7 +99,7 @@ def test_a_target_that_does_not_fit(caplog, path, parameters, problem, required)
             (record,) = caplog.records
             assert record.levelno == logging.WARNING
             message = record.getMessage()
-        assert all(text in message for text in ("'test'", f"{path} {problem}", patch.without))
+        assert all(text in message for text in ("'test'", f"{path} {problem}", patch.why))
         assert Owner.value == "original"
 
 

@@ -6,8 +6,7 @@ To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under 
   quantizes the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
 - backward: FSDP2 gathers again, and dgrad quantizes the weight as gathered then.
 - gradients: wgrad returns the gradient in the dtype of the gathered weight. FSDP2 copies it into a
-  buffer and sums it over the ranks in `mixed_precision_reduce`, FP32 by default
-  (`host/gradient_copies.py`, `host/gradient_reduction.py`).
+  buffer and sums it over the ranks in `mixed_precision_reduce`, FP32 by default.
 
 With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
 Gradients, and what the optimizer and checkpoints see, do not change. `gather_in_fp8` marks the
@@ -20,15 +19,11 @@ weights of FP8 layers, and FSDP2 is shown an extension for them, a `ShardGather`
     all-gather         one per FSDP2 unit: weights in FP8, other parameters as without titan_fp8
       | fsdp_post_all_gather
       v
-    GatheredWeight     what the layer multiplies by (`gathered_weight.py`)
+    GatheredWeight     what the layer multiplies by (`functional/weights.py`)
 
 Rowwise recipes quantize rows for fprop and columns for dgrad. Each gather moves both, as many bytes
-as in bf16.
-
-The ranks that share a 128x128 block or a column agree on its scale by a collective. By itself every
-gather quantizes, with a collective for each weight. The adapters avoid that: after a step of the
-optimizer they call `requantize` (`requantize.py`). Then the next gather quantizes all shards of a
-model together, with one collective per process group, and the others reuse the copies.
+as in bf16. When shards are quantized, `sharded_weight.py` says. After each step of the optimizer
+the adapters call `requantize` (`requantize.py`), so that it happens once a step.
 """
 
 from torch import nn
@@ -46,8 +41,7 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
 
     Losses and gradients are those of gathers in high precision, whatever writes to the shards, and
     by whatever means. For that every gather quantizes. In a training loop of your own, win the time
-    back by a call of `titan_fp8.fsdp.requantize([model])` after each step of the optimizer. Shards
-    are then quantized once a step, and must not change between its forwards.
+    back by a call of `requantize([model])` after each step of the optimizer.
 
     Not supported: `fully_shard` with an integer `reshard_after_forward`, with `ignored_params` of a
     compiled layer, or not called at all before a layer is compiled; and compiled autograd.
@@ -75,12 +69,10 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
         if not isinstance(layer, layer_class):
             continue
         for name, param in list(layer.named_parameters(recurse=False)):
-            row = f"{fqn}.{name}", " x ".join(map(str, param.shape))
             if param.dim() < 2:
                 continue
-            if len(owners[param]) > 1:
-                report.left.append((*row, "another module reads it, too"))
-                continue
-            mark(layer, name)
-            report.converted.append((*row, str(layer.recipe)))
+            shape = " x ".join(map(str, param.shape))
+            reason = "another module reads it, too" if len(owners[param]) > 1 else None
+            if report.add(f"{fqn}.{name}", shape, str(layer.recipe), reason):
+                mark(layer, name)
     return report

@@ -1,7 +1,7 @@
-"""Tells FSDP2's gathers in FP8 (`fsdp.py`) that the optimizer has made a step.
+"""Tells FSDP2's gathers in FP8 that the optimizer has made a step.
 
-All shards of a model are then quantized together, at the next gather. The first call for a model
-also tells FSDP2 not to gather embeddings in backward: their gradient depends on the tokens alone.
+The first call for a model also tells FSDP2 not to gather embeddings in backward: their gradient
+depends on the tokens alone.
 """
 
 import contextlib

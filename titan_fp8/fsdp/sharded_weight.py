@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a weight in FP8; `fsdp.py` says how it is used.
+"""What FSDP2 gathers of a weight in FP8.
 
 A shard is an ordinary tensor in high precision. So a write to it cannot be noticed: compiled code,
 a kernel of another library or a pointer writes to memory, not through PyTorch. Therefore nothing is
@@ -42,9 +42,8 @@ from titan_fp8.fsdp.shards import QuantizedShard, ShardSpec, cast_shard, quantiz
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import get_recipe
-
-_log = logging.getLogger(__name__)
 
 
 class ShardGather:
@@ -93,7 +92,7 @@ class ShardGather:
 
     @property
     def why_high_precision(self) -> str | None:
-        """Why the weight is gathered in high precision; None if it is gathered in FP8."""
+        """None if the weight is gathered in FP8."""
         spec = self.spec
         if self.param.offload_to_cpu:
             return (
@@ -211,7 +210,7 @@ def _gather_of(param: FSDPParam) -> ShardGather | None:
     gather = gathers[name] = gathers[name] or ShardGather(param)
     # Until the first gather the model may still get another dtype.
     if gather.shard is None and (reason := gather.why_high_precision):
-        _warn(reason)
+        log_once(logging.WARNING, f"titan_fp8: a weight is gathered in high precision: {reason}")
         del gathers[name]
         return None
     return gather
@@ -236,11 +235,6 @@ def with_new_values(reset: Callable) -> Callable:
             gather.fresh = False
 
     return reset_sharded_param
-
-
-@functools.cache
-def _warn(reason: str) -> None:
-    _log.warning(f"titan_fp8: a weight is gathered in high precision: {reason}")
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ It quantizes them alone, except for blocks that span several ranks: 128x128 bloc
 shard, and with rowwise recipes every column. The scale of such a block is the largest of the scales
 of its parts, so the ranks agree on it by a maximum:
 
-1. Each rank quantizes the blocks that it has to itself. It computes the scales of its parts of
-   128x128 blocks, and the absolute maxima of its parts of columns. All of these go into a table for
-   the whole weight, which is zero elsewhere.
+1. Each rank quantizes what it has to itself. Where it shares blocks, it pads its rows to whole
+   ones, to compute the scales of its parts. With rowwise recipes it computes the absolute maxima of
+   its parts of columns. All of these go into a table for the whole weight, zero elsewhere.
 2. One all-reduce takes the maximum over the ranks, of the tables of all weights at once. Then every
    rank knows all scales of the weight, and they need not be gathered.
-3. Each rank casts its parts of shared blocks with the agreed scales.
+3. A rank that shares blocks casts its whole shard with the agreed scales.
 """
 
 from collections import defaultdict
@@ -19,13 +19,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, pad_blocks, round_up
-from titan_fp8.recipe import Recipe, get_recipe
+from titan_fp8.recipe import get_recipe
 from titan_fp8.reference import cast, scale_of
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,18 +39,12 @@ class ShardSpec:
         group: the ranks that share the weight; None if this rank has all of it.
     """
 
-    whole: Shape
+    whole: tuple[int, ...]
     dim: int
     first: int
-    padded: Shape
+    padded: tuple[int, ...]
     dtype: torch.dtype
     group: dist.ProcessGroup | None
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks have shards of one size."""
-        ranks = 1 if self.group is None else self.group.size()
-        return self.padded[self.dim] * ranks == self.whole[self.dim]
 
     @property
     def carrier(self) -> torch.dtype:
@@ -63,7 +55,9 @@ class ShardSpec:
         because shards have different sizes or are not of the first dimension, that must be the
         shard's.
         """
-        return self.dtype if self.is_even and self.dim == 0 else torch.uint8
+        ranks = 1 if self.group is None else self.group.size()
+        is_even = self.padded[self.dim] * ranks == self.whole[self.dim]
+        return self.dtype if is_even and self.dim == 0 else torch.uint8
 
     @property
     def first_row(self) -> int:
@@ -92,7 +86,9 @@ class QuantizedShard:
     """
 
     def __init__(self, recipe: str, emulate: bool, spec: ShardSpec, device: torch.device):
-        self.recipe, self.emulate, self.spec = recipe, emulate, spec
+        self.emulate, self.spec = emulate, spec
+        self.ops = get_recipe(recipe)
+        self.blockwise = self.ops.has_weight_blocks
         self.q: Tensor | None = None
         self.q_columns: Tensor | None = None
         *lead, n, k = spec.whole
@@ -106,42 +102,23 @@ class QuantizedShard:
             self.table = torch.zeros(*lead, n + k, device=device)
             self.s, self.s_t = (torch.zeros(*lead, size, device=device) for size in (n, k))
 
-    @property
-    def ops(self) -> Recipe:
-        return get_recipe(self.recipe)
+    def shares_blocks(self, x: Tensor) -> bool:
+        """Whether other ranks have rows of the first or the last 128x128 blocks of the shard x."""
+        first, n = self.spec.first_row, self.spec.whole[-2]
+        last = first + x.shape[-2]
+        return self.blockwise and x.numel() > 0 and bool(first % BLOCK or last % BLOCK and last < n)
 
-    @property
-    def blockwise(self) -> bool:
-        return self.ops.has_weight_blocks
-
-    def scale_of(self, amax: Tensor) -> Tensor:
-        """The recipe's scales for blocks with these absolute maxima."""
-        return scale_of(amax.float(), self.ops.scale_fmt)
-
-    def new_q(self) -> Tensor:
-        return torch.zeros(self.spec.padded, dtype=E4M3, device=self.table.device)
+    def padded(self, q: Tensor) -> Tensor:
+        """q, FP8 or empty, padded with zeros to the shape of the largest shard."""
+        if q.shape == self.spec.padded:
+            return q
+        padded = torch.zeros(self.spec.padded, dtype=E4M3, device=q.device)
+        padded[: q.shape[0]] = q
+        return padded
 
     def release(self) -> None:
         """Frees the FP8 copies. The scales stay, and with them `cast_shard` makes the same ones."""
         self.q = self.q_columns = None
-
-
-@dataclass
-class _Edge:
-    """A shard's part of a row of 128x128 blocks that spans several ranks.
-
-    It is at the beginning or the end of the shard, fewer than 128 rows.
-
-    Attributes:
-        x: these rows in high precision.
-        q: where they go in the shard's q.
-        s: the scales of the blocks, (..., ⌈K/128⌉), in the shard's table.
-    """
-
-    shard: QuantizedShard
-    x: Tensor
-    q: Tensor
-    s: Tensor
 
 
 @torch.no_grad()
@@ -155,29 +132,20 @@ def quantize_shards(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
     for shard, _ in shards:
         shard.release()  # The new copies may take their memory.
     torch._foreach_zero_([shard.table for shard, _ in shards])
-    edges: list[_Edge] = []
-    copies: list[tuple[Tensor, Tensor]] = []
-    for shard, x in shards:
-        if shard.blockwise:
-            edges += _quantize_blocks(shard, x, copies)
-        else:
-            _quantize_rows(shard, x, copies)
-    _copy(copies)
-    _scale_edges(edges)
+    _copy(copy for shard, x in shards for copy in _quantize_alone(shard, x))
     _agree([shard for shard, _ in shards])
-    _cast_edges(edges)
     _copy((shard.s_t, shard.s.mT) for shard, _ in shards if shard.blockwise)
-    _finish_rowwise([(shard, x) for shard, x in shards if not shard.blockwise])
+    _scale_rowwise([shard for shard, _ in shards if not shard.blockwise])
+    for shard, x in shards:
+        _cast_shared(shard, x)
 
 
 @torch.no_grad()
 def cast_shard(shard: QuantizedShard, x: Tensor) -> None:
     """Makes the FP8 copies again, of values that have not changed: no collective is needed."""
-    if shard.blockwise:
-        _cast_edges(_quantize_blocks(shard, x, []))
-    else:
-        _quantize_rows(shard, x, [])
-        _cast_columns(shard, x)
+    if not shard.shares_blocks(x):
+        _quantize_alone(shard, x)
+    _cast_shared(shard, x)
 
 
 def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -188,120 +156,52 @@ def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(destinations, sources)
 
 
-def _quantize_blocks(
-    shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]
-) -> list[_Edge]:
-    """Quantizes the blocks whose rows all belong to x, and returns the rest.
-
-    Appends to `copies` the copies that the caller has to make, as (destination, source).
-    """
-    spec, n = shard.spec, x.shape[-2]
-    start, end = spec.first_row, spec.first_row + n
-    s = spec.part(shard.s, x.shape[0])
-    # Rows before `head` and from `tail` on are in blocks that other ranks share.
-    head = min(-start % BLOCK, n)
-    tail = n if end == spec.whole[-2] or head == n else n - end % BLOCK
-    if (head, tail) == (0, n) and x.shape == spec.padded:
-        shard.q, own = shard.ops.quantize_weight(x, spec.dtype, emulate=shard.emulate)
-        copies.append((s[..., start // BLOCK : cdiv(end, BLOCK), :], own))
-        return []
-    shard.q = shard.new_q()
+def _quantize_alone(shard: QuantizedShard, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Step 1. Returns what belongs into the table, as copies to make."""
+    spec, options = shard.spec, {"emulate": shard.emulate}
     if not x.numel():
+        shard.q = shard.padded(x)
         return []
-    q = shard.q[: x.shape[0]]
-    if head < tail:
-        whole = x[..., head:tail, :].contiguous()
-        own_q, own = shard.ops.quantize_weight(whole, spec.dtype, emulate=shard.emulate)
-        q[..., head:tail, :] = own_q
-        copies.append((s[..., (start + head) // BLOCK : cdiv(start + tail, BLOCK), :], own))
-    edges = []
-    for first, last in ((0, head), (tail, n)):
-        if first < last:
-            rows = slice(first, last)
-            block = s[..., (start + first) // BLOCK, :]
-            edges.append(_Edge(shard, x[..., rows, :], q[..., rows, :], block))
-    return edges
+    start, end = spec.first_row, spec.first_row + x.shape[-2]
+    table = spec.part(shard.s if shard.blockwise else shard.table, x.shape[0])
+    if not shard.blockwise:
+        q, s, amax = torch.ops.titan_fp8.quantize_shard_row(x, spec.dtype, **options)
+        shard.q = shard.padded(q)
+        return [(table[..., start:end], s), (table[..., spec.whole[-2] :], amax)]
+    if shared := shard.shares_blocks(x):
+        x = nn.functional.pad(x, (0, 0, start % BLOCK, -end % BLOCK))
+    q, s = shard.ops.quantize_weight(x, spec.dtype, **options)
+    if not shared:
+        shard.q = shard.padded(q)
+    return [(table[..., start // BLOCK : cdiv(end, BLOCK), :], s)]
 
 
-def _by_shape(edges: list[_Edge]) -> Iterable[list[_Edge]]:
-    """Groups of edges that can be stacked, so that one launch handles a whole group."""
-    groups = defaultdict(list)
-    for edge in edges:
-        key = edge.x.shape, edge.x.dtype, edge.shard.spec.dtype, edge.shard.recipe
-        groups[key].append(edge)
-    return groups.values()
-
-
-def _stack(edges: list[_Edge]) -> Tensor:
-    x = torch.stack([edge.x for edge in edges])
-    return x.to(edges[0].shard.spec.dtype)
-
-
-def _scale_edges(edges: list[_Edge]) -> None:
-    """Step 1 for edges: the scales of this rank's rows."""
-    for group in _by_shape(edges):
-        columns = pad_blocks(_stack(group).abs().amax(-2), -1)
-        s = group[0].shard.scale_of(columns.unflatten(-1, (-1, BLOCK)).amax(-1))
-        for edge, own in zip(group, s):
-            edge.s.copy_(own)
-
-
-def _cast_edges(edges: list[_Edge]) -> None:
-    """Step 3 for edges: casts them with the agreed scales."""
-    for group in _by_shape(edges):
-        x = _stack(group).float()
-        s = torch.stack([edge.s for edge in group]).repeat_interleave(BLOCK, -1)
-        q = cast(x, s[..., None, : x.shape[-1]])
-        for edge, own in zip(group, q):
-            edge.q.copy_(own)
-
-
-def _quantize_rows(shard: QuantizedShard, x: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Quantizes the rows of x and takes the maxima of its columns; `copies` as for blocks."""
+def _cast_shared(shard: QuantizedShard, x: Tensor) -> None:
+    """Step 3: casts with the scales, or by the maxima, on which the ranks agree."""
     spec = shard.spec
-    if not x.numel():
-        shard.q = shard.new_q()
-        return
-    q, s, amax = torch.ops.titan_fp8.quantize_shard_row(x, spec.dtype, emulate=shard.emulate)
-    shard.q = _padded(q, shard)
-    table = spec.part(shard.table, x.shape[0])
-    copies.append((table[..., spec.first_row : spec.first_row + x.shape[-2]], s))
-    copies.append((table[..., spec.whole[-2] :], amax))
+    if not shard.blockwise:
+        amax = spec.part(shard.table, x.shape[0])[..., spec.whole[-2] :].contiguous()
+        if x.numel():
+            quantize = torch.ops.titan_fp8.quantize_shard_col
+            x = quantize(x, amax, spec.dtype, emulate=shard.emulate)
+        shard.q_columns = shard.padded(x)
+    elif shard.shares_blocks(x):
+        rows = slice(spec.first_row, spec.first_row + x.shape[-2])
+        s = spec.part(shard.s, x.shape[0]).repeat_interleave(BLOCK, -2)[..., rows, :, None]
+        blocks = pad_blocks(x.to(spec.dtype).float(), -1).unflatten(-1, (-1, BLOCK))
+        shard.q = shard.padded(cast(blocks, s).flatten(-2)[..., : x.shape[-1]].contiguous())
 
 
-def _finish_rowwise(shards: list[tuple[QuantizedShard, Tensor]]) -> None:
-    """Sets the scales, and casts the columns, once the ranks agree on the maxima of columns."""
+def _scale_rowwise(shards: list[QuantizedShard]) -> None:
+    """Sets the scales of rows and of columns, whose maxima are in the tables."""
     if not shards:
         return
-    maxima = [shard.table[..., shard.spec.whole[-2] :] for shard, _ in shards]
+    rows, maxima = zip(*(shard.table.split(shard.spec.whole[-2:], -1) for shard in shards))
     # The scales of all weights at once, because every operation is a launch.
     scales = scale_of(torch.cat([amax.flatten() for amax in maxima]))
     parts = scales.split([amax.numel() for amax in maxima])
-    _copy((shard.s_t.view(-1), part) for (shard, _), part in zip(shards, parts))
-    _copy((shard.s, shard.table[..., : shard.spec.whole[-2]]) for shard, _ in shards)
-    for shard, x in shards:
-        _cast_columns(shard, x)
-
-
-def _cast_columns(shard: QuantizedShard, x: Tensor) -> None:
-    """Rowwise: casts the columns of x with the agreed maxima."""
-    spec = shard.spec
-    if not x.numel():
-        shard.q_columns = shard.new_q()
-        return
-    amax = spec.part(shard.table, x.shape[0])[..., spec.whole[-2] :].contiguous()
-    quantize = torch.ops.titan_fp8.quantize_shard_col
-    q = quantize(x, amax, spec.dtype, emulate=shard.emulate)
-    shard.q_columns = _padded(q, shard)
-
-
-def _padded(q: Tensor, shard: QuantizedShard) -> Tensor:
-    """q, padded with zeros to the shape of the largest shard."""
-    if q.shape == shard.spec.padded:
-        return q
-    padded = shard.new_q()
-    padded[: q.shape[0]] = q
-    return padded
+    _copy((shard.s_t.view(-1), part) for shard, part in zip(shards, parts))
+    _copy((shard.s, s) for shard, s in zip(shards, rows))
 
 
 def _agree(shards: list[QuantizedShard]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from titan_fp8.functional.product import Function, no_double_backward
+from titan_fp8.layouts import round_up
 from titan_fp8.ops import call
 
 
@@ -101,22 +102,22 @@ class Permutation(NamedTuple):
 
 
 def sort_by_expert(
-    x: Tensor, counts: Tensor, experts: int, ranks: int, length: int, alignment: int
+    x: Tensor, counts: Tensor, ranks: int, alignment: int
 ) -> tuple[Tensor, Permutation, Tensor]:
     """Sorts the tokens x (S, dim), which come sorted by source rank, by local expert.
 
     Args:
         counts: (ranks · experts,) integers, the tokens from each rank for each expert, rank first.
-        length: R, at least the sum of the padded group sizes.
         alignment: to whose multiples the tokens of each expert are padded.
 
     Returns:
         The rows (R, dim), the permutation for `sort_back`, and the padded group sizes (experts,),
-        int32.
+        int32. As in torchtitan, R is the most that padding can lead to, rather than the sum of the
+        sizes, so that it needs no device sync.
     """
-    *indices, sizes = call(
-        "places_of_tokens", counts, experts, ranks, x.shape[0], length, alignment
-    )
+    tokens, experts = x.shape[0], counts.shape[0] // ranks
+    length = round_up(tokens + experts * alignment, alignment)
+    *indices, sizes = call("places_of_tokens", counts, experts, ranks, tokens, length, alignment)
     permutation = Permutation(*indices)
     return Permute.call(x, *permutation), permutation, sizes
 

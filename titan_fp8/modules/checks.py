@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.functional.checks import fits_fp8
-from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import RECIPE_NAMES
 
 PERMUTATIONS = ("gather", "host")
@@ -19,10 +18,10 @@ PERMUTATIONS = ("gather", "host")
 # Configuration values
 
 
-def check_recipe(key: str, recipe: object) -> None:
-    """Allowed are the FP8 recipes and "bf16"."""
-    if not isinstance(recipe, str) or recipe not in RECIPE_NAMES:
-        raise ValueError(f"{key} = {recipe!r}: allowed are {', '.join(map(repr, RECIPE_NAMES))}")
+def check_choice(key: str, value: object, allowed: Sequence[str] = RECIPE_NAMES) -> None:
+    """Allowed is one of these, by default of the recipes with "bf16"."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
 
 
 def check_patterns(key: str, patterns: Any) -> None:
@@ -50,12 +49,6 @@ def check_freq(key: str, value: object) -> None:
         raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
 
 
-def check_permutation(key: str, value: object) -> None:
-    """Allowed are the PERMUTATIONS."""
-    if value not in PERMUTATIONS:
-        raise ValueError(f"{key} = {value!r}: allowed are {', '.join(map(repr, PERMUTATIONS))}")
-
-
 def permutation_of(permutation: str | None, host_speedups: bool) -> str:
     """The permutation that a setting chooses; by default it is one of the speed-ups."""
     return permutation or ("gather" if host_speedups else "host")
@@ -73,17 +66,6 @@ def check_filter_fqns(
         if pattern not in defaults and not any(pattern in name for name in names):
             raise ValueError(
                 f"filter_fqns = {list(filter_fqns)!r}: no module's name contains {pattern!r}"
-            )
-
-
-def check_fqns(fqns: Sequence[str], convertible: set[str], report: ConversionReport) -> None:
-    """Every pattern of `fqns` must match experts that can be converted: be in `convertible`."""
-    candidates = report.converted or report.left
-    for pattern in fqns:
-        if pattern not in convertible:
-            raise ValueError(
-                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if candidates else ", which has no grouped experts")
             )
 
 

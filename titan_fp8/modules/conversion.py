@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from titan_fp8.functional.checks import check_types
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.ops import kernels_for
-from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY
+from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY, log_once
 from titan_fp8.recipe import BF16
 
 _logger = logging.getLogger()  # torchtitan's own
@@ -28,17 +28,13 @@ def check_device(device_type: str, emulate: bool) -> None:
         RuntimeError: the current GPU has no FP8 kernels, and `emulate` is False.
     """
     if emulate or device_type != "cuda" or not torch.cuda.is_available():
-        warn_of_emulation()
+        log_once(
+            logging.WARNING,
+            "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe, the "
+            "speed is that of the emulation",
+        )
     else:
         kernels_for(torch.device("cuda", torch.cuda.current_device()))
-
-
-@functools.cache
-def warn_of_emulation() -> None:
-    _logger.warning(
-        "titan_fp8: FP8 is emulated in FP32 arithmetic: the loss is that of the recipe, the speed "
-        "is that of the emulation"
-    )
 
 
 def apply_patches(*, compiles: bool = True, recomputes: bool = True) -> None:
@@ -66,15 +62,32 @@ def errors_prefixed(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix} {error}") from None
 
 
-def log_conversion(where: str, what: str, recipe: str, report: ConversionReport) -> None:
-    """Logs how many modules of a kind were converted, and the table of all; warns if none was."""
+def convert_and_log(
+    model: Any,
+    where: str,
+    kind: str,
+    recipe: str,
+    convert: Callable[[Any], ConversionReport],
+    fuse: Callable[[Any], int],
+) -> ConversionReport:
+    """Converts a model or its config, and fuses its feed-forwards; logs both.
+
+    Args:
+        where: what the errors of `convert` begin with.
+        kind: what is converted, for logs.
+    """
+    with errors_prefixed(where):
+        report = convert(model)
     count, total = len(report.converted), len(report.converted) + len(report.left)
-    _logger.info(f"titan_fp8: converted {count} of {total} {what}, {recipe}\n{report}")
+    _logger.info(f"titan_fp8: converted {count} of {total} {kind}, {recipe}\n{report}")
     if recipe != BF16 and not count:
         _logger.warning(
             f"titan_fp8: {where.removesuffix(':')} converted nothing in this model; the table "
             "above says why"
         )
+    if fused := fuse(model):
+        _logger.info(f"titan_fp8: {fused} feed-forwards run fused")
+    return report
 
 
 def log_gathers(where: str, what: str, report: ConversionReport) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from titan_fp8.functional.swiglu import fp8_swiglu
-from titan_fp8.modules.checks import check_fqns
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import BF16
 
@@ -66,12 +65,15 @@ def select(
             reason = "no pattern of fqns matches"
         elif reason is None and recipe == BF16:
             reason = 'recipe = "bf16"'
-        if reason is None:
+        if report.add(fqn, shapes, recipe, reason):
             selected.append(candidate)
-            report.converted.append((fqn, shapes, recipe))
-        else:
-            report.left.append((fqn, shapes, reason))
-    check_fqns(fqns, convertible, report)
+    for pattern in fqns:
+        if pattern not in convertible:
+            found = report.converted or report.left
+            raise ValueError(
+                f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
+                + (f":\n{report}" if found else ", which has no grouped experts")
+            )
     return report, selected
 
 

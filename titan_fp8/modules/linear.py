@@ -2,12 +2,8 @@
 
 Conversion changes a module's class in place. Its parameters stay the high-precision tensors that
 they were, under their own names, so initialization, the optimizer and checkpoints see no
-difference. What FSDP2 gathers depends on the setting `fsdp_all_gather` (`fsdp.py`):
-
-- false: the weight in high precision, as of any nn.Linear. Each forward and each backward quantizes
-  the weight that it finds.
-- true: the weight in FP8. Each rank quantizes its shard once a step. Forward and backward find a
-  `GatheredWeight` and quantize no weight.
+difference. Each forward and each backward quantizes the weight that it finds, unless FSDP2 has
+gathered it in FP8 (`titan_fp8/fsdp/`).
 
 Under tensor parallelism the weight is a DTensor. Each rank multiplies its local shards and
 quantizes them locally. The placements follow from the weight's, as PyTorch's parallel styles expect
@@ -33,9 +29,9 @@ from titan_fp8.functional import fp8_linear
 from titan_fp8.functional.checks import check_bool, check_types
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.modules.checks import (
+    check_choice,
     check_filter_fqns,
     check_patterns,
-    check_recipe,
     check_shards,
     why_no_fp8_gemm,
 )
@@ -173,7 +169,7 @@ def convert_linears(
             shards are too small for FP8 GEMMs.
     """
     check_types((nn.Module,), model=model)
-    check_recipe("recipe", recipe)
+    check_choice("recipe", recipe)
     check_bool("emulate", emulate)
     output_layers = _output_layers(model) if filter_fqns is None else set()
     filter_fqns = DEFAULT_FILTER_FQNS[1:] if filter_fqns is None else filter_fqns
@@ -195,11 +191,8 @@ def convert_linears(
             reason = "the output layer"
         if reason is None and not shards_are_gathered:
             check_shards(f"{name}.weight", module.weight, None)
-        if reason:
-            report.left.append((name, shape, reason))
-            continue
-        to_convert.append((module, name))
-        report.converted.append((name, shape, recipe))
+        if report.add(name, shape, recipe, reason):
+            to_convert.append((module, name))
     for module, name in to_convert:
         module.__class__ = FP8Linear
         vars(module).update(recipe=recipe, emulate=emulate, fqn=name)

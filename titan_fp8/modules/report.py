@@ -41,6 +41,12 @@ class ConversionReport:
     converted: list[tuple[str, str, str]] = field(default_factory=list)
     left: list[tuple[str, str, str]] = field(default_factory=list)
 
+    def add(self, name: str, shape: str, recipe: str, why_left: str | None) -> bool:
+        """Adds a row, and returns whether the module is to be converted: nothing speaks against."""
+        rows = self.converted if why_left is None else self.left
+        rows.append((name, shape, recipe if why_left is None else why_left))
+        return why_left is None
+
     def __str__(self) -> str:
         """A table of all candidates, ready for a log."""
         rows = [("module", "shape", "recipe / left in high precision because"), *self.converted]

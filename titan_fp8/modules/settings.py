@@ -7,6 +7,7 @@ the help text of its flag.
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -14,11 +15,10 @@ from typing import Any, ClassVar, Literal
 from titan_fp8.functional.checks import check_bool
 from titan_fp8.modules.checks import (
     PERMUTATIONS,
+    check_choice,
     check_experts_patterns,
     check_freq,
     check_patterns,
-    check_permutation,
-    check_recipe,
 )
 from titan_fp8.recipe import RECIPE_NAMES
 
@@ -89,12 +89,12 @@ class ExpertsSettings(Settings):
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "recipe": check_recipe,
+    "recipe": check_choice,
     "filter_fqns": check_patterns,
     "fqns": check_experts_patterns,
     "emulate": check_bool,
     "fsdp_all_gather": check_bool,
     "health_freq": check_freq,
     "host_speedups": check_bool,
-    "permutation": check_permutation,
+    "permutation": functools.partial(check_choice, allowed=PERMUTATIONS),
 }

@@ -165,17 +165,6 @@ def custom_import(config: Any) -> None:
     import_named("experimental.custom_import", config.experimental.custom_import)
 
 
-def _check_names(config: Any) -> None:
-    custom_import(config)
-    registered = model_converter._registry_model_converter_cls
-    for name in config.model.converters:
-        if name not in registered:
-            raise ValueError(
-                f"model.converters = {config.model.converters}: there is no {name!r}; allowed are "
-                + ", ".join(map(repr, sorted(registered)))
-            )
-
-
 def check_merged(config: Any, args: Sequence[str]) -> None:
     """Checks that need the whole configuration, merged and parsed from a TOML and from `args`.
 
@@ -189,7 +178,14 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
         raise ValueError(f"model.converters = {converters!r}: allowed is a list of strings")
-    _check_names(config)
+    custom_import(config)
+    registered = model_converter._registry_model_converter_cls
+    for name in converters:
+        if name not in registered:
+            raise ValueError(
+                f"model.converters = {converters}: there is no {name!r}; allowed are "
+                + ", ".join(map(repr, sorted(registered)))
+            )
     sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
@@ -227,37 +223,25 @@ def check_sizes(config: Any, dims: ParallelDims) -> None:
     batch, whole = training.local_batch_size, training.global_batch_size
     step = max(1, batch) * dims.dp_replicate * dims.dp_shard
     experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
-    divisors = (
+    ranks = dims.dp_shard * dims.cp * dims.tp // dims.etp
+
+    def check(key: str, value: int, is_allowed: bool, allowed: str) -> None:
+        if not is_allowed:
+            raise ValueError(f"{key} = {value!r}: allowed are {allowed}")
+
+    check("training.local_batch_size", batch, batch > 0, "positive numbers")
+    check("training.seq_len", training.seq_len, training.seq_len > 0, "positive numbers")
+    multiples = f"multiples of {step}, training.local_batch_size times data-parallel ranks"
+    check("training.global_batch_size", whole, whole <= 0 or whole % step == 0, multiples)
+    alone = f"1, since torchtitan has no pipeline for model.name = {config.model.name!r}"
+    has_pipeline = dims.pp == 1 or spec.pipelining_fn is not None
+    check("parallelism.pipeline_parallel_degree", dims.pp, has_pipeline, alone)
+    for kind, degree, what, count in (
         ("tensor", dims.tp, "n_heads", getattr(args, "n_heads", 0)),
         ("tensor", dims.tp, "n_kv_heads", getattr(args, "n_kv_heads", 0)),
         ("expert", dims.ep, "experts", experts),
-        (
-            "expert",
-            dims.ep,
-            "ranks of FSDP, CP and TP",
-            dims.dp_shard * dims.cp * dims.tp // dims.etp,
-        ),
-    )
-    for key, value, is_allowed, allowed in (
-        ("training.local_batch_size", batch, batch > 0, "positive numbers"),
-        ("training.seq_len", training.seq_len, training.seq_len > 0, "positive numbers"),
-        (
-            "training.global_batch_size",
-            whole,
-            whole <= 0 or whole % step == 0,
-            f"multiples of {step}, training.local_batch_size times data-parallel ranks",
-        ),
-        (
-            "parallelism.pipeline_parallel_degree",
-            dims.pp,
-            dims.pp == 1 or spec.pipelining_fn is not None,
-            f"1, since torchtitan has no pipeline for model.name = {config.model.name!r}",
-        ),
-        *(
-            (f"parallelism.{kind}_parallel_degree", degree, not count or count % degree == 0,
-             f"divisors of {what} = {count}")
-            for kind, degree, what, count in divisors
-        ),
-    ):  # fmt: skip
-        if not is_allowed:
-            raise ValueError(f"{key} = {value!r}: allowed are {allowed}")
+        ("expert", dims.ep, "ranks of FSDP, CP and TP", ranks),
+    ):
+        divides = not count or count % degree == 0
+        divisors = f"divisors of {what} = {count}"
+        check(f"parallelism.{kind}_parallel_degree", degree, divides, divisors)

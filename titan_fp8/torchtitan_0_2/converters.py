@@ -1,6 +1,6 @@
 """The two model converters that `[model] converters` of a TOML lists."""
 
-import functools
+import logging
 
 import torch
 from torch import nn
@@ -16,12 +16,12 @@ from titan_fp8.fsdp import gather_in_fp8, requantize
 from titan_fp8.modules.conversion import (
     apply_patches,
     check_device,
-    errors_prefixed,
-    log_conversion,
+    convert_and_log,
     log_gathers,
 )
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.modules.report import ConversionReport
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
@@ -73,28 +73,16 @@ class _Converter(QuantizationConverter):
         section, recipe = self.section, self.recipe
         if recipe != BF16:
             self.prepare(section.emulate)
-        with errors_prefixed(section.where):
-            self.report = self.convert_layers(model)
+        self.report = convert_and_log(
+            model, section.where, self.kind, recipe, self.convert_layers, fuse_feed_forwards
+        )
         for fqn, *_ in self.report.converted:
             vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
-        log_conversion(section.where, self.kind, recipe, self.report)
-        if fused := fuse_feed_forwards(model):
-            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model)
-        self.speed_up(model)
-
-    def speed_up(self, model: nn.Module) -> None:
-        """Once for both converters: switches `host_speedups` on, if the job uses them."""
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
-        if ours[0] == self.name:
-            speed_up(
-                model,
-                self.job_config,
-                self.parallel_dims,
-                uses_fsdp2=self.uses_fsdp2,
-                compiles=self.compiles,
-            )
+        if ours[0] == self.name:  # Once for both converters.
+            speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
 
     def prepare(self, emulate: bool) -> None:
         """Checks that the job can run FP8 layers, and applies their patches."""
@@ -104,7 +92,11 @@ class _Converter(QuantizationConverter):
         health.install(self.job_config)
         apply_patches(compiles=self.compiles, recomputes=not self.checkpoints_all_blocks())
         if self.job_config.parallelism.enable_async_tensor_parallel:
-            warn_async_tp()
+            log_once(
+                logging.WARNING,
+                "titan_fp8: async tensor parallelism overlaps aten.mm with collectives, but not "
+                "FP8 GEMMs, which are other ops: converted linears run without that overlap",
+            )
 
     def checkpoints_all_blocks(self) -> bool:
         ac = self.job_config.activation_checkpoint
@@ -126,17 +118,13 @@ class _Converter(QuantizationConverter):
 
     def check_health(self) -> None:
         """ValueError for health of a model whose weights are gathered whenever they are read."""
-        dims = self.parallel_dims
-        if not (self.without_fsdp2 and (dims.fsdp_enabled or dims.dp_replicate_enabled)):
-            return
-        quantize = self.job_config.quantize
-        for name, section in ((LINEAR, quantize.linear), (GROUPED_MM, quantize.grouped_mm)):
-            if freq := section.titan_fp8.health_freq:
-                raise ValueError(
-                    f"[{name}] health_freq = {freq}: with model.name = "
-                    f"{self.job_config.model.name!r} it must be 0, because the model does not use "
-                    "FSDP2"
-                )
+        dims, freq = self.parallel_dims, self.section.health_freq
+        is_sharded = dims.fsdp_enabled or dims.dp_replicate_enabled
+        if freq and self.without_fsdp2 and is_sharded:
+            raise ValueError(
+                f"[{self.name}] health_freq = {freq}: with model.name = "
+                f"{self.job_config.model.name!r} it must be 0, because the model does not use FSDP2"
+            )
 
     def gather_in_fp8(self, model: nn.Module) -> None:
         """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
@@ -200,14 +188,6 @@ class GroupedMMConverter(_Converter):
             # torchtitan's type for it allows 8, 16 and 32; at 128 no 1x128 block crosses experts.
             moe_utils.set_token_group_alignment_size_m(get_recipe(self.recipe).alignment)
         return report
-
-
-@functools.cache
-def warn_async_tp() -> None:
-    logger.warning(
-        "titan_fp8: async tensor parallelism overlaps aten.mm with collectives, but not FP8 GEMMs, "
-        "which are other ops: converted linears run without that overlap"
-    )
 
 
 register_model_converter(LinearConverter, LINEAR)

@@ -23,8 +23,8 @@ from torchtitan.models.moe.moe import GroupedExperts
 from titan_fp8.functional.checks import check_bool, check_types
 from titan_fp8.layouts import BLOCK
 from titan_fp8.modules.checks import (
+    check_choice,
     check_experts_patterns,
-    check_recipe,
     check_shards,
     why_no_fp8_grouped_mm,
 )
@@ -63,11 +63,10 @@ class FP8GroupedExperts(GroupedExperts):
         aligned = False
         if isinstance(self.w1, DTensor):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
-            aligned = self.dispatch_aligns and "ep" in mesh_dims
+            # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
+            alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+            aligned = self.dispatch_aligns and "ep" in mesh_dims and alignment % BLOCK == 0
             weights = tuple(w.to_local() for w in weights)
-        # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
-        alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-        aligned = aligned and alignment % BLOCK == 0
         run = run_experts
         # Inside a compiled region the experts are part of that region.
         if self.compile_backend is not None and not torch.compiler.is_compiling():
@@ -112,7 +111,7 @@ def convert_experts(
             a pattern that converts nothing; a DTensor whose shards are too small for FP8 GEMMs.
     """
     check_types((nn.Module,), model=model)
-    check_recipe("recipe", recipe)
+    check_choice("recipe", recipe)
     check_bool("emulate", emulate)
     check_types((str, type(None)), compile_backend=compile_backend)
     check_experts_patterns("fqns", fqns)

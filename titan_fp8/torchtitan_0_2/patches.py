@@ -21,8 +21,7 @@ CONFIG_CHECK = Patch(
     name="config check",
     # parse_args imports the plugin while it runs, and calls this next, with the command line.
     targets=(Target("torchtitan.config.manager:tyro.cli", ("f", "args", ...)),),
-    why="ConfigManager has no hook for checks that need the whole configuration (config.py).",
-    without="A [quantize] section whose converter is not listed would be ignored.",
+    why="torchtitan ignores a [quantize] section whose converter is not listed.",
     until="torchtitan lets a custom config module validate the merged JobConfig.",
     required=True,
 )
@@ -35,8 +34,7 @@ FP8_CHECKPOINTS = Patch(
             ("self", "state_dict", "checkpoint_id", "from_hf", "from_quantized"),
         ),
     ),
-    why="Only the adapter of deepseek_v3 reads block-FP8 weights, if asked (hf_checkpoint.py).",
-    without="An FP8 checkpoint given as initial_load_path may be loaded without its scales.",
+    why="An FP8 checkpoint given as initial_load_path may be loaded without its scales.",
     until="torchtitan's StateDictAdapter reads quantized checkpoints and refuses what it cannot.",
 )
 
@@ -45,8 +43,7 @@ STEP_METRICS = Patch(
     targets=(
         Target("torchtitan.components.metrics:MetricsProcessor.should_log", ("self", "step")),
     ),
-    why="The hook after a step knows neither the step nor the logger; for `health_freq` alone.",
-    without="`health_freq` reports nothing.",
+    why="`health_freq` reports nothing, since the hook after a step knows no step and no logger.",
     until="post_optimizer_hook gets the step and the metrics processor.",
 )
 
@@ -78,8 +75,7 @@ TOKEN_EXCHANGE = Patch(
         Target("torch._C:_AutoDispatchBelowAutograd"),
         Target("torch.distributed._functional_collectives:AsyncCollectiveTensor"),
     ),
-    why="torchtitan permutes by index_put, and exchanges at more CPU time (token_exchange.py).",
-    without="torchtitan's permutation and dispatch run: slower.",
+    why="torchtitan permutes by index_put, and exchanges tokens in more CPU time: slower.",
     until="torchtitan permutes by gathers, and functional collectives take less CPU time.",
 )
 
@@ -92,8 +88,7 @@ INPUT_STREAM = Patch(
             ("self", "input_dict", "labels", "global_valid_tokens"),
         ),
     ),
-    why="The trainer copies a batch in a way that makes the CPU wait (input_stream.py).",
-    without="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
+    why="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
     until="the trainer copies batches without blocking and keeps the token count on the GPU.",
 )
 

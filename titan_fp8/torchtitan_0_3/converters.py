@@ -3,6 +3,7 @@
 Like torchtitan's own, they replace configs in the tree of a model, before it is built.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +12,12 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from titan_fp8.modules.conversion import (
     apply_patches,
     check_device,
+    convert_and_log,
     errors_prefixed,
-    log_conversion,
-    log_gathers,
 )
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
@@ -35,13 +34,11 @@ class _Converter(QuantizationConverter):
 
     kind: str
     """What is converted, for logs."""
+    convert_configs: Callable[[Module.Config, Any], ConversionReport]
+    """The conversion itself, in place, by the settings."""
 
     def __init__(self, config: Any):
         self.config = config
-
-    def convert_configs(self, model: Module.Config) -> ConversionReport:
-        """The conversion itself, in place."""
-        raise NotImplementedError
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Converts in place and returns its argument; logs a report on what might be converted."""
@@ -52,13 +49,16 @@ class _Converter(QuantizationConverter):
                 check_model(model_config, config)
             apply_patches()
         speed_up(model_config, config)
-        with errors_prefixed(config.where):
-            report = self.convert_configs(model_config)
-        log_conversion(config.where, self.kind, config.recipe, report)
-        if fused := fuse_feed_forwards(model_config):
-            logger.info(f"titan_fp8: {fused} feed-forwards run fused")
+        report = convert_and_log(
+            model_config,
+            config.where,
+            self.kind,
+            config.recipe,
+            lambda model: self.convert_configs(model, config),
+            fuse_feed_forwards,
+        )
         if config.fsdp_all_gather and converts:
-            gather_in_fp8(config.where, model_config, report)
+            fsdp.gather_in_fp8(config.where, model_config, report)
         if config.health_freq and report.converted:
             health.install()
         return model_config
@@ -74,9 +74,7 @@ class FP8LinearConverter(_Converter):
         fsdp_all_gather: bool = False
 
     kind = "linears"
-
-    def convert_configs(self, model: Module.Config) -> ConversionReport:
-        return convert_linears(model, self.config)
+    convert_configs = staticmethod(convert_linears)
 
 
 class FP8GroupedExpertsConverter(_Converter):
@@ -90,9 +88,7 @@ class FP8GroupedExpertsConverter(_Converter):
         """As in FP8LinearConverter."""
 
     kind = "grouped experts"
-
-    def convert_configs(self, model: Module.Config) -> ConversionReport:
-        return convert_experts(model, self.config)
+    convert_configs = staticmethod(convert_experts)
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         if not any(model_config.traverse(GroupedExperts.Config)):
@@ -118,26 +114,8 @@ def check_model(model: Module.Config, settings: Any) -> None:
                 "Put the FP8 converters before LoRAConverter; an override of the command line "
                 "always comes after it"
             )
-    if settings.health_freq and not uses_fsdp2(model):
+    if settings.health_freq and not fsdp.uses_fsdp2(model):
         raise ValueError(
             f"health_freq = {settings.health_freq}: it must be 0 for models of "
             "torchtitan.experiments.graph_trainer, which do not use FSDP2"
         )
-
-
-def uses_fsdp2(model: Module.Config) -> bool:
-    """Whether torchtitan shards this model by FSDP2, if the plan shards it."""
-    modules = [each.__module__ for each in type(model).__mro__]
-    return not any(each.startswith("torchtitan.experiments.graph_trainer") for each in modules)
-
-
-def gather_in_fp8(where: str, model: Module.Config, converted: ConversionReport) -> None:
-    """Makes FSDP2, if it is used, gather the converted weights in FP8, and logs a report."""
-    if uses_fsdp2(model):
-        report = fsdp.gather_in_fp8(model, converted)
-        log_gathers(where, f"the weights of {len(report.converted)} modules", report)
-        return
-    logger.warning(
-        "titan_fp8: fsdp_all_gather = True changes nothing: models of "
-        "torchtitan.experiments.graph_trainer do not use FSDP2"
-    )

@@ -6,7 +6,7 @@ as RowParallelLinear, computes something else or calls other kernels and is left
 linears of modules that read the weight instead of calling the linear.
 """
 
-import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,13 +18,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
-from torchtitan.tools.logging import logger
 
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.modules import linear
 from titan_fp8.modules.checks import check_filter_fqns, check_shard_sizes, why_no_fp8_gemm
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import LinearSettings, Settings
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16
 
 DEFAULT_FILTER_FQNS = ("lm_head", "router.gate")
@@ -75,7 +75,8 @@ class FP8Module(Module):
         weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == dims]
         check_sharding(self, weights, parallel_dims)
         if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
-            warn_without_fsdp()
+            message = "titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP"
+            log_once(logging.WARNING, message)
         super().parallelize(parallel_dims)
 
 
@@ -128,11 +129,6 @@ def check_converted_once(fqn: str, has: str, recipe: str) -> None:
         )
 
 
-@functools.cache
-def warn_without_fsdp() -> None:
-    logger.warning("titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP")
-
-
 def replace(parent: Any, attribute: Any, config: Any) -> None:
     """Puts `config` where `traverse` found one."""
     if isinstance(parent, list):
@@ -160,12 +156,9 @@ def convert_linears(model: Module.Config, settings: LinearSettings) -> Conversio
         if isinstance(config, FP8Linear.Config):
             check_converted_once(fqn, config.recipe, recipe)
         reason = _why_left(fqn, config, parent, recipe, filter_fqns)
-        if reason:
-            report.left.append((fqn, shape, reason))
-            continue
-        added = FP8Fields.of(settings, fqn)
-        replace(parent, attribute, derive(config, FP8Linear.Config, **added))
-        report.converted.append((fqn, shape, recipe))
+        if report.add(fqn, shape, recipe, reason):
+            added = FP8Fields.of(settings, fqn)
+            replace(parent, attribute, derive(config, FP8Linear.Config, **added))
     return report
 
 

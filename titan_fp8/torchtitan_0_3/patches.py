@@ -19,9 +19,7 @@ from titan_fp8.patches import (
 CUDA_GRAPHS_CHECK = Patch(
     name="check of CUDA graphs",
     targets=(Target("torchtitan.trainer:Trainer.Config._validate_cuda_graphs", ("self",)),),
-    why="A CUDA graph follows neither `fsdp_all_gather` nor `health_freq` (cuda_graphs.py).",
-    without="With `fsdp_all_gather` a CUDA graph would train on the weights of its first step, and "
-    "`health_freq` would report nothing.",
+    why="A CUDA graph trains on FP8 weights of its first step, and `health_freq` sees none of it.",
     until="QuantizedShard (shards.py) keeps its memory, and observed steps run without the graph.",
     required=True,
 )
@@ -29,8 +27,7 @@ CUDA_GRAPHS_CHECK = Patch(
 STEP_HEALTH = Patch(
     name="health of a step",
     targets=(Target("torchtitan.trainer:Trainer.train_step", ("self", "data_iterator")),),
-    why="The trainer has no hook after a step; for `health_freq` alone (health.py).",
-    without="`health_freq` reports nothing.",
+    why="`health_freq` reports nothing, since the trainer has no hook after a step.",
     until="the trainer calls converters after each step, with the step and the logger of metrics.",
 )
 
@@ -38,8 +35,7 @@ GROUP_TIMEOUT = Patch(
     name="group timeout",
     targets=(Target("torch.distributed:set_timeout", may_be_absent=True),),
     relies_on=(Target("torch.distributed.distributed_c10d:_set_pg_timeout", ("timeout", "group")),),
-    why="The trainer calls it after the first step, and released versions of torch lack it.",
-    without="Training ends after its first step.",
+    why="Training ends after its first step: the trainer calls what released torch lacks.",
     until="torch 2.13 need not be supported.",
 )
 

@@ -28,12 +28,7 @@ def permute(
         (num_local_experts,), padded to the alignment.
     """
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-    # The most rows that padding can lead to, so that their number needs no device sync.
-    rows = -(-(x.shape[0] + num_local_experts * alignment) // alignment) * alignment
-    permuted, permutation, sizes = sort_by_expert(
-        x, num_tokens_per_expert, num_local_experts, ep_degree, rows, alignment
-    )
-    return x.shape, permuted, permutation, sizes
+    return x.shape, *sort_by_expert(x, num_tokens_per_expert, ep_degree, alignment)
 
 
 def unpermute(out: Tensor, input_shape: torch.Size, permutation: Permutation) -> Tensor:

@@ -69,13 +69,8 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         """Rows (R, D) from the ranks to rows (P, D) sorted by local expert and padded."""
         assert self.ep_mesh is not None
         counts, ranks = num_global_tokens_per_local_expert_E, self.ep_mesh.size()
-        experts, tokens = counts.shape[0] // ranks, routed_input_RD.shape[0]
-        # The most places that padding can lead to, so that their number needs no device sync.
-        length = (tokens // self.pad_multiple + experts) * self.pad_multiple
-        permuted, permutation, sizes = sort_by_expert(
-            routed_input_RD, counts, experts, ranks, length, self.pad_multiple
-        )
-        return routed_input_RD.shape, permuted, permutation, sizes
+        permuted = sort_by_expert(routed_input_RD, counts, ranks, self.pad_multiple)
+        return routed_input_RD.shape, *permuted
 
     def _unpermute(
         self,
