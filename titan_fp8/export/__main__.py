@@ -46,23 +46,17 @@ def main(argv: list[str] | None = None) -> int:
     # Before torchtitan is imported, since otherwise it assumes that this machine has GPUs.
     if not torch.cuda.is_available():
         cpu_host.prepare()
-    from titan_fp8.export.config import job_config
     from titan_fp8.export.exporter import export
+    from titan_fp8.export.run import job_config
 
     try:
-        if not 0 < options.shard_gb * 1e9 < math.inf:
+        if not 0 < (shard_bytes := options.shard_gb * 1e9) < math.inf:
             raise ValueError(f"--shard_gb = {options.shard_gb}: allowed are positive numbers")
         if options.tp < 1:
             raise ValueError(f"--tp = {options.tp}: allowed are positive integers")
-        config = job_config(options.checkpoint, options.config, flags)
-        export(
-            options.checkpoint,
-            options.out,
-            config,
-            shard_bytes=int(options.shard_gb * 1e9),
-            fuse=options.fuse,
-            tp=options.tp,
-        )
+        config = job_config(options.config, flags)
+        size, fuse, tp = int(shard_bytes), options.fuse, options.tp
+        export(options.checkpoint, options.out, config, shard_bytes=size, fuse=fuse, tp=tp)
     except (ValueError, OSError) as error:
         print(f"titan_fp8.export: {error}", file=sys.stderr)
         return 2
