@@ -19,29 +19,18 @@ def main(argv: list[str] | None = None) -> int:
         "--model.flavor 8B; without CONFIG, --model.name and --model.flavor are needed.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="folder of one step, as DCP saves it: a pickle, so only one that you trust",
-    )
+    checkpoint = "folder of one step, as DCP saves it: a pickle, so only one that you trust"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
     parser.add_argument("out", metavar="OUT", help="folder to create")
     # The others are torchtitan's flag for it.
     names = ("--config", "--job.config_file", "--job.config-file")
     parser.add_argument(*names, dest="config", metavar="CONFIG", help="the TOML of the run")
-    parser.add_argument(
-        "--shard_gb", type=float, default=5.0, help="largest file in GB (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--fuse",
-        action="store_true",
-        help="write weights that vLLM, SGLang or transformers would refuse in high precision",
-    )
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        help="degree of tensor parallelism in vLLM or SGLang (default: %(default)s)",
-    )
+    size = "largest file in GB (default: %(default)s)"
+    parser.add_argument("--shard_gb", type=float, default=5.0, help=size)
+    fuse = "write weights that vLLM, SGLang or transformers would refuse in high precision"
+    parser.add_argument("--fuse", action="store_true", help=fuse)
+    tp = "degree of tensor parallelism in vLLM or SGLang (default: %(default)s)"
+    parser.add_argument("--tp", type=int, default=1, help=tp)
     options, flags = parser.parse_known_args(argv)
     # Before torchtitan is imported, since otherwise it assumes that this machine has GPUs.
     if not torch.cuda.is_available():
@@ -55,8 +44,14 @@ def main(argv: list[str] | None = None) -> int:
         if options.tp < 1:
             raise ValueError(f"--tp = {options.tp}: allowed are positive integers")
         config = job_config(options.config, flags)
-        size, fuse, tp = int(shard_bytes), options.fuse, options.tp
-        export(options.checkpoint, options.out, config, shard_bytes=size, fuse=fuse, tp=tp)
+        export(
+            options.checkpoint,
+            options.out,
+            config,
+            shard_bytes=int(shard_bytes),
+            fuse=options.fuse,
+            tp=options.tp,
+        )
     except (ValueError, OSError) as error:
         print(f"titan_fp8.export: {error}", file=sys.stderr)
         return 2

@@ -106,9 +106,8 @@ class Run:
     """The model of a run.
 
     Attributes:
-        name, args: of the model in torchtitan, with what the config sets in its arguments.
+        name, args: torchtitan's; the arguments have what the config sets in them.
         flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
-        description: name and flavor.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
         filter_fqns: of the config, or the default.
@@ -116,9 +115,9 @@ class Run:
             it had both converters, with FP8 recipes.
         buffers: names of tensors that are no parameters and keep their dtype.
         dtype: in which the run computes, and of exported tensors that are not quantized.
-        scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
+        scale_fmt: as in `titan_fp8.reference.scale_of`.
         tied: whether the output layer shares the weight of the embedding.
-        bos_id, eos_id: of the tokenizer, None if there is none.
+        bos_id, eos_id: None without a tokenizer.
         tokenizer_files: the files to copy.
         warnings: what the user should know before the export.
 
