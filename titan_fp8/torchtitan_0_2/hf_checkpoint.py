@@ -80,7 +80,7 @@ def _read_headers(folder: Path) -> list[_Entry]:
     from safetensors import SafetensorError, safe_open  # as PyTorch does, when it is needed
 
     found = []
-    for path in folder.glob("*.safetensors"):
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (no mapping)
@@ -167,10 +167,12 @@ def _check_fp8(folder: Path, entries: list[_Entry], index: Mapping[str, str]) ->
     for key in ("ignored_layers", "modules_to_not_convert"):
         left = _checked(config.get(key) or left, f"{where}.{key}", list)
     for entry in entries:
-        name, weight = entry.name, entry.name.rpartition(f"{WEIGHT}_")[0] + WEIGHT
-        if name not in fp8 and weight not in fp8 and ANY_SCALE not in name:
+        name = entry.name
+        module, is_suffixed, _ = name.rpartition(f"{WEIGHT}_")
+        weight = module + WEIGHT if is_suffixed else name
+        if weight not in fp8 and name not in fp8 and ANY_SCALE not in name:
             continue
-        fault = _fault(name, tensors, left)
+        fault = _fault(name, weight, tensors, left)
         if (place := index.get(name)) != entry.file.name:
             fault = f"is in {place or 'no file'} by {INDEX}, by which scales are found"
         if fault:
@@ -183,13 +185,11 @@ def _check_fp8(folder: Path, entries: list[_Entry], index: Mapping[str, str]) ->
     return True
 
 
-def _fault(name: str, tensors: Mapping[str, _Entry], left: list[str]) -> str:
+def _fault(name: str, weight: str, tensors: Mapping[str, _Entry], left: list[str]) -> str:
     """What is wrong with an FP8 weight, or with a tensor called NAME.weight_..., "" if nothing is.
 
     `left` has the names in config.json that are not in FP8.
     """
-    module, is_suffixed, _ = name.rpartition(f"{WEIGHT}_")
-    weight = module + WEIGHT if is_suffixed else name
     if weight not in tensors:
         return f"has no {weight} that it is the scale of"
     found, (_, _, dtype, shape) = tensors[name], tensors[weight]
