@@ -201,18 +201,19 @@ def run(launch: Launch) -> None:
 
 def mapped(x: Tensor) -> tuple[Tensor, TensorMap]:
     """x (..., R, C), contiguous, as a matrix that TMA accesses."""
-    return x, _matrix(x.shape[:-1].numel(), x.shape[-1], x.itemsize)
+    return x, _matrix(x.shape, x.dtype)
 
 
 # Making a map takes more CPU time than a launch.
 @functools.lru_cache(CACHED_SHAPES)
-def _matrix(rows: int, columns: int, itemsize: int) -> TensorMap:
-    """A contiguous matrix: FP8 (itemsize 1) in boxes of 128 x 128, results in boxes of 64 x 128.
+def _matrix(shape: torch.Size, dtype: torch.dtype) -> TensorMap:
+    """A contiguous matrix: FP8 in boxes of 128 x 128, results in boxes of 64 x 128.
 
     Rows of a box are swizzled in shared memory, as WGMMA reads them.
     """
-    box = (128 if itemsize == 1 else 64, 128)
-    return TensorMap((rows, columns), (columns, 1), box, _shared_layout(128, itemsize * 8))
+    rows, columns = shape[:-1].numel(), shape[-1]
+    box = (128 if dtype == E4M3 else 64, 128)
+    return TensorMap((rows, columns), (columns, 1), box, _shared_layout(128, dtype.itemsize * 8))
 
 
 @functools.cache
