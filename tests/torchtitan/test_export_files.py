@@ -201,12 +201,6 @@ def test_the_module_is_the_command(capsys, monkeypatch, tmp_path, text):
     assert (tmp_path / "out/config.json").exists()
 
 
-def test_the_command_without_a_model_says_what_would_fit(capsys, tmp_path, text):
-    checkpoint = write_debug_checkpoint(tmp_path, text)
-    status, _, errors = run_command(capsys, checkpoint, tmp_path / "out")
-    assert status == 2 and "; it has the dimensions of llama3 debugmodel, " in errors
-
-
 def write_debug_checkpoint(folder: Path, text: Path) -> Path:
     config = config_of("llama3", folder, text, "--model.flavor", "debugmodel")
     return write_checkpoint(folder / "step-1", config)

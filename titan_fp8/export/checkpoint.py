@@ -85,8 +85,7 @@ def _why_not(folder: Path) -> str:
     """What is wrong with a folder that has no DCP metadata."""
     if not folder.is_dir():
         return "is not a folder"
-    steps = [child.parent.name for child in folder.glob(f"step-*/{METADATA}")]
-    if steps:
+    if steps := [child.parent.name for child in folder.glob(f"step-*/{METADATA}")]:
         steps.sort(key=lambda name: (len(name), name))  # by number
         return f"is not the folder of a step but has {', '.join(steps)}; name one of them"
     saved = "safetensors already, and no " if any(folder.glob("*.safetensors")) else "no "

@@ -34,14 +34,12 @@ def export(
 ) -> None:
     """Write the checkpoint of a run to the new folder `out`, in block-FP8.
 
-    Files appear under their names once they are complete, config.json and the index last, so a
-    folder without config.json is an incomplete export.
+    Files appear under their names once they are complete, config.json last.
 
     Args:
         checkpoint: the folder of one step, such as outputs/checkpoint/step-1000.
         out: a folder that does not exist; its parent is created if need be.
-        config: torchtitan's JobConfig of the run, for the model, the modules that are left out, the
-            recipe, the sequence length and the tokenizer.
+        config: torchtitan's JobConfig of the run.
         shard_bytes: the most bytes of tensors in a file, unless one tensor has more.
         fuse: write what a loader would refuse or misread in high precision (loaders.py).
         tp: the degree of tensor parallelism with which vLLM or SGLang will load it.

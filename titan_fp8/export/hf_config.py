@@ -5,7 +5,7 @@ The fields are those of LlamaConfig, Qwen3Config, Qwen3MoeConfig and DeepseekV3C
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan_fp8.export.loaders import MERGED, in_fp8, layers_of
@@ -48,14 +48,14 @@ def warnings_of(run: Run) -> list[str]:
             " DeepseekV3ForCausalLM of transformers ignores that and computes sigmoid scores. "
             "Load the export with software that reads scoring_func, as vLLM does"
         )
-    if run.name == "llama3" and BLOCK % (head_dim := run.args.dim // run.args.n_heads):
-        moved = sorted(name for name in run.quantized if name.endswith(("wq.weight", "wk.weight")))
-        if moved:
-            found.append(
-                f"{len(moved)} weights, {moved[0]} first, are quantized in other blocks than in "
-                f"training: Hugging Face's model has the rows of each head in another order, and "
-                f"the {head_dim} rows of a head do not divide {BLOCK}"
-            )
+    head_dim = run.args.dim // run.args.n_heads
+    moved = sorted(name for name in run.quantized if name.endswith(("wq.weight", "wk.weight")))
+    if run.name == "llama3" and BLOCK % head_dim and moved:
+        found.append(
+            f"{len(moved)} weights, {moved[0]} first, are quantized in other blocks than in "
+            f"training: Hugging Face's model has the rows of each head in another order, and the "
+            f"{head_dim} rows of a head do not divide {BLOCK}"
+        )
     return found
 
 
@@ -82,12 +82,13 @@ def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     return config
 
 
-def _require(run: Run, key: str, allowed: object) -> None:
-    if (value := operator.attrgetter(key)(run.args)) != allowed:
-        raise ValueError(
-            f"{run.description} has {key} = {value!r}, and Hugging Face's model supports only "
-            f"{allowed!r}: it cannot be exported"
-        )
+def _require(run: Run, settings: Mapping[str, object]) -> None:
+    for key, allowed in settings.items():
+        if (value := operator.attrgetter(key)(run.args)) != allowed:
+            raise ValueError(
+                f"{run.description} has {key} = {value!r}, and Hugging Face's model supports only "
+                f"{allowed!r}: it cannot be exported"
+            )
 
 
 def _llama(run: Run) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _llama(run: Run) -> dict[str, Any]:
 
 def _qwen3(run: Run) -> dict[str, Any]:
     args = run.args
-    _require(run, "qk_norm", True)
+    _require(run, {"qk_norm": True})
     fields = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -125,11 +126,9 @@ def _qwen3(run: Run) -> dict[str, Any]:
     if not args.moe_enabled:
         return fields
     moe = args.moe_args
-    _require(run, "moe_args.score_before_experts", False)
-    _require(run, "moe_args.score_func", "softmax")
-    _require(run, "moe_args.route_scale", 1.0)
-    _require(run, "moe_args.num_shared_experts", 0)
-    _require(run, "moe_args.num_expert_groups", None)
+    only = {"score_before_experts": False, "score_func": "softmax", "route_scale": 1.0}
+    only |= {"num_shared_experts": 0, "num_expert_groups": None}
+    _require(run, {f"moe_args.{key}": value for key, value in only.items()})
     return fields | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -144,7 +143,7 @@ def _qwen3(run: Run) -> dict[str, Any]:
 
 def _deepseek_v3(run: Run) -> dict[str, Any]:
     args, moe = run.args, run.args.moe_args
-    _require(run, "moe_args.score_before_experts", False)
+    _require(run, {"moe_args.score_before_experts": False})
     # torchtitan applies YaRN only to runs with longer sequences than this.
     yarn = None
     if args.max_seq_len > args.original_seq_len:

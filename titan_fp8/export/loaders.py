@@ -17,7 +17,7 @@ short it refuses the weight or, if the blocks divide the size, reads wrong value
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from titan_fp8.export.run import Run
 from titan_fp8.export.tensors import HFTensor
@@ -42,18 +42,32 @@ def in_fp8(layer: Layer) -> list[HFTensor]:
     return [weight for weight in layer if weight.quantized]
 
 
-def _is_partial(run: Run, layer: Layer, tp: int) -> bool:
-    return 0 < len(in_fp8(layer)) < len(layer)
+_REFUSED = "vLLM and SGLang refuse this export, or read it wrongly: "
+_FAULTS = (
+    _REFUSED + "of these merged layers only the parts in brackets are in FP8: ",
+    _REFUSED + "they have these layers in high precision only: ",
+    _REFUSED + "they need whole blocks of 128 of what they merge, multiply or, with tensor "
+    "parallelism {tp}, split, unlike ",
+    "transformers cannot dequantize weights whose last block is short: ",
+    "transformers dequantizes to wrong values, without an error, weights whose last block is short "
+    "and whose size is a multiple of the number of blocks: ",
+)
 
 
-def _has_no_fp8(run: Run, layer: Layer, tp: int) -> bool:
-    return any(_leaf(weight) in ("lm_head", "gate") for weight in in_fp8(layer))
+def _has_faults(run: Run, layer: Layer, tp: int) -> tuple[bool, ...]:
+    """Which of _FAULTS a layer has, at a degree of tensor parallelism."""
+    fp8 = in_fp8(layer)
+    is_partial = 0 < len(fp8) < len(layer)
+    has_no_fp8 = any(_leaf(weight) in ("lm_head", "gate") for weight in fp8)
+    # The others are refused whatever their sizes.
+    is_cut = not (is_partial or has_no_fp8) and _is_cut(run, layer, tp)
+    short = [n for weight in fp8 for n in weight.shape if n > BLOCK and n % BLOCK]
+    is_unequal = {bool(n % cdiv(n, BLOCK)) for n in short}
+    return is_partial, has_no_fp8, is_cut, True in is_unequal, False in is_unequal
 
 
 def _is_cut(run: Run, layer: Layer, tp: int) -> bool:
     """Whether a rank has a part of a block where the loaders need all of it."""
-    if _is_partial(run, layer, tp) or _has_no_fp8(run, layer, tp):
-        return False  # These are refused whatever their sizes.
     for weight in in_fp8(layer):
         leaf = _leaf(weight)
         rows, columns = map(float, weight.shape)
@@ -69,32 +83,6 @@ def _is_cut(run: Run, layer: Layer, tp: int) -> bool:
         if columns % BLOCK or (rows_matter and rows % BLOCK):
             return True
     return False
-
-
-def _short_sizes(layer: Layer) -> list[int]:
-    """The sizes whose last block of several is short."""
-    return [n for weight in in_fp8(layer) for n in weight.shape if n > BLOCK and n % BLOCK]
-
-
-def _is_unequal(run: Run, layer: Layer, tp: int) -> bool:
-    return any(n % cdiv(n, BLOCK) for n in _short_sizes(layer))
-
-
-def _is_misread(run: Run, layer: Layer, tp: int) -> bool:
-    return any(n % cdiv(n, BLOCK) == 0 for n in _short_sizes(layer))
-
-
-_REFUSED = "vLLM and SGLang refuse this export, or read it wrongly: "
-_RULES: Mapping[str, Callable[[Run, Layer, int], bool]] = {
-    f"{_REFUSED}of these merged layers only the parts in brackets are in FP8: ": _is_partial,
-    f"{_REFUSED}they have these layers in high precision only: ": _has_no_fp8,
-    f"{_REFUSED}they need whole blocks of 128 of what they merge, multiply or, with tensor "
-    "parallelism {tp}, split, unlike ": _is_cut,
-    "transformers cannot dequantize weights whose last block is short: ": _is_unequal,
-    "transformers dequantizes to wrong values, without an error, weights whose last block is short "
-    "and whose size is a multiple of the number of blocks: ": _is_misread,
-}
-"""What is wrong with a layer, and whether it is, at a degree of tensor parallelism."""
 
 
 def layers_of(run: Run, tensors: Iterable[HFTensor]) -> dict[str, Layer]:
@@ -127,12 +115,12 @@ def _layer_name(run: Run, weight: HFTensor) -> str:
 
 def _faulty(run: Run, tensors: Iterable[HFTensor], tp: int) -> dict[str, dict[str, Layer]]:
     """The layers that a loader refuses or misreads, by what is wrong and by name."""
-    layers = layers_of(run, tensors).items()
-    found = {
-        fault.format(tp=tp): {name: layer for name, layer in layers if applies(run, layer, tp)}
-        for fault, applies in _RULES.items()
-    }
-    return {fault: faulty for fault, faulty in found.items() if faulty}
+    found: dict[str, dict[str, Layer]] = {fault.format(tp=tp): {} for fault in _FAULTS}
+    for name, layer in layers_of(run, tensors).items():
+        for layers, has_fault in zip(found.values(), _has_faults(run, layer, tp), strict=True):
+            if has_fault:
+                layers[name] = layer
+    return {fault: layers for fault, layers in found.items() if layers}
 
 
 def warnings_of(run: Run, tensors: Sequence[HFTensor], tp: int) -> list[str]:
@@ -148,9 +136,9 @@ def warnings_of(run: Run, tensors: Sequence[HFTensor], tp: int) -> list[str]:
 
 def fused(run: Run, tensors: Sequence[HFTensor], tp: int) -> tuple[list[HFTensor], str]:
     """The tensors, those of faulty layers in high precision, and the names of these layers."""
-    faulty: dict[str, Layer] = {}
-    for layers in _faulty(run, tensors, tp).values():
-        faulty |= layers
+    faulty = {
+        n: layer for layers in _faulty(run, tensors, tp).values() for n, layer in layers.items()
+    }
     left = {weight.name for layer in faulty.values() for weight in layer}
     result = [dataclasses.replace(t, quantized=t.quantized and t.name not in left) for t in tensors]
     return result, _names(faulty)
@@ -179,35 +167,19 @@ def _names(layers: Mapping[str, Layer]) -> str:
 
 def _advice(run: Run, tensors: Sequence[HFTensor], layers: Mapping[str, Layer]) -> str:
     """How to export these layers in high precision."""
-    faulty = {weight.source for layer in layers.values() for weight in in_fp8(layer)}
-    left = {_parent(name) for name in faulty}
-    kept = {_parent(t.source) for t in tensors if t.quantized and t.source not in faulty}
-    experts = {_parent(name) for name in run.linears if run.state[name].dim() == 3}
-    linears = {_parent(name) for name in run.linears} - experts
-    settings = []
-    if left & linears:
-        patterns = _patterns(left & linears, linears - kept, linears)
-        settings.append(f"filter_fqns = {json.dumps([*run.filter_fqns, *patterns])}")
-    if left & experts:
-        if not kept & experts:
-            return "Pass --fuse to write them in high precision."
-        patterns = _patterns(kept & experts, kept & experts, experts)
-        settings.append(f"fqns = {json.dumps(patterns)}")
-    return f"Pass --fuse, or set {' and '.join(settings)}, to write them in high precision."
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _patterns(wanted: set[str], allowed: set[str], names: set[str]) -> list[str]:
-    """Substrings that are in all `wanted` names, and in no names but the `allowed`."""
-    result, rest = [], sorted(wanted)
+    faulty = [weight for layer in layers.values() for weight in in_fp8(layer)]
+    if any(weight.expert is not None for weight in faulty):
+        return "Pass --fuse to write them in high precision."
+    rest = {weight.source.removesuffix(".weight") for weight in faulty}
+    others = {t.source.removesuffix(".weight") for t in tensors if t.quantized and t.expert is None}
+    kept, filter_fqns = others - rest, run.filter_fqns.copy()
     while rest:
-        parts = rest[0].split(".")
+        name = min(rest)
+        parts = name.split(".")
         # The module's parents in any layer, then the module in any layer, then the module itself.
-        tried = [".".join(parts[2:end]) for end in range(3, len(parts) + 1)] + [rest[0]]
-        fits = (p for p in tried if {name for name in names if p in name} <= allowed)
-        result.append(next(fits, rest[0]))
-        rest = [name for name in rest if result[-1] not in name]
-    return result
+        tried = [".".join(parts[2:end]) for end in range(3, len(parts) + 1)] + [name]
+        pattern = next((p for p in tried if not any(p in other for other in kept)), name)
+        filter_fqns.append(pattern)
+        rest = {name for name in rest if pattern not in name}
+    setting = f"filter_fqns = {json.dumps(filter_fqns)}"
+    return f"Pass --fuse, or set {setting}, to write them in high precision."

@@ -1,7 +1,11 @@
-"""What an export needs to know about a run, from its JobConfig: the model and its names."""
+"""What an export needs to know about a run: its JobConfig, the model and its names."""
 
+import argparse
 import copy
+import dataclasses
 import json
+import sys
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import RECIPES
-from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe
+from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe, import_named
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
@@ -26,12 +35,78 @@ _TOKENIZER_FILES = (
 )
 
 
+def job_config(file: str | None, flags: list[str]) -> JobConfig:
+    """torchtitan's JobConfig from the TOML `file` of the run, if given, and torchtitan's `flags`.
+
+    Raises:
+        ValueError: there is no such file, neither says which model the checkpoint has, or a value
+            is not allowed.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model.flavor", dest="flavor")
+    # Both spellings are torchtitan's.
+    parser.add_argument("--job.custom_config_module", "--job.custom-config-module", dest="module")
+    given, _ = parser.parse_known_args(flags)
+    module = given.module
+    if file is None and given.flavor is None:
+        raise ValueError(
+            "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
+            "the model by --model.name and --model.flavor"
+        )
+    try:
+        if file is not None:
+            flags = ["--job.config_file", file, *flags]
+            content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+            _check_types("", content, JobConfig)
+            module = module or content.get("job", {}).get("custom_config_module")
+    except FileNotFoundError:
+        raise ValueError(f"--config = {file}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config = {file}: {error}") from None
+    # As torchtitan does next, whose error would not name the key.
+    import_named("job.custom_config_module", module)
+    try:
+        return ConfigManager().parse_args(flags)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"--config = {file}: {error!r}") from error
+
+
+def _check_types(section: str, content: Mapping[str, Any], settings: type) -> None:
+    """ValueError if a setting has a value of another type; torchtitan takes any.
+
+    Settings that torchtitan does not know, such as titan_fp8's own, are not checked here.
+    """
+    hints = typing.get_type_hints(settings)
+    for key in filter(hints.__contains__, content):
+        value, hint, name = content[key], hints[key], f"{section}{key}"
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} = {value!r}: allowed is a section, [{name}]")
+            _check_types(f"{name}.", value, typing.cast(type, hint))
+        elif not _fits(value, hint):
+            allowed = str(hint) if typing.get_args(hint) else hint.__name__
+            raise ValueError(f"{name} = {value!r}: allowed is {allowed.removeprefix('typing.')}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value of a TOML has the type `hint`, of those that torchtitan's settings have."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return value in args
+    if kind is list:
+        return isinstance(value, list) and all(_fits(element, args[0]) for element in value)
+    if args:
+        return any(_fits(value, arg) for arg in args)
+    return type(value) in ((int, float) if hint is float else (hint,))  # true is no int
+
+
 class Run:
     """The model of a run.
 
     Attributes:
-        name, flavor: of the model, in torchtitan.
-        args: the model's arguments, with what the config sets in them.
+        name, args: torchtitan's; the arguments have what the config sets in them.
         flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
@@ -40,9 +115,9 @@ class Run:
             it had both converters, with FP8 recipes.
         buffers: names of tensors that are no parameters and keep their dtype.
         dtype: in which the run computes, and of exported tensors that are not quantized.
-        scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
+        scale_fmt: as in `titan_fp8.reference.scale_of`.
         tied: whether the output layer shares the weight of the embedding.
-        bos_id, eos_id: of the tokenizer, None if there is none.
+        bos_id, eos_id: None without a tokenizer.
         tokenizer_files: the files to copy.
         warnings: what the user should know before the export.
 
@@ -55,17 +130,16 @@ class Run:
         custom_import(config)
         if not 1 <= (length := config.training.seq_len) < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
-        self.name, self.flavor = config.model.name, config.model.flavor
+        self.name, flavor = config.model.name, config.model.flavor
         if self.name not in MODELS:
             allowed = ", ".join(map(repr, MODELS))
             raise ValueError(f"model.name = {self.name!r}: allowed are {allowed}")
         spec: Any = get_train_spec(self.name)
-        if self.flavor not in spec.model_args:
+        if flavor not in spec.model_args:
             allowed = ", ".join(map(repr, spec.model_args))
-            raise ValueError(
-                f"model.flavor = {self.flavor!r}: allowed for {self.name} are {allowed}"
-            )
-        self.args: Any = copy.deepcopy(spec.model_args[self.flavor])
+            raise ValueError(f"model.flavor = {flavor!r}: allowed for {self.name} are {allowed}")
+        self.description = f"{self.name} {flavor}"
+        self.args: Any = copy.deepcopy(spec.model_args[flavor])
         self.flavor_seq_len = self.args.max_seq_len
         self.args.update_from_config(config)
         self.tied = getattr(self.args, "enable_weight_tying", False)
@@ -79,16 +153,9 @@ class Run:
         linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
         self._read_modules(model, linear, grouped)
         self.scale_fmt = self._format_of(
-            {
-                "linears": linear and linear.recipe,
-                "experts": grouped and experts_recipe(config.quantize),
-            }
+            linear and linear.recipe, grouped and experts_recipe(config.quantize)
         )
         self._read_tokenizer(Path(config.model.hf_assets_path))
-
-    @property
-    def description(self) -> str:
-        return f"{self.name} {self.flavor}"
 
     def to_hf(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """The tensor or, of stacked experts, the tensors that Hugging Face's model has for one."""
@@ -102,26 +169,29 @@ class Run:
 
     def _read_modules(self, model: nn.Module, linear: Any, grouped: Any) -> None:
         """Converts the model, to see which modules are converted."""
-        linears = {name for name, m in model.named_modules() if type(m) is nn.Linear}
-        experts = {name.rpartition(".")[0] for name, t in self.state.items() if t.dim() == 3}
+
+        def weights(*kinds: type[nn.Module]) -> set[str]:
+            found = {name for name, module in model.named_modules() if type(module) in kinds}
+            return {
+                n for n, t in self.state.items() if t.dim() > 1 and n.rpartition(".")[0] in found
+            }
+
+        experts = {name for name, tensor in self.state.items() if tensor.dim() == 3}
+        self.linears = weights(nn.Linear) | experts
         self.filter_fqns = list(linear.filter_fqns if linear else DEFAULT_FILTER_FQNS)
         convert_linears(model, filter_fqns=self.filter_fqns)
         if experts:
             convert_experts(model, fqns=grouped.fqns if grouped else ["experts"])
-        converted = (FP8Linear, FP8GroupedExperts)
-        self.linears = self._weights(linears | experts)
-        self.quantized = self._weights(
-            {name for name, module in model.named_modules() if isinstance(module, converted)}
-        )
+        self.quantized = weights(FP8Linear, FP8GroupedExperts)
 
-    def _format_of(self, recipes: Mapping[str, str | None]) -> str:
+    def _format_of(self, linears: str | None, experts: str | None) -> str:
         """The format of the scales. Warns of recipes whose GEMMs read other weights.
 
-        `recipes` has those of linears and of experts, None without a converter. Only those of
-        weights in `quantized` count.
+        The recipes are None without a converter. Only those of weights in `quantized` count.
         """
-        stacked = {self.state[name].dim() == 3 for name in self.quantized}
-        used = {kind: name for kind, name in recipes.items() if (kind == "experts") in stacked}
+        dims = {self.state[name].dim() for name in self.quantized}
+        used = {"linears": linears} if 2 in dims else {}
+        used |= {"experts": experts} if 3 in dims else {}
         formats = {name: r.scale_fmt for name, r in RECIPES.items() if r.has_weight_blocks}
         compare = "compare the exported model's loss with the run's"
         for name in dict.fromkeys(used.values()):
@@ -132,22 +202,14 @@ class Run:
                     f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
                     f"128x128 blocks, as they are exported: {compare}"
                 )
-        in_blocks = {kind: name for kind, name in used.items() if name in formats}
-        found = {formats[name] for name in in_blocks.values() if name}
+        found = {formats[name] for name in used.values() if name in formats}
         if len(found) > 1:
-            uses = " and ".join(f'"{name}" for {kind}' for kind, name in in_blocks.items())
+            uses = " and ".join(f'"{name}" for {kind}' for kind, name in used.items())
             self.warnings.append(
                 f"the run has recipes {uses}, whose scales have different formats, and an export "
                 f"has one: all its scales are FP32; {compare}"
             )
         return found.pop() if len(found) == 1 else "fp32"
-
-    def _weights(self, modules: set[str]) -> set[str]:
-        return {
-            name
-            for name, tensor in self.state.items()
-            if tensor.dim() >= 2 and name.rpartition(".")[0] in modules
-        }
 
     def _read_tokenizer(self, folder: Path) -> None:
         self.bos_id = self.eos_id = None
@@ -162,17 +224,15 @@ class Run:
             return
         tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
         try:
-            for read in (str(file) for file in files if file.suffix == ".json"):
-                json.loads(Path(read).read_bytes())
-            read = str(vocabulary)
-            if vocabulary.stem == "vocab" and folder / "merges.txt" in files:
-                read += f" or {folder / 'merges.txt'}"
+            for read in (file for file in files if file.suffix == ".json"):
+                json.loads(read.read_bytes())
+            read = vocabulary
             HuggingFaceTokenizer.__init__(tokenizer, str(folder))
         except OSError:
             raise
         except Exception as error:  # the tokenizers package raises no other class
             if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and reads its settings.
-                read = str(folder / "tokenizer_config.json")
+                read = folder / "tokenizer_config.json"
             raise ValueError(f"{read}: {error}") from error
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
 

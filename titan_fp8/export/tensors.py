@@ -1,8 +1,7 @@
 """Which tensors an export writes, from which tensors of the checkpoint, and their values.
 
-torchtitan's state-dict adapters say what a tensor is called in Hugging Face's models and how its
-elements are arranged there. They map one tensor to one, except for the stacked weights of experts
-(E, N, K), of which each expert becomes a tensor of its own.
+torchtitan's state-dict adapters map a tensor to one of Hugging Face's model, by name and order of
+elements; of the stacked weights of experts (E, N, K) each expert becomes a tensor of its own.
 """
 
 import itertools
@@ -125,11 +124,9 @@ def values_of(
 
 def _converted(tensor: HFTensor, value: Tensor, scale_fmt: str) -> dict[str, Tensor]:
     if tensor.quantized:
-        strips = (
-            quantize_128x128(rows.to(tensor.dtype), scale_fmt=scale_fmt)
-            for rows in value.split(STRIP)
-        )
-        q, checked = (torch.cat(parts) for parts in zip(*strips))
+        strips = (rows.to(tensor.dtype) for rows in value.split(STRIP))
+        parts = [quantize_128x128(strip, scale_fmt=scale_fmt) for strip in strips]
+        q, checked = (torch.cat(each) for each in zip(*parts, strict=True))
         result = {tensor.name: q, f"{tensor.name}_scale_inv": checked}
     else:
         # A copy, so that no view keeps the stacked experts in memory until the file is written.
