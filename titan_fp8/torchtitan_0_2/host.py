@@ -9,10 +9,10 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import log_permutation, speed_up_fsdp2
-from titan_fp8.host.torchtitan_0_2 import permutation, token_exchange
 from titan_fp8.host.torchtitan_0_2.input_stream import Streams
 from titan_fp8.host.torchtitan_0_2.moe import route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import host_speedups_of
@@ -37,47 +37,25 @@ def speed_up(
     """
     on = host_speedups_of(job_config)
     if on:
-        _speed_up_steps(uses_fsdp2)
+        # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU
+        # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
+        torch.autograd.set_multithreading_enabled(False)
+        if utils.device_type == "cuda":
+            streams = Streams()
+            patches.INPUT_STREAM.apply(streams.train_step, streams.forward_backward_step)
+        if uses_fsdp2:
+            speed_up_fsdp2()
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
     layers = route_by_gathers(model)
     log_permutation(layers, section.permutation, section.where, "permutation")
-    if not layers:
-        return
-    if parallel_dims.ep_enabled:
-        _exchange_tokens()
+    if layers and parallel_dims.ep_enabled:
+        patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
     # Under TP, MoE blocks have hooks that forbid it.
-    if on and compiles and not parallel_dims.tp_enabled:
-        _compile_blocks(model, job_config.compile.backend)
-
-
-def _speed_up_steps(uses_fsdp2: bool) -> None:
-    """What does not depend on the model."""
-    # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU waits
-    # for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
-    torch.autograd.set_multithreading_enabled(False)
-    if utils.device_type == "cuda":
-        streams = Streams()
-        patches.INPUT_STREAM.apply(streams.train_step, streams.forward_backward_step)
-    if uses_fsdp2:
-        speed_up_fsdp2()
-
-
-def _exchange_tokens() -> None:
-    """Chooses how ranks exchange tokens under expert parallelism: by all-to-alls."""
-    patches.TOKEN_EXCHANGE.apply(
-        lambda _: permutation.permute,
-        lambda _: permutation.unpermute,
-        lambda _: token_exchange.all_to_all_single,
-        lambda _: token_exchange.all_to_all_single_autograd,
-        lambda _: token_exchange.token_dispatch,
-    )
-
-
-def _compile_blocks(model: nn.Module, backend: str) -> None:
-    """Compiles MoE blocks up to the experts."""
-    if blocks := compile_up_to_experts(model, backend):
+    if not (layers and on and compiles) or parallel_dims.tp_enabled:
+        return
+    if blocks := compile_up_to_experts(model, job_config.compile.backend):
         # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
         patches.SAC_POLICY.apply(with_fp8_policy)
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
