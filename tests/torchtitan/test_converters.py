@@ -16,7 +16,7 @@ from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 import titan_fp8
-from titan_fp8.host.torchtitan_0_2 import permutation
+from titan_fp8.host.torchtitan_0_2 import token_exchange
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.host.torchtitan_0_2.moe_block import MoEBlock
 from titan_fp8.patches import Patch
@@ -269,15 +269,16 @@ def test_the_permutation_is_replaced_where_there_is_one(
 ):
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", MagicMock())
     flags = () if setting is None else (f"--{GROUPED_MM}.permutation", setting)
-    before = expert_parallel._permute, expert_parallel._unpermute
+    exchange = expert_parallel.ExpertParallel
+    before = exchange._token_dispatch, exchange._token_combine
     config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *flags, *plan)
     for _ in range(2):
         layers = of_type(converted(config), MoE)
     by_gathers = setting == "gather" or (setting is None and recipe != "bf16")
     replaced = by_gathers and plan is not DEEPEP
     assert all((type(layer) is GatherMoE) == replaced for layer in layers.values()) and layers
-    ours = permutation.permute, permutation.unpermute
-    there = expert_parallel._permute, expert_parallel._unpermute
+    ours = token_exchange.token_dispatch, token_exchange.token_combine
+    there = exchange._token_dispatch, exchange._token_combine
     assert there == (ours if replaced and plan is EP else before)
     assert (f"{len(layers)} MoE layers permute their tokens by gathers" in caplog.text) == replaced
     warned = any('permutation = "gather"' in r.message for r in caplog.records)

@@ -255,9 +255,9 @@ def exchange_both_ways(rank: int) -> None:
     group = dist.group.WORLD
     counts = torch.arange(8) + 10 * rank
     want = functional.all_to_all_single(counts, None, None, group=group)
-    got = token_exchange.all_to_all_single(counts, None, None, group=group)
-    got = torch.ops._c10d_functional.wait_tensor(got)
+    got, splits = token_exchange._exchange_counts(counts, group)
     assert type(got) is Tensor and torch.equal(got, want)
+    assert splits == [each.view(2, -1).sum(1).tolist() for each in (counts, got)]
     for sent in ([[5, 3], [0, 2]], [[0, 0], [4, 0]], [[0, 7], [7, 0]], [[0, 0], [0, 0]]):
         mine, theirs = sent[rank], [sizes[rank] for sizes in sent]
         x = torch.randn(sum(mine), 3)
@@ -293,10 +293,10 @@ def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: st
             layers = t.model_parts[0].layers.values()
             blocks = [getattr(block, "_checkpoint_wrapped_module", block) for block in layers]
             kinds = {type(block.moe) for block in blocks if block.moe_enabled}
-        replaced = expert_parallel._permute is permutation.permute
-        assert replaced == (key == ways[1])
-        dispatch = expert_parallel.ExpertParallel._token_dispatch
-        assert replaced == (dispatch is token_exchange.token_dispatch)
+        replaced = key == ways[1]
+        for name in ("token_dispatch", "token_combine"):
+            method = getattr(expert_parallel.ExpertParallel, f"_{name}")
+            assert replaced == (method is getattr(token_exchange, name))
         assert kinds == {moe.GatherMoE if replaced else MoE}
     for torchtitans, by_gathers in zip(*results, strict=True):
         assert torchtitans.keys() == by_gathers.keys()

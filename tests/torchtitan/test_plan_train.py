@@ -75,16 +75,15 @@ def test_on_a_gpu_one_step_more_is_traced(monkeypatch):
         ("llama3_8b", (), 16, {}),  # eight of them
         ("llama3_debug", (), 4, {"shard": 4}),
         ("llama3_8b", (P + "data_parallel_replicate_degree", "2"), 8,
-         {"replicate": 1, "batch": 16}),
+         {"shard": 4, "batch": 16}),
         ("deepseek_v3_16b", (), 4, {"shard": 4, "expert": 4}),
         ("deepseek_v3_16b", (P + "tensor_parallel_degree", "2"), 4, {"shard": 2, "expert": 4}),
     ],
 )  # fmt: skip
 def test_the_plan_is_fitted_to_the_gpus(name, flags, gpus, changed):
     config = config_of(name, *flags)
-    p, keys = config.parallelism, ("replicate", "shard", "expert", "batch")
+    p, keys = config.parallelism, ("shard", "expert", "batch")
     before = (
-        p.data_parallel_replicate_degree,
         p.data_parallel_shard_degree,
         p.expert_parallel_degree,
         config.training.global_batch_size,
@@ -94,7 +93,7 @@ def test_the_plan_is_fitted_to_the_gpus(name, flags, gpus, changed):
 
 
 def test_too_few_gpus_for_a_replica():
-    with pytest.raises(ValueError, match="need more GPUs together than the 4 there are"):
+    with pytest.raises(ValueError, match="need more GPUs than the 4 there are"):
         train.fitted(config_of("llama3_70b"), 4)
 
 

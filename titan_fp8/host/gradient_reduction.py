@@ -42,7 +42,8 @@ def in_bf16(foreach_reduce: Callable) -> Callable:
     def reduce(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args)) | kwargs
         group = given["reduce_scatter_group"]
-        if group is not None and not given.get("force_sum_reduction_for_comms"):
+        are_bf16 = all(gradient.dtype == torch.bfloat16 for gradient in given["unsharded_grads"])
+        if group is not None and are_bf16 and not given.get("force_sum_reduction_for_comms"):
             if _stays_on_its_rank(given):
                 given["reduce_dtype"] = torch.bfloat16
             elif _can_be_exchanged(given):
@@ -68,10 +69,6 @@ def noting_accumulation(to_accumulated_grad: Callable) -> Callable:
     return accumulate
 
 
-def _all_are_bf16(given: dict[str, Any]) -> bool:
-    return all(gradient.dtype == torch.bfloat16 for gradient in given["unsharded_grads"])
-
-
 def _stays_on_its_rank(given: dict[str, Any]) -> bool:
     """Whether these arguments of `foreach_reduce` only copy and divide bf16 gradients."""
     return (
@@ -79,7 +76,6 @@ def _stays_on_its_rank(given: dict[str, Any]) -> bool:
         and given["all_reduce_group"] is None
         and given["all_reduce_hook"] is None
         and given["orig_dtype"] == torch.bfloat16
-        and _all_are_bf16(given)
     )
 
 
@@ -98,7 +94,6 @@ def _can_be_exchanged(given: dict[str, Any]) -> bool:
         ranks > 1
         and type(given["reduce_scatter_comm"]) is DefaultReduceScatter
         and given["reduce_dtype"] == torch.float32
-        and _all_are_bf16(given)
         and not any(hasattr(param, "titan_fp8_accumulates") for param in given["fsdp_params"])
         and 0 < part < PART_LIMIT
         and has_kernels(given["device"])
@@ -107,14 +102,9 @@ def _can_be_exchanged(given: dict[str, Any]) -> bool:
 
 
 def on_one_host(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of the group are on one host.
-
-    torchrun says how many ranks a host has; hosts are taken to have equally many.
-    """
-    ranks_of_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if not ranks_of_host:
-        return False
-    return len({rank // ranks_of_host for rank in dist.get_process_group_ranks(group)}) == 1
+    """Whether all ranks of the group are on one host, if torchrun says how many a host has."""
+    of_host, ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), dist.get_process_group_ranks(group)
+    return of_host > 0 and len({rank // of_host for rank in ranks}) == 1
 
 
 class GradientExchange:

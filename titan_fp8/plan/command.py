@@ -20,11 +20,6 @@ from titan_fp8.plan.model import Layer, Rank, degrees_of, read_rank, refusal
 from titan_fp8.recipe import BF16, RECIPES
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, host_speedups_of
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 def run(argv: list[str] | None) -> int:
     """Returns the exit status, as `main` of the package."""
@@ -48,15 +43,17 @@ def run(argv: list[str] | None) -> int:
     try:
         check(options)
         if not options.train:
-            return plan(options, parse(options.config, flags))
+            plan(options, parse(options.config, flags))
+            return 0
         rows, is_slower = train.compare(options, flags, parse)
         print(text_table(rows, right=range(1, 6)))
         return int(is_slower)
     except Exception as error:
+        text = str(error)
         if not isinstance(error, ValueError | OSError):  # of torchtitan, or of a custom module
             traceback.print_exc()
-            error = ValueError(f"no plan can be made of {options.config}: see the error above")
-        print(f"titan_fp8.plan: {error}", file=sys.stderr)
+            text = f"{type(error).__name__}: {error}"
+        print(f"titan_fp8.plan: {options.config}: {text}", file=sys.stderr)
         return 2
     finally:
         logging.disable(logging.NOTSET)
@@ -66,29 +63,23 @@ def check(options: argparse.Namespace) -> None:
     """ValueError if options do not fit each other or this machine."""
     out, gpus = options.out, torch.cuda.device_count()
     if out is not None and (options.filter is None or out.exists() or not out.parent.is_dir()):
-        why = "the file exists; name a new one" if out.exists() else f"no folder {out.parent}"
-        raise ValueError(f"--out = {out}: {why if options.filter else 'it needs --filter auto'}")
+        raise refusal("--out", str(out), "new files in existing folders, with --filter auto")
     if options.train and options.filter:
-        raise ValueError("--train measures whole steps: it does not take --filter")
-    if options.train and not 0 < (gpus if options.ngpu is None else options.ngpu) <= gpus:
-        raise ValueError(f"--train --ngpu {options.ngpu}: this machine has {gpus} GPUs")
+        raise refusal("--filter", options.filter, "plans without --train, which times whole steps")
+    if options.train and not 0 < (wanted := gpus if options.ngpu is None else options.ngpu) <= gpus:
+        raise ValueError(f"--train on {wanted} GPUs: this machine has {gpus}")
     for recipe in options.recipes.split(",") if options.recipes else ():
         if not options.train or recipe not in RECIPES:
             raise refusal("--recipes", recipe, f"{', '.join(RECIPES)}, with --train")
 
 
 def parse(file: str, flags: Sequence[str]) -> Any:
-    """torchtitan's config of a TOML and flags; ValueError if they are not allowed."""
-    if not Path(file).is_file():
-        raise ValueError(f"CONFIG = {file}: no such file")
-    try:
-        return ConfigManager().parse_args(["--job.config_file", file, *flags])
-    except (tomllib.TOMLDecodeError, ImportError, KeyError) as error:
-        raise ValueError(f"CONFIG = {file}: {error!r}") from None
+    """torchtitan's config of a TOML and flags."""
+    return ConfigManager().parse_args(["--job.config_file", file, *flags])
 
 
-def plan(options: argparse.Namespace, config: Any) -> int:
-    """Prints the layers of a rank; returns 0. ValueError if training would stop."""
+def plan(options: argparse.Namespace, config: Any) -> None:
+    """Prints the layers of a rank. ValueError if training would stop."""
     how, measures = "a bound:", False
     try:
         measures = torch.cuda.is_available() and bool(kernels_for(torch.device("cuda", 0)))
@@ -115,13 +106,11 @@ def plan(options: argparse.Namespace, config: Any) -> int:
             except OSError:
                 options.out.unlink(missing_ok=True)
                 raise
-            print(f"\nwritten to {options.out}")
     elif refused:
         raise ValueError(
-            "training would stop, as sizes on a rank are not multiples of 16: use other degrees of "
-            "parallelism, or leave these layers out: --filter auto prints the setting"
+            "training would stop, as sizes on a rank are not multiples of 16: choose other degrees "
+            "of parallelism, or leave these layers out, as --filter auto prints"
         )
-    return 0
 
 
 def fragment(rank: Rank, out: Sequence[Layer]) -> str:

@@ -2,12 +2,10 @@
 
 A layer is the job's own module, with weights in the shape of the rank. Several copies, which
 together exceed the L2 cache, run one after the other, forward and then backward. If torchtitan
-compiles the layer, they are one compiled region, like the layers of a block. Weights that FSDP2
-gathers in FP8 arrive as `GatheredWeight`s; others are quantized in each call. Not part of it are
-collectives, the quantization of shards once a step, DTensors of tensor parallelism, and what is
-fused with other layers: linears that read one input quantize it once.
+compiles the layer, they are one compiled region. docs/plan.md says what is not part of it.
 """
 
+import contextlib
 import copy
 import math
 import statistics
@@ -21,7 +19,6 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils.benchmark import Timer
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.modules.conversion import revert
 from titan_fp8.plan.model import Layer, Rank, Report, fake_ranks
 from titan_fp8.recipe import BF16, get_recipe
@@ -34,7 +31,7 @@ ROUNDS, ROUND_S = 3, 0.1
 
 
 class Timed(NamedTuple):
-    """us of one call of a layer; nan if it does not fit into the GPU's memory."""
+    """us of one call of a layer."""
 
     layer: Layer
     groups: str  # of experts: "even", or "uneven", the last with four times the first's tokens
@@ -76,11 +73,9 @@ def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> 
         return [seconds / copies * 1e6 for seconds in clock(steps)]
 
     for copies in (min(MOST_COPIES, max(2, -(-BYTES // size))), 1):
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return Timed(layer, groups, *us(copies))
-        except torch.OutOfMemoryError:
-            pass
-    return Timed(layer, groups, *[math.nan for _ in arms])
+    raise ValueError(f"{' '.join(layer.cells[:2])}: one call needs more memory than this GPU has")
 
 
 def _forward(modules: list[nn.Module], inputs: list[Tensor], *others: Tensor) -> list[Tensor]:
@@ -103,8 +98,7 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool, copi
 
     def forward() -> list[Tensor]:
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
-        with torch.autocast(device, rank.autocast, enabled=rank.autocast is not None):
-            return call(modules, inputs, *others)
+        return call(modules, inputs, *others)
 
     variables = [*inputs, *(p for module in modules for p in module.parameters())]
     gradients = [torch.randn_like(y) for y in forward()]
@@ -125,8 +119,6 @@ def _module(rank: Rank, layer: Layer, device: str, in_fp8: bool) -> nn.Module:
         revert(module)
     for path, shape in layer.shapes:
         weight = torch.randn(shape, device=device, dtype=rank.dtype) / math.sqrt(shape[-1])
-        if in_fp8 and layer.gathers_fp8 and weight.dim() > 1:
-            weight = gathered(weight, layer.recipe)
         if layer.groups and rank.dims.ep_enabled:
             # Experts ask their mesh whether expert parallelism has padded their groups.
             mesh = DeviceMesh(device, [0], mesh_dim_names=("ep",))
@@ -136,27 +128,16 @@ def _module(rank: Rank, layer: Layer, device: str, in_fp8: bool) -> nn.Module:
     return module
 
 
-def gathered(weight: Tensor, recipe: str) -> GatheredWeight:
-    """A weight as FSDP2 gathers it in FP8."""
-    ops = get_recipe(recipe)
-    (q, s), (q_t, s_t) = ops.quantize_weight(weight), ops.quantize_weight_t(weight)
-    columns = None if ops.has_weight_blocks else q_t.mT.contiguous()
-    return GatheredWeight(q, s, columns, s_t, weight.dtype)
-
-
 def report(timed: Sequence[Timed]) -> Report:
     """The times of layers, and their sums; of experts, even and uneven groups together decide."""
 
     def cells(name: str, facts: Sequence[str], bf16: float, fp8: float | None) -> list[str]:
-        if math.isnan(bf16):
-            return [name.strip(), *facts, "no memory"]
         speed = [f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else []
         return [name.strip(), *facts, f"{bf16:,.0f}", *speed]
 
     rows = [cells(f"{t.layer.cells[0]} {t.groups}", t.layer.cells[1:], *t[2:]) for t in timed]
-    missing = [f"{row[0]}: {row[1]}" for row in rows if "no memory" in row]
     for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
-        own = [t for t in timed if t.groups in ("", way) and not math.isnan(t.bf16)]
+        own = [t for t in timed if t.groups in ("", way)]
         arms = ([t.bf16 for t in own], [t.fp8 or t.bf16 for t in own])
         sums = [sum(len(t.layer.modules) * us for t, us in zip(own, arm)) for arm in arms]
         rows.append(cells(f"all {way}", ["", ""], *sums))
@@ -164,5 +145,4 @@ def report(timed: Sequence[Timed]) -> Report:
     for t in timed:
         gains[t.layer] += t.bf16 - (t.fp8 or t.bf16)
     slower = [layer for layer, gain in gains.items() if gain < 0]
-    notes = {"Does not fit into the memory of this GPU, and is in no sum": missing}
-    return Report(["bf16 us", "FP8 us", "x bf16"], rows, slower, notes)
+    return Report(["bf16 us", "FP8 us", "x bf16"], rows, slower, {})

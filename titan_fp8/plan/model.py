@@ -17,21 +17,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.models import _supported_models
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8.fsdp.sharded_weight import marks
 from titan_fp8.functional.checks import fits_fp8
 from titan_fp8.modules.feed_forward import FP8FeedForward
-from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes
 from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 
@@ -50,7 +46,6 @@ class Layer:
     recipe: str  # "bf16" if it does not run in FP8
     reason: str = ""  # why not
     would_stop: bool = False  # training, since it cannot
-    gathers_fp8: bool = False  # whether FSDP2's all-gather brings its weights in FP8
     is_compiled: bool = False  # whether it is in a region that torchtitan compiles
 
     @property
@@ -88,8 +83,7 @@ class Rank:
     dims: ParallelDims
     layers: tuple[Layer, ...]
     model: nn.Module  # the whole, converted model on the meta device
-    dtype: torch.dtype  # of the weights that layers read
-    autocast: torch.dtype | None
+    dtype: torch.dtype  # in which layers get their inputs and weights
     attention_flop: float  # forward and backward; 0 if its mask may leave more than causality out
 
 
@@ -107,24 +101,16 @@ def refusal(key: str, value: object, allowed: object) -> ValueError:
 
 
 def degrees_of(config: Any, ngpu: int | None) -> ParallelDims:
-    """ValueError if the degrees of parallelism do not fit each other or `ngpu`."""
+    """An error if the degrees of parallelism do not fit each other or `ngpu`."""
     degrees = [getattr(config.parallelism, f"{kind}_degree") for kind in KINDS.split()]
     world = math.prod(degrees[:5]) if ngpu is None else ngpu
     if not 0 < world <= MAX_GPUS:
-        what = "--ngpu" if ngpu is not None else "the product of the degrees in [parallelism]"
-        raise refusal(what, world, f"1 to {MAX_GPUS} GPUs, said by --ngpu if a degree is -1")
-    try:
-        return ParallelDims(*degrees, world_size=world)
-    except (AssertionError, ArithmeticError) as error:
-        raise ValueError(f"[parallelism] and {world} GPUs: {error}") from None
+        raise refusal("--ngpu or the product of the degrees", world, f"1 to {MAX_GPUS}")
+    return ParallelDims(*degrees, world_size=world)
 
 
 def read_rank(config: Any, dims: ParallelDims) -> Rank:
-    """What a rank computes, of a config that torchtitan's ConfigManager has parsed.
-
-    Raises:
-        ValueError: a value is not allowed, or torchtitan or a converter refuses the plan.
-    """
+    """What a rank computes; an error if torchtitan or a converter refuses the parsed config."""
     config, listed = copy.deepcopy(config), {LINEAR, GROUPED_MM} & {*config.model.converters}
     if not listed or not hasattr(config.quantize.linear, "titan_fp8"):
         raise ValueError(
@@ -132,16 +118,11 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
             f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
         )
     config.parallelism.enable_async_tensor_parallel = False  # changes no shape
-    try:
-        spec = get_train_spec(config.model.name)
-    except ValueError as error:
-        raise ValueError(f"{error} Models of torchtitan are {sorted(_supported_models)}") from None
+    spec = get_train_spec(config.model.name)
     if config.model.flavor not in spec.model_args:
-        allowed = ", ".join(map(repr, spec.model_args))
-        raise refusal("model.flavor", config.model.flavor, allowed)
+        raise refusal("model.flavor", config.model.flavor, [*spec.model_args])
     args: Any = copy.deepcopy(spec.model_args[config.model.flavor])
-    with _torchtitans_errors(config, dims):
-        args.update_from_config(config)
+    args.update_from_config(config)
     check_sizes(config, dims)  # as converters do, but some models cannot be made of bad sizes
     with torch.device("meta"):
         model, plain = (spec.model_cls(args) for _ in range(2))
@@ -154,13 +135,10 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
     reports = [each.report for each in converters.converters if hasattr(each, "report")]
     left = {name: reason for report in reports for name, _, reason in report.left}
     on_cpu = mock.patch.object(parallel_dims, "device_type", "cpu")
-    with _torchtitans_errors(config, dims), fake_ranks(dims.world_size), on_cpu:
+    with fake_ranks(dims.world_size), on_cpu:
         if dims.pp_enabled:
             arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
             _, parts, *_ = spec.pipelining_fn(plain, *arguments, nn.MSELoss())
-            schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
-            if issubclass(schedule, PipelineScheduleSingle) and parts[1:]:
-                raise ValueError(f"it would run only the first of {len(parts)} stages")
         else:
             parts = [spec.parallelize_fn(plain, dims, config)]
     training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
@@ -171,23 +149,11 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
         # Without parameters, torchtitan counts attention alone, and that without causality.
         whole = args.get_nparams_and_flops(nn.Module(), training.seq_len)[1] * tokens / 2
         attention = whole * sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
-    layers = tuple(_layers(config, dims, args, model, tokens, left, named))
-    mixed, stored = (TORCH_DTYPE_MAP[t] for t in (training.mixed_precision_param, training.dtype))
-    if any(isinstance(module, FSDPModule) for part in parts for module in part.modules()):
-        return Rank(config, dims, layers, model, mixed, None, attention)
-    autocast = None if dims.tp_enabled or dims.pp_enabled else mixed
-    return Rank(config, dims, layers, model, stored, autocast, attention)
-
-
-@contextlib.contextmanager
-def _torchtitans_errors(config: Any, dims: ParallelDims) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        p, key = config.parallelism, "parallelism.pipeline_parallel"
-        values = f" {key}_degree = {dims.pp}, {key}_schedule = {p.pipeline_parallel_schedule!r}:"
-        reason = values * dims.pp_enabled + f" {' '.join(str(error).split()) or repr(error)}"
-        raise ValueError(f"torchtitan refuses this plan:{reason}") from error
+    # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
+    is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
+    layers = tuple(_layers(dims, args, model, tokens, left, named))
+    return Rank(config, dims, layers, model, dtype, attention)
 
 
 @contextlib.contextmanager
@@ -200,21 +166,19 @@ def fake_ranks(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
-    """The shape of a rank's part once FSDP2 has gathered it, and by how many ranks; 0: by none."""
-    if not isinstance(parameter, DTensor):
-        return parameter.shape, 0
-    sizes, mesh, ranks = list(parameter.shape), parameter.device_mesh, 0
-    for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements):
-        if name in ("fsdp", "efsdp"):
-            ranks = size
-        elif isinstance(placement, Shard):
-            sizes[placement.dim] = -(-sizes[placement.dim] // size)
-    return torch.Size(sizes), ranks
+def _gathered(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a rank's part once FSDP2 has gathered it."""
+    sizes = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, placements):
+            if isinstance(placement, Shard) and name not in ("fsdp", "efsdp"):
+                sizes[placement.dim] = -(-sizes[placement.dim] // size)
+    return torch.Size(sizes)
 
 
 def _layers(
-    config: Any, dims: ParallelDims, args: Any, model: nn.Module, tokens: int, left: Any, named: Any
+    dims: ParallelDims, args: Any, model: nn.Module, tokens: int, left: Any, named: Any
 ) -> Iterator[Layer]:
     """Modules with weights that the rank calls, those of equal shapes together."""
     rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
@@ -225,14 +189,14 @@ def _layers(
     for name, module in model.named_modules():
         # Under tensor parallelism the linears of a feed-forward run one by one.
         is_fused = isinstance(module, FP8FeedForward) and not dims.tp_enabled
-        is_linear, is_experts = isinstance(module, nn.Linear), is_grouped_experts(module)
+        is_experts = is_grouped_experts(module)
         own = {n.removeprefix(f"{name}."): r for n, r in names.items() if n.startswith(f"{name}.")}
-        if not (is_fused or is_linear or is_experts) or not own or name.startswith(fused):
+        is_layer = is_fused or is_experts or isinstance(module, nn.Linear)
+        if not is_layer or not own or name.startswith(fused):
             continue
         first: Any = module.w1 if is_fused else module
         fused += (f"{name}.",) * is_fused
-        sizes = {path: _gathered(named[raw]) for path, raw in own.items()}
-        shapes = tuple((path, shape) for path, (shape, _) in sizes.items())
+        shapes = tuple((path, _gathered(named[raw])) for path, raw in own.items())
         recipe, m = getattr(first, "recipe", BF16), rows if is_experts else tokens
         layer = Layer((), m, shapes, recipe, is_compiled="_orig_mod" in "".join(own.values()))
         odd = sorted({n for product in layer.products for n in product if not fits_fp8(n)})
@@ -241,11 +205,5 @@ def _layers(
         elif odd:
             reason = f"{', '.join(map(str, odd))}: no multiple of 16, training would stop"
             layer = replace(layer, recipe=BF16, reason=reason, would_stop=True)
-        elif marks(first) and not config.training.enable_cpu_offload:
-            # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
-            fewest = 1 if get_recipe(recipe).has_weight_blocks else 2
-            in_fp8 = all(ranks >= fewest for _, ranks in sizes.values())
-            layer = replace(layer, gathers_fp8=in_fp8)
         equal.setdefault(layer, []).append(name)
-    for layer, modules in equal.items():
-        yield replace(layer, modules=tuple(modules))
+    return (replace(layer, modules=tuple(modules)) for layer, modules in equal.items())

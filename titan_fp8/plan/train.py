@@ -2,11 +2,7 @@
 
 `--train` and scripts/bench/plans.py both run jobs by `run`. `python -m titan_fp8.plan.train`
 is what each rank runs: torchtitan, with as many blocks as it is told, which writes what it measured
-as JSON.
-
-Compute is the time in which kernels other than collectives run in one traced step, overlaps counted
-once, over the time of a step that is not traced. Collectives spin while they wait for a late rank,
-so their time says nothing.
+as JSON. Collectives spin while they wait for a late rank, so they do not count as compute.
 """
 
 import argparse
@@ -64,13 +60,10 @@ def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
 def run(
     config: str, flags: Sequence[str], ranks: int, blocks: int, steps: int, folder: Path
 ) -> Row:
-    """Trains so many steps; logs of ranks are in the folder.
+    """Trains so many steps; RuntimeError with the job's error if it fails.
 
-    Returns:
-        "tokens/s" (per GPU), "GiB", "loss", and "compute", None without a GPU.
-
-    Raises:
-        RuntimeError: the job failed, with its error.
+    Returns "tokens/s" (per GPU), "GiB", "loss", and "compute", None without a GPU. Logs of ranks
+    are in the folder.
     """
     values = {"job.dump_folder": folder, "training.steps": steps, "metrics.log_freq": LOG_EVERY}
     command = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--redirects", "3"]
@@ -126,17 +119,16 @@ class Trainer(train.Trainer):
 
     def train(self) -> None:
         """Writes rankN.json, N of this rank, into the job's folder."""
-        logged: dict[int, dict[str, Any]] = {}
+        rows: dict[int, dict[str, Any]] = {}
 
         def log(metrics: dict[str, Any], step: int) -> None:
-            logged.setdefault(step, {}).update(metrics)
+            if "throughput(tps)" in metrics:  # health_freq logs steps of its own.
+                rows[step] = metrics
 
         self.metrics_processor.logger = SimpleNamespace(log=log, close=lambda: None)
         super().train()
-        if self.job_config.training.steps not in logged:
+        if self.job_config.training.steps not in rows:
             raise ValueError(f"the training data ends in step {self.step}")
-        # health_freq logs steps of its own.
-        rows = {step: row for step, row in logged.items() if "throughput(tps)" in row}
         late = [row for step, row in rows.items() if step > WARM_UP]
         seconds = statistics.median(row["time_metrics/end_to_end(s)"] for row in late)
         losses = [float(row["loss_metrics/global_avg_loss"]) for row in rows.values()]
@@ -151,39 +143,30 @@ class Trainer(train.Trainer):
 
 
 def fitted(config: Any, gpus: int) -> dict[str, int]:
-    """Values that fit the config's plan to at most so many GPUs: data parallelism is cut, expert
-    parallelism with it, and the global batch so that a rank has as many micro-batches."""
+    """Values that fit the config's plan to at most so many GPUs: shards are cut, expert parallelism
+    with them, and the global batch so that a rank has as many micro-batches."""
     p, whole = config.parallelism, config.training.global_batch_size
-    replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     inside = p.tensor_parallel_degree * p.context_parallel_degree
-    data = gpus // (inside * p.pipeline_parallel_degree)
-    if not data:
-        raise ValueError(
-            "parallelism.tensor_parallel_degree, context_parallel_degree and pipeline_parallel_"
-            f"degree need more GPUs together than the {gpus} there are: choose smaller ones"
-        )
-    wanted = max(1, data // replicas) if shards == -1 else shards
-    shard = min(wanted, data)
-    replicate = min(replicas, data // shard)
+    most = gpus // (inside * p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
+    if not most:
+        raise ValueError(f"the degrees in [parallelism] need more GPUs than the {gpus} there are")
+    wanted = most if p.data_parallel_shard_degree == -1 else p.data_parallel_shard_degree
+    shard = min(wanted, most)
     ranks = shard * inside // p.expert_tensor_parallel_degree
     return {
-        "parallelism.data_parallel_replicate_degree": replicate,
         "parallelism.data_parallel_shard_degree": shard,
         "parallelism.expert_parallel_degree": math.gcd(p.expert_parallel_degree, ranks),
-        "training.global_batch_size": max(-1, whole * replicate * shard // (replicas * wanted)),
+        "training.global_batch_size": max(-1, whole * shard // wanted),
     }
 
 
 def compare(
     options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]
 ) -> tuple[list[list[str]], bool]:
-    """Trains CONFIG in all arms on this machine's GPUs.
+    """Trains CONFIG in all arms on this machine's GPUs; ValueError if a job fails.
 
     Returns:
         The table, and whether the fastest recipe is slower than the faster kind of bf16.
-
-    Raises:
-        ValueError: a job fails, or does not fit into memory however few blocks it has.
     """
     config = parse(options.config, flags)
     for key, value in fitted(config, options.ngpu or torch.cuda.device_count()).items():

@@ -9,10 +9,10 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import log_permutation, speed_up_fsdp2
-from titan_fp8.host.torchtitan_0_2 import permutation, token_exchange
 from titan_fp8.host.torchtitan_0_2.input_stream import Streams
 from titan_fp8.host.torchtitan_0_2.moe import route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import host_speedups_of
@@ -49,19 +49,12 @@ def speed_up(
         return
     layers = route_by_gathers(model)
     log_permutation(layers, section.permutation, section.where, "permutation")
-    if not layers:
-        return
-    if parallel_dims.ep_enabled:
-        patches.TOKEN_EXCHANGE.apply(
-            lambda _: permutation.permute,
-            lambda _: permutation.unpermute,
-            lambda _: token_exchange.all_to_all_single,
-            lambda _: token_exchange.all_to_all_single_autograd,
-            lambda _: token_exchange.token_dispatch,
-        )
+    if layers and parallel_dims.ep_enabled:
+        patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
     # Under TP, MoE blocks have hooks that forbid it.
-    compiles = on and compiles and not parallel_dims.tp_enabled
-    if compiles and (blocks := compile_up_to_experts(model, job_config.compile.backend)):
+    if not (layers and on and compiles) or parallel_dims.tp_enabled:
+        return
+    if blocks := compile_up_to_experts(model, job_config.compile.backend):
         # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
         patches.SAC_POLICY.apply(with_fp8_policy)
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")

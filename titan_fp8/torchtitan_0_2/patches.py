@@ -51,23 +51,12 @@ TOKEN_EXCHANGE = Patch(
     name="token exchange",
     targets=(
         Target(
-            "torchtitan.distributed.expert_parallel:_permute",
-            ("x", "num_tokens_per_expert", "ep_degree", "num_local_experts"),
-        ),
-        Target(
-            "torchtitan.distributed.expert_parallel:_unpermute",
-            ("out", "input_shape", "permuted_indices"),
-        ),
-        *(
-            Target(
-                f"torchtitan.distributed.expert_parallel:{name}",
-                ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
-            )
-            for name in ("all_to_all_single", "all_to_all_single_autograd")
-        ),
-        Target(
             "torchtitan.distributed.expert_parallel:ExpertParallel._token_dispatch",
             ("self", "mod", "inputs", "device_mesh"),
+        ),
+        Target(
+            "torchtitan.distributed.expert_parallel:ExpertParallel._token_combine",
+            ("self", "mod", "routed_output", "device_mesh"),
         ),
     ),
     relies_on=(

@@ -17,23 +17,14 @@ from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
 
 
 class Routed(NamedTuple):
-    """The tokens of a batch, and their copies for the experts.
+    """The tokens of a batch, and their copies for the experts."""
 
-    Attributes:
-        tokens: (T, dim).
-        copies: (R, dim), sorted by expert.
-        counts: the copies for each expert (experts,).
-        slots, rows: the slot of each copy (R,) and the row of each slot (T, k), as in
-            `permute.Expand`.
-        scores: the weights of the experts' outputs (T, k); None if the copies are weighted.
-    """
-
-    tokens: Tensor
-    copies: Tensor
-    counts: Tensor
-    slots: Tensor
-    rows: Tensor
-    scores: Tensor | None
+    tokens: Tensor  # (T, dim)
+    copies: Tensor  # (R, dim), sorted by expert
+    counts: Tensor  # (experts,), the copies for each
+    slots: Tensor  # (R,), of each copy, as in `permute.Expand`
+    rows: Tensor  # (T, k), of each slot, as there
+    scores: Tensor | None  # (T, k), weights of the experts' outputs; None if copies are weighted
 
 
 class GatherMoE(MoE):

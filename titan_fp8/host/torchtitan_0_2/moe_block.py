@@ -63,11 +63,7 @@ def compiled_before_experts(backend: str) -> Callable[..., tuple[Tensor, Routed]
 
 
 class MoEBlock(nn.Module):
-    """The mixin that `compile_up_to_experts` puts before a class of torchtitan.
-
-    Attributes:
-        compile_backend: that of torch.compile.
-    """
+    """The mixin that `compile_up_to_experts` puts before a class of torchtitan."""
 
     compile_backend: str
     attention_norm: nn.Module
@@ -92,20 +88,9 @@ class MoEBlock(nn.Module):
             return h + moe.finish(routed).view_as(h)
 
 
-class DeepSeekV3Block(MoEBlock, deepseek_v3.TransformerBlock):
-    """DeepSeek-V3's."""
-
-
-class Llama4Block(MoEBlock, llama4.TransformerBlock):
-    """Llama4's."""
-
-
-class Qwen3Block(MoEBlock, qwen3.TransformerBlock):
-    """Qwen3's."""
-
-
-_COMPILED: dict[type[nn.Module], type[nn.Module]] = {
-    block.__bases__[1]: block for block in (DeepSeekV3Block, Llama4Block, Qwen3Block)
+_COMPILED = {
+    block: type(block.__name__, (MoEBlock, block), {})
+    for block in (each.TransformerBlock for each in (deepseek_v3, llama4, qwen3))
 }
 
 

@@ -5,10 +5,9 @@ expert and pads each expert's group to a multiple of the alignment; `_unpermute`
 scatter rows by `index_put`, the first in its backward, and both copy the whole tensor to append a
 row that stands for padding. Here both are gathers in both passes (`titan_fp8/host/permute.py`).
 
-The indices equal those of torchtitan's `generate_permute_indices`, which computes them by some
-twenty operations on short vectors. Each of these passes through the dispatch mode of activation
-checkpointing, in forward and again when recomputed; together they cost more CPU time than the
-experts. Here the op `places_of_tokens` computes the indices, by one kernel on a GPU.
+torchtitan computes the indices by some twenty operations on short vectors, and again when it
+recomputes: more CPU time than the experts take. The op `places_of_tokens` computes the same ones,
+by one kernel on a GPU.
 """
 
 import torch

@@ -20,6 +20,7 @@ from torchtitan.distributed import expert_parallel
 
 from titan_fp8.compile.activation_checkpointing import inside_checkpoint
 from titan_fp8.functional.product import no_double_backward
+from titan_fp8.host.torchtitan_0_2.permutation import permute, unpermute
 
 _c10d = torch.ops._c10d_functional
 
@@ -33,23 +34,14 @@ def _exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[
         recomputation gets what forward has saved.
     """
     with torch.no_grad():
-        with inside_checkpoint():
-            arriving = all_to_all_single(counts, None, None, group)
+        parts = [len(counts) // group.size()] * group.size()
+        with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
+            arriving = _c10d.all_to_all_single.default(counts, parts, parts, group.group_name)
         received = _c10d.wait_tensor.default(arriving)
         splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
         with inside_checkpoint():
             splits = splits.to("cpu")
     return received, splits.tolist()
-
-
-def all_to_all_single(
-    x: Tensor, output_split_sizes: None, input_split_sizes: None, group: ProcessGroup
-) -> Tensor:
-    """Exchanges equal parts of x, without gradients; the caller waits by `wait_tensor`."""
-    assert output_split_sizes is None and input_split_sizes is None
-    sizes = [x.shape[0] // group.size()] * group.size()
-    with torch._C._AutoDispatchBelowAutograd():
-        return _c10d.all_to_all_single.default(x, sizes, sizes, group.group_name)
 
 
 def all_to_all_single_autograd(
@@ -78,16 +70,24 @@ def token_dispatch(
         inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
 
     Returns:
-        The rows of the local experts, as `_permute` pads them, and the padded sizes of the groups.
+        The rows of the local experts, as `permute` pads them, and the padded sizes of the groups.
     """
     rows, counts = inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
     received, (self.input_splits, self.output_splits) = _exchange_counts(counts, group)
     rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
-    self.input_shape, rows, self.permuted_indices, sizes = expert_parallel._permute(
+    self.input_shape, rows, self.permuted_indices, sizes = permute(
         rows, received, ranks, len(counts) // ranks
     )
     return rows, sizes
+
+
+def token_combine(
+    self: expert_parallel.ExpertParallel, mod: Any, rows: Tensor, device_mesh: DeviceMesh
+) -> Tensor:
+    """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
+    rows, group = unpermute(rows, self.input_shape, self.permuted_indices), device_mesh.get_group()
+    return all_to_all_single_autograd(rows, self.input_splits, self.output_splits, group)
 
 
 class _Exchange(torch.autograd.Function):

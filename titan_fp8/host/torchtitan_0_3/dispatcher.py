@@ -1,12 +1,8 @@
 """The dispatch of tokens to experts and back, by gathers (`titan_fp8/host/permute.py`).
 
-torchtitan 0.3 sorts the tokens of a rank by expert, exchanges them by an all-to-all, sorts what
-arrives by local expert, and inverts all that after the experts. Its AllToAllTokenDispatcher does
-not pad the groups of experts; of its padding dispatchers, one needs torchao and the other is for
-HybridEP's hardware. `GatherTokenDispatcher` is an AllToAllTokenDispatcher that pads, and that sorts
-by gathers.
-
-Without expert parallelism nobody pads, and the quantizers pad the groups themselves.
+torchtitan 0.3's AllToAllTokenDispatcher does not pad the groups of experts; of those that do, one
+needs torchao and the other is for HybridEP's hardware. `GatherTokenDispatcher` is one that pads,
+and that sorts by gathers. Without expert parallelism the quantizers pad the groups themselves.
 """
 
 from dataclasses import dataclass
@@ -51,10 +47,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         self.pad_multiple = config.pad_multiple
 
     def _local_reorder(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens (T, D) as rows (N, D) sorted by expert, their slots (N,), and the scores."""
         slots = slots_by_expert(topk_expert_ids_TK, self.num_experts)
@@ -62,9 +55,7 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         return Expand.call(x_TD, slots, rows_of_slots(slots, scores), None), slots, scores
 
     def _permute(
-        self,
-        routed_input_RD: Tensor,
-        num_global_tokens_per_local_expert_E: Tensor,
+        self, routed_input_RD: Tensor, num_global_tokens_per_local_expert_E: Tensor
     ) -> tuple[Any, ...]:
         """Rows (R, D) from the ranks to rows (P, D) sorted by local expert and padded."""
         assert self.ep_mesh is not None
@@ -73,18 +64,12 @@ class GatherTokenDispatcher(AllToAllTokenDispatcher):
         return routed_input_RD.shape, *permuted
 
     def _unpermute(
-        self,
-        routed_output_RD: Tensor,
-        input_shape: torch.Size,
-        permuted_indices: Permutation,
+        self, routed_output_RD: Tensor, input_shape: torch.Size, permuted_indices: Permutation
     ) -> Tensor:
         return sort_back(routed_output_RD, permuted_indices)
 
     def combine(
-        self,
-        routed_output_RD: Tensor,
-        metadata: LocalDispatchMetadata,
-        x_TD: Tensor,
+        self, routed_output_RD: Tensor, metadata: LocalDispatchMetadata, x_TD: Tensor
     ) -> Tensor:
         """The sum of each token's rows, weighted by the scores: (T, D)."""
         if self.ep_mesh is not None:
