@@ -9,6 +9,8 @@ import pytest
 import torch
 from torchtitan.models.moe import utils as moe_utils
 
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.modules.linear import FP8Linear
 from titan_fp8.plan import __main__ as plan_main
 from titan_fp8.plan import bound, command, measure
 from titan_fp8.plan.measure import Timed
@@ -63,6 +65,13 @@ def test_layers_of_a_rank_with_experts(etp, local):
     found = shapes(rank_of("deepseek_v3_16b", *flags))
     assert found["moe.experts 26"] == local
     assert found["attention.wq 27"] == "16384, 1536, 2048"
+
+
+def test_experts_that_one_rank_has_alone_are_gathered_in_fp8_only_blockwise():
+    for recipe, in_fp8 in (("blockwise", True), ("rowwise", False)):
+        rank = rank_of("deepseek_v3_16b", RECIPE, recipe)  # EP 8 on 8 GPUs
+        experts = next(layer for layer in rank.layers if layer.groups)
+        assert (experts.recipe, experts.gathers_fp8) == (recipe, in_fp8)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,25 @@ def test_what_torchtitan_compiles_is_timed_compiled():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     gpt_oss = rank_of("llama3_debug", *ONE, "--model.name", "gpt_oss", *compiled)
     assert not any(layer.is_compiled for layer in gpt_oss.layers)  # torchtitan does not
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+def test_a_weight_that_is_gathered_in_fp8_gives_the_same_values(recipe):
+    """The layer of a job with FSDP2, and the same layer that quantizes its weight itself."""
+    rank = rank_of("llama3_debug", *SMALL, SHARD, "2", RECIPE, recipe, ngpu=2)
+    (layer,) = (layer for layer in rank.layers if "attention.wo" in layer.patterns)
+    module = measure._module(rank, layer, "cpu", in_fp8=True)
+    assert isinstance(module, FP8Linear) and isinstance(module.weight, GatheredWeight)
+    x, g, weight = (
+        torch.randn(shape, dtype=torch.bfloat16) for shape in ((64, 256), (64, 256), (256, 256))
+    )
+    x.requires_grad_()
+    results = []
+    for each in (weight, measure.gathered(weight, recipe)):
+        module.weight = torch.nn.Parameter(each)
+        y = module(x)
+        results.append((y, *torch.autograd.grad(y, (x, module.weight), g)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_layer_whose_copies_do_not_fit_into_memory_has_one_and_else_is_named():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils.benchmark import Timer
 from torchtitan.models.moe import utils as moe_utils
 
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.modules.conversion import revert
 from titan_fp8.plan.model import Layer, Rank, Report, fake_ranks
 from titan_fp8.recipe import BF16, get_recipe
@@ -119,6 +120,8 @@ def _module(rank: Rank, layer: Layer, device: str, in_fp8: bool) -> nn.Module:
         revert(module)
     for path, shape in layer.shapes:
         weight = torch.randn(shape, device=device, dtype=rank.dtype) / math.sqrt(shape[-1])
+        if in_fp8 and layer.gathers_fp8 and weight.dim() > 1:
+            weight = gathered(weight, layer.recipe)
         if layer.groups and rank.dims.ep_enabled:
             # Experts ask their mesh whether expert parallelism has padded their groups.
             mesh = DeviceMesh(device, [0], mesh_dim_names=("ep",))
@@ -126,6 +129,14 @@ def _module(rank: Rank, layer: Layer, device: str, in_fp8: bool) -> nn.Module:
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight))
     return module
+
+
+def gathered(weight: Tensor, recipe: str) -> GatheredWeight:
+    """A weight as FSDP2 gathers it in FP8."""
+    ops = get_recipe(recipe)
+    (q, s), (q_t, s_t) = ops.quantize_weight(weight), ops.quantize_weight_t(weight)
+    columns = None if ops.has_weight_blocks else q_t.mT.contiguous()
+    return GatheredWeight(q, s, columns, s_t, weight.dtype)
 
 
 def report(timed: Sequence[Timed]) -> Report:

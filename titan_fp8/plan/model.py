@@ -25,9 +25,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
+from titan_fp8.fsdp.sharded_weight import marks
 from titan_fp8.functional.checks import fits_fp8
 from titan_fp8.modules.feed_forward import FP8FeedForward
-from titan_fp8.recipe import BF16
+from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes
 from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 
@@ -46,6 +47,7 @@ class Layer:
     recipe: str  # "bf16" if it does not run in FP8
     reason: str = ""  # why not
     would_stop: bool = False  # training, since it cannot
+    gathers_fp8: bool = False  # whether FSDP2's all-gather brings its weights in FP8
     is_compiled: bool = False  # whether it is in a region that torchtitan compiles
 
     @property
@@ -152,7 +154,7 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
     # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
     is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
-    layers = tuple(_layers(dims, args, model, tokens, left, named))
+    layers = tuple(_layers(config, dims, args, model, tokens, left, named))
     return Rank(config, dims, layers, model, dtype, attention)
 
 
@@ -177,8 +179,16 @@ def _gathered(parameter: torch.Tensor) -> torch.Size:
     return torch.Size(sizes)
 
 
+def _ranks(parameter: torch.Tensor) -> int:
+    """Among how many ranks FSDP2 shards a parameter; 0: FSDP2 does not have it."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    sizes = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape))
+    return max(sizes.get("fsdp", 0), sizes.get("efsdp", 0))
+
+
 def _layers(
-    dims: ParallelDims, args: Any, model: nn.Module, tokens: int, left: Any, named: Any
+    config: Any, dims: ParallelDims, args: Any, model: nn.Module, tokens: int, left: Any, named: Any
 ) -> Iterator[Layer]:
     """Modules with weights that the rank calls, those of equal shapes together."""
     rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
@@ -205,5 +215,10 @@ def _layers(
         elif odd:
             reason = f"{', '.join(map(str, odd))}: no multiple of 16, training would stop"
             layer = replace(layer, recipe=BF16, reason=reason, would_stop=True)
+        elif marks(first) and not config.training.enable_cpu_offload:
+            # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
+            fewest = 1 if get_recipe(recipe).has_weight_blocks else 2
+            in_fp8 = all(_ranks(named[raw]) >= fewest for raw in own.values())
+            layer = replace(layer, gathers_fp8=in_fp8)
         equal.setdefault(layer, []).append(name)
     return (replace(layer, modules=tuple(modules)) for layer, modules in equal.items())
