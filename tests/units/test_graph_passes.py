@@ -228,7 +228,7 @@ def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
     run = sequence.run_steps
 
     def run_steps(ops, *args):
-        calls.extend(args[-1:] if ops is not registry.fakes else ())
+        calls.extend(args[-1:] if ops is not registry.DISPATCHED else ())
         return run(ops, *args)
 
     monkeypatch.setattr(sequence, "run_steps", run_steps)

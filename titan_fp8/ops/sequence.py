@@ -128,7 +128,7 @@ def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
 
 
 def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return [*run_steps(registry.fakes, *tensors, sequence)]
+    return [*run_steps(registry.DISPATCHED, *tensors, sequence)]
 
 
 OVERLOAD = registry.register(
