@@ -11,10 +11,10 @@ A weight in high precision is quantized by the op that multiplies by it: in forw
 backward, from the parameter as it is then. No FP8 copy of it outlives its GEMM, so nothing stale is
 read after FSDP2 has freed and gathered the parameter again, and torch.compile has no copy to keep.
 
-A weight may also be in FP8 already. With `fsdp_all_gather` FSDP2 makes it a `GatheredWeight`
-(`gathered_weight.py`), which is a parameter like any other and gets its gradient. FSDP2 gathers its
-FP8 values for forward and again, into the same memory, for backward. A `QuantizedWeight` stays as
-it is and gets no gradient. `operands_of` gives the GEMMs what they read of each kind.
+A weight may also be in FP8 already (`weights.py`). With `fsdp_all_gather` FSDP2 makes it a
+`GatheredWeight`, which is a parameter like any other and gets its gradient. FSDP2 gathers its FP8
+values for forward and again, into the same memory, for backward. A `QuantizedWeight` stays as it is
+and gets no gradient.
 """
 
 import functools

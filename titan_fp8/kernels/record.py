@@ -67,8 +67,9 @@ class Memory:
         self.allocated_as = form_of(t)
 
     def overlaps(self, other: "Memory") -> bool:
-        """Whether the lifetimes of both overlap."""
-        return self.first <= other.last and other.first <= self.last
+        """Whether both exist at one step; zeros, which are cleared at the start, at every one."""
+        together = self.first <= other.last and other.first <= self.last
+        return together or self.zeros or other.zeros
 
 
 class View(NamedTuple):
