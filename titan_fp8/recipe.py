@@ -99,7 +99,6 @@ class Recipe:
         quantize_columns: the same for wgrad.
         quantize_rows_and_columns: both from one read.
         quantize_weight, quantize_weight_t: quantize W for fprop and, transposed, for dgrad.
-        mm: the GEMM of fprop and dgrad, of quantized operands.
         feed_forward: the ops of the fused feed-forward, if there are any.
     """
 
@@ -114,7 +113,6 @@ class Recipe:
     quantize_rows_and_columns: Stage
     quantize_weight: Stage
     quantize_weight_t: Stage
-    mm: Stage
     feed_forward: FeedForwardOps | None
 
     @property
@@ -130,7 +128,6 @@ class Recipe:
 
 def _blockwise(name: str, scale_fmt: str) -> Recipe:
     """DeepSeek-V3's recipe (arXiv 2412.19437, §3.3): 1x128 for x and g, 128x128 for W."""
-
     options = {} if scale_fmt == "fp32" else {"scale_fmt": scale_fmt}
 
     def scaled(op: str) -> Stage:
@@ -149,7 +146,6 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
         quantize_rows_and_columns=scaled("quantize_1x128_128x1_t"),
         quantize_weight=scaled("quantize_128x128"),
         quantize_weight_t=scaled("quantize_128x128_t"),
-        mm=Stage("blockwise_mm"),
         feed_forward=FeedForwardOps(
             swiglu=scaled("swiglu_1x128"),
             swiglu_backward=scaled("swiglu_backward_1x128_128x1_t"),
@@ -172,7 +168,6 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
         quantize_rows_and_columns=Stage("quantize_row_col_t"),
         quantize_weight=Stage("quantize_row"),
         quantize_weight_t=Stage("quantize_weight_col_t"),
-        mm=Stage("rowwise_mm"),
         feed_forward=None,
     )
 

@@ -153,8 +153,8 @@ def experts():
         weights = w1, None, w2, None, w3, None
         y, a, b, *columns = gemms.feed_forward(OPS, x, *weights, offs, True, spec)
         dtypes = (torch.bfloat16,) * 4
-        tensors = g, a, b, *weights, offs
-        return y, *gemms.feed_forward_backward(OPS, *tensors, dtypes, spec, *columns)
+        tensors = g, *weights, offs
+        return y, *gemms.feed_forward_backward(OPS, *tensors, dtypes, spec, a, b, *columns)
 
     def make():
         shapes = (256, 128), (256, 128), (2, 256, 128), (2, 128, 256), (2, 256, 128)

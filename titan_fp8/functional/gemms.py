@@ -12,6 +12,7 @@ that compute them (`ops/registry.py`). A weight is a tensor and its scales: one 
 and None, which fprop and dgrad quantize, or one in FP8 with the scales that this GEMM reads.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +70,12 @@ def quantize(
     return (), (recipe.quantize_columns.on(ops, x_MK, *layout) if columns else ())
 
 
-def fprop(ops: Any, x_rows: Operand, w: Weight, offs: Tensor | None, spec: Spec) -> Tensor:
+def fprop(
+    ops: Any, x: Tensor, sx: Tensor, w: Tensor, sw: Tensor | None, offs: Tensor | None, spec: Spec
+) -> Tensor:
     """y (M, N) = x Wᵀ, which contracts K."""
     layout = offs, spec.aligned, spec.dtype, spec.dtype
-    return spec.recipe.fprop.op.on(ops, *x_rows, w[0], *layout, w[1])
+    return spec.recipe.fprop.op.on(ops, x, sx, w, *layout, sw)
 
 
 def dgrad(
@@ -101,7 +104,8 @@ def _given(*results: Tensor | None) -> tuple[Tensor, ...]:
     return tuple([t for t in results if t is not None])
 
 
-# Each of these takes tensors and constants by position and returns fresh tensors, for `run`.
+# Each of these takes tensors and constants by position and returns fresh tensors, for `run`. The
+# autograd function saves what forward returns besides y, and backward takes it at the end.
 
 
 def quantized(
@@ -124,7 +128,7 @@ def product(
 ) -> tuple[Tensor, ...]:
     """y, and with `for_wgrad` the columns of x, as `quantized` returns them."""
     q, s, *columns = quantized(ops, x_MK, offs, for_wgrad, spec)
-    return fprop(ops, (q, s), (w, w_scale), offs, spec), *columns
+    return fprop(ops, q, s, w, w_scale, offs, spec), *columns
 
 
 def product_backward(
@@ -161,18 +165,16 @@ def feed_forward(
     spec: Spec,
 ) -> tuple[Tensor, ...]:
     """y = W2 h with h = silu(a) · b, a = W1 x, b = W3 x; a, b, and the columns of x for wgrad."""
-    rows, columns = quantize(ops, x_MK, offs, True, for_wgrad, spec)
-    a_MH = fprop(ops, rows, (w1, s1), offs, spec)
-    b_MH = fprop(ops, rows, (w3, s3), offs, spec)
-    h_rows = spec.feed_forward.swiglu.on(ops, a_MH, b_MH)
-    return fprop(ops, h_rows, (w2, s2), offs, spec), a_MH, b_MH, *columns
+    q, s, *columns = quantized(ops, x_MK, offs, for_wgrad, spec)
+    a_MH = fprop(ops, q, s, w1, s1, offs, spec)
+    b_MH = fprop(ops, q, s, w3, s3, offs, spec)
+    hq, hs = spec.feed_forward.swiglu.on(ops, a_MH, b_MH)
+    return fprop(ops, hq, hs, w2, s2, offs, spec), a_MH, b_MH, *columns
 
 
 def feed_forward_backward(
     ops: Any,
     g_MN: Tensor,
-    a_MH: Tensor,
-    b_MH: Tensor,
     w1: Tensor,
     s1: Tensor | None,
     w2: Tensor,
@@ -182,6 +184,8 @@ def feed_forward_backward(
     offs: Tensor | None,
     dtypes: DTypes,
     spec: Spec,
+    a_MH: Tensor,
+    b_MH: Tensor,
     *x_columns: Tensor,
 ) -> tuple[Tensor, ...]:
     """Of dx, dW1, dW2 and dW3 those that have a dtype in `dtypes`."""
@@ -204,3 +208,10 @@ def feed_forward_backward(
         pair = *da, w1, *db, w3, *layout, dx_dtype, spec.dtype, s1, s3
         dx = spec.feed_forward.dgrad_pair.on(ops, *pair)
     return _given(dx, dw1, dw2, dw3)
+
+
+BODIES: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    1: (product, product_backward),
+    3: (feed_forward, feed_forward_backward),
+}
+"""Forward and backward by the number of weights."""

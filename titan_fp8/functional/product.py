@@ -11,10 +11,10 @@ A weight in high precision is quantized by the op that multiplies by it: in forw
 backward, from the parameter as it is then. No FP8 copy of it outlives its GEMM, so nothing stale is
 read after FSDP2 has freed and gathered the parameter again, and torch.compile has no copy to keep.
 
-A weight may also be in FP8 already. With `fsdp_all_gather` FSDP2 makes it a `GatheredWeight`
-(`gathered_weight.py`), which is a parameter like any other and gets its gradient. FSDP2 gathers its
-FP8 values for forward and again, into the same memory, for backward. A `QuantizedWeight` stays as
-it is and gets no gradient. `operands_of` gives the GEMMs what they read of each kind.
+A weight may also be in FP8 already (`weights.py`). With `fsdp_all_gather` FSDP2 makes it a
+`GatheredWeight`, which is a parameter like any other and gets its gradient. FSDP2 gathers its FP8
+values for forward and again, into the same memory, for backward. A `QuantizedWeight` stays as it is
+and gets no gradient.
 """
 
 import functools
@@ -33,9 +33,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import DTypes, Operand, Spec, fprop, product_backward
-from titan_fp8.functional.gemms import Weight as WeightOperand
-from titan_fp8.functional.gemms import product as product_forward
+from titan_fp8.functional.gemms import BODIES, Spec, fprop
 from titan_fp8.functional.weights import (
     OPTIONAL,
     WEIGHTS,
@@ -108,82 +106,72 @@ def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class _FP8Product(Function):
-    """y (M, N) of x (M, K) and w (N, K), or of x, w (E, N, K) and the group ends offs (E,).
+class _FP8(Function):
+    """y (M, N) of x (M, K) and weights, dense or for groups that end at `offs` (E,).
 
-    `for_wgrad`: backward computes dW, so the columns of x are needed.
+    `for_wgrad`: backward computes the gradient of a weight that reads x, so it needs the columns.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_MK: Tensor,
-        w: Weight,
         bias: Tensor | None,
         offs: Tensor | None,
         x_quantized: tuple[Tensor, ...] | None,
         for_wgrad: bool,
         spec: Spec,
+        *weights: Weight,
     ) -> Tensor:
-        ctx.spec = spec
-        for_fprop, for_dgrad = operands_of(w, spec.dtype)
+        operands = [operands_of(w, spec.dtype) for w in weights]
+        for_fprop = [t for w, _ in operands for t in w]
         if x_quantized is None:
-            y_MN, x_columns = _forward(x_MK, for_fprop, offs, for_wgrad, spec)
+            y_MN, saved = _forward(x_MK, for_fprop, offs, for_wgrad, spec)
         else:
-            rows, x_columns = x_quantized[:2], x_quantized[2:]
-            y_MN = run(_fprop, *rows, *for_fprop, offs, spec, emulate=spec.emulate)
-            x_columns = x_columns or (x_MK.to(spec.dtype).bfloat16(),)
-        ctx.dtypes = x_MK.dtype, w.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(offs, *for_dgrad, *(x_columns if for_wgrad else ()))
+            q, s, *columns = x_quantized
+            y_MN = run(fprop, q, s, *for_fprop, offs, spec, emulate=spec.emulate)
+            saved = (*columns,) if for_wgrad else ()
+            if for_wgrad and spec.recipe.wgrad_in_bf16:
+                saved = (x_MK.to(spec.dtype).bfloat16(),)
+        ctx.spec, ctx.dtypes = spec, (x_MK.dtype, *[w.dtype for w in weights])
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(offs, *[t for _, w in operands for t in w], *saved)
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g_MN: Tensor) -> Any:
-        offs, w, w_scale, *x_columns = ctx.saved_tensors
-        *dtypes, bias_dtype = ctx.dtypes
-        needs_dx, needs_dw, needs_db, *others = ctx.needs_input_grad
-        dtypes = needed(dtypes, (needs_dx, needs_dw))
-        gradients: tuple[Tensor, ...] = ()
-        if needs_dx or needs_dw:
-            g = g_MN.to(ctx.spec.dtype).contiguous()
-            arguments = g, w, w_scale, offs, dtypes, ctx.spec, *x_columns
-            gradients = run(product_backward, *arguments, emulate=ctx.spec.emulate)
-        db = g_MN.sum(0, dtype=torch.float32).to(bias_dtype) if needs_db else None
-        return *spread(gradients, dtypes), db, *(None for _ in others)
-
-
-def _fprop(ops: Any, q: Tensor, s: Tensor, *others: Any) -> Tensor:
-    w, w_scale, offs, spec = others
-    return fprop(ops, (q, s), (w, w_scale), offs, spec)
-
-
-def needed(
-    dtypes: Sequence[torch.dtype | None], needs: Sequence[bool]
-) -> tuple[torch.dtype | None, ...]:
-    """The dtypes of the gradients that are needed; None for others."""
-    return tuple([dtype if need else None for dtype, need in zip(dtypes, needs)])
-
-
-def spread(gradients: Sequence[Tensor], dtypes: DTypes) -> list[Tensor | None]:
-    """The gradients, each in the place of its dtype; None where there is none."""
-    left = [*gradients]
-    return [None if dtype is None else left.pop(0) for dtype in dtypes]
+        spec, (offs, *saved) = ctx.spec, ctx.saved_tensors
+        needs_dx, needs_db, *others = ctx.needs_input_grad
+        needs = needs_dx, *others[4:]
+        dtypes = tuple([dtype if need else None for dtype, need in zip(ctx.dtypes, needs)])
+        gradients: list[Tensor] = []
+        if any(needs):
+            _, body = BODIES[len(needs) - 1]
+            weights, saved = saved[: 2 * len(needs) - 2], saved[2 * len(needs) - 2 :]
+            g = g_MN.to(spec.dtype).contiguous()
+            arguments = g, *weights, offs, dtypes, spec, *saved
+            gradients = [*run(body, *arguments, emulate=spec.emulate)]
+        db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
+        dx, *dws = [None if dtype is None else gradients.pop(0) for dtype in dtypes]
+        return dx, db, None, None, None, None, *dws
 
 
 def _forward(
-    x_MK: Tensor, w: WeightOperand, offs: Tensor | None, for_wgrad: bool, spec: Spec
-) -> tuple[Tensor, Operand]:
-    """y, and what wgrad reads of x."""
+    x_MK: Tensor, for_fprop: Sequence[Any], offs: Tensor | None, for_wgrad: bool, spec: Spec
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """y, and what backward reads besides the weights."""
+    body, _ = BODIES[len(for_fprop) // 2]
     x_MK = x_MK.detach().to(spec.dtype).contiguous()
-    arguments = x_MK, *w, offs, for_wgrad, spec
-    y_MN, *x_columns = run(product_forward, *arguments, emulate=spec.emulate)
-    return y_MN, (*x_columns,) or (x_MK.bfloat16(),)
+    arguments = x_MK, *for_fprop, offs, for_wgrad, spec
+    y_MN, *saved = run(body, *arguments, emulate=spec.emulate)
+    in_bf16 = for_wgrad and spec.recipe.wgrad_in_bf16
+    return y_MN, (*saved, x_MK.bfloat16()) if in_bf16 else (*saved,)
 
 
 def product(
     x_MK: Tensor,
-    weight: Weight,
+    weights: Sequence[Weight],
     bias: Tensor | None,
     offs: Tensor | None,
     spec: Spec,
@@ -192,15 +180,18 @@ def product(
     """y (M, N) of x (M, K) and a weight, as `fp8_linear` and `fp8_grouped_mm` describe them.
 
     Args:
+        weights: one, or the three of a gated feed-forward with a recipe that has ops for it.
         x_quantized: `gemms.quantized` of x, for products that share it; or None. The columns are
             needed if backward computes the gradient of the weight.
     """
     if not torch.is_grad_enabled() and forward_ad._current_level < 0 and x_quantized is None:
         # An autograd function would only take time. But it refuses forward-mode AD.
-        y_MN, _ = _forward(x_MK, operands_of(weight, spec.dtype)[0], offs, False, spec)
+        for_fprop = [t for w in weights for t in operands_of(w, spec.dtype)[0]]
+        y_MN, _ = _forward(x_MK, for_fprop, offs, False, spec)
         return y_MN if bias is None else y_MN + bias.to(spec.dtype)
-    for_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return _FP8Product.call(x_MK, weight, bias, offs, x_quantized, for_wgrad, spec)
+    read_x = weights[0], weights[-1]
+    for_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in read_x)
+    return _FP8.call(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
 
 
 def fp8_linear(
@@ -246,8 +237,8 @@ def fp8_linear(
     check_devices(x, weight=weight, bias=bias)
     spec = Spec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
     if x.dim() == 2:
-        return product(x, weight, bias, None, spec)
-    y_MN = product(x.reshape(-1, x.shape[-1]), weight, bias, None, spec)
+        return product(x, (weight,), bias, None, spec)
+    y_MN = product(x.reshape(-1, x.shape[-1]), (weight,), bias, None, spec)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -294,4 +285,4 @@ def fp8_grouped_mm(
     w = check_weight("weight", weight, recipe)
     check_devices(x, weight=weight, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, weight=w))
-    return product(x, weight, None, offs, spec)
+    return product(x, (weight,), None, offs, spec)

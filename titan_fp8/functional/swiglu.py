@@ -1,4 +1,4 @@
-"""The gated feed-forward, y = W2 (silu(W1 x) · W3 x), as one autograd function.
+"""The gated feed-forward, y = W2 (silu(W1 x) · W3 x).
 
 Only the next GEMM reads h = silu(a) · b, where a = W1 x and b = W3 x, and it reads it quantized.
 The same holds for da and db in backward. With a blockwise recipe the SwiGLU ops write them in FP8
@@ -6,12 +6,9 @@ directly, so h, da and db never exist in high precision. Forward saves a, b and 
 x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
 
 The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
-round twice: h, da, db, and dx, whose two products are one GEMM. Weights that FSDP2 has gathered in
-FP8 (`gathered_weight.py`) run fused, too. If the recipe has no SwiGLU ops, three separate products
-run instead.
+round twice: h, da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops,
+three separate products run instead.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,50 +21,11 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import Spec, feed_forward, feed_forward_backward, quantized
-from titan_fp8.functional.product import Function, needed, no_double_backward, product, spread
-from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight, operands_of
+from titan_fp8.functional.gemms import Spec, quantized
+from titan_fp8.functional.product import product
+from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
 from titan_fp8.ops import run
 from titan_fp8.recipe import get_recipe
-
-
-class _FP8SwiGLU(Function):
-    """y (M, N) of x (M, K), w1 and w3 (H, K), w2 (N, H); or of (E, ...) and the group ends offs.
-
-    `for_wgrad`: backward computes the gradient of w1 or w3, so the columns of x are needed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_MK: Tensor,
-        w1: Weight,
-        w2: Weight,
-        w3: Weight,
-        offs: Tensor | None,
-        spec: Spec,
-        for_wgrad: bool,
-    ) -> Tensor:
-        ctx.spec, ctx.dtypes = spec, (x_MK.dtype, w1.dtype, w2.dtype, w3.dtype)
-        operands = [operands_of(w, spec.dtype) for w in (w1, w2, w3)]
-        for_fprop, for_dgrad = zip(*operands)
-        x_MK = x_MK.to(spec.dtype).contiguous()
-        arguments = x_MK, *for_fprop[0], *for_fprop[1], *for_fprop[2], offs, for_wgrad, spec
-        y_MN, a_MH, b_MH, *x_columns = run(feed_forward, *arguments, emulate=spec.emulate)
-        weights = *for_dgrad[0], *for_dgrad[1], *for_dgrad[2]
-        ctx.save_for_backward(a_MH, b_MH, *weights, offs, *x_columns)
-        return y_MN
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx: Any, g_MN: Tensor) -> Any:
-        spec, others = ctx.spec, ctx.needs_input_grad[4:]
-        dtypes = needed(ctx.dtypes, ctx.needs_input_grad[:4])
-        saved = ctx.saved_tensors
-        g = g_MN.to(spec.dtype).contiguous()
-        arguments = g, *saved[:9], dtypes, spec, *saved[9:]
-        gradients = run(feed_forward_backward, *arguments, emulate=spec.emulate)
-        return *spread(gradients, dtypes), *(None for _ in others)
 
 
 def fp8_swiglu(
@@ -111,14 +69,14 @@ def fp8_swiglu(
     check_devices(x, **weights, offs=offs)
     spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
-    for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     if spec.recipe.feed_forward is not None:
-        y_MN = _FP8SwiGLU.call(x_MK, w1, w2, w3, offs, spec, for_wgrad)
+        y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)
     else:
+        for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
         x_cast = x_MK.detach().to(spec.dtype).contiguous()
         x_quantized = run(quantized, x_cast, offs, for_wgrad, spec, emulate=emulate)
-        a_MH, b_MH = (product(x_MK, w, None, offs, spec, x_quantized) for w in (w1, w3))
-        y_MN = product(F.silu(a_MH) * b_MH, w2, None, offs, spec)
+        a_MH, b_MH = (product(x_MK, (w,), None, offs, spec, x_quantized) for w in (w1, w3))
+        y_MN = product(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
     return y_MN.view(*x.shape[:-1], w2.shape[-2])
 
 

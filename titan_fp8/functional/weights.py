@@ -1,11 +1,7 @@
-"""GatheredWeight: a weight that FSDP2 has gathered in FP8, as autograd and the layers see it.
+"""The weights that a product takes: a tensor in high precision, or one that is in FP8 already.
 
-The tensor has the shape and dtype of the weight in high precision, requires grad, and gets its
-gradient in that dtype. Its values exist in FP8 only: q and scales, in the layout of the parameter.
-An FP8 product is called with it as with any weight: its autograd function takes q and the scales
-out of it (`functional.py`) and passes them to the ops, which then quantize no weight.
-
-Views that FSDP2, DTensor and nn.Parameter make are supported; any other op is an error.
+`operands_of` gives the GEMMs what they read of each kind. Given q and scales, ops quantize no
+weight.
 """
 
 from collections.abc import Callable
@@ -24,7 +20,11 @@ _aten = torch.ops.aten
 
 
 class GatheredWeight(Tensor):
-    """A weight (N, K) or (E, N, K) whose values are q · s.
+    """A weight (N, K) or (E, N, K) that FSDP2 has gathered in FP8, as autograd and layers see it.
+
+    It has the shape and dtype of the weight in high precision, requires grad, and gets its gradient
+    in that dtype. Its values, q · s, exist in FP8 only, in the layout of the parameter. Views that
+    FSDP2, DTensor and nn.Parameter make are supported; any other op is an error.
 
     Attributes:
         q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again.
@@ -99,15 +99,11 @@ class GatheredWeight(Tensor):
 
 
 def _same(w: GatheredWeight, *args: Any) -> GatheredWeight:
-    """A view of the whole weight: `args` are its own size, strides and offset."""
+    """A view of the whole weight: `args` are its own size, strides and offset, if any."""
     for sizes, own in zip(args, (w.shape, w.stride())):
         if tuple(sizes) != tuple(own):
             raise NotImplementedError(f"{w} cannot be viewed as {tuple(sizes)}")
     return GatheredWeight(w.q, w.s, w.q_columns, w.s_t, w.dtype)
-
-
-def _as_strided(w: GatheredWeight, size: Any, stride: Any, offset: int = 0) -> GatheredWeight:
-    return _same(w, size, stride)
 
 
 def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -118,7 +114,7 @@ _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _same,
     _aten.alias.default: _same,
     _aten.view.default: _same,
-    _aten.as_strided.default: _as_strided,
+    _aten.as_strided.default: _same,
     _aten.zeros_like.default: _zeros_like,
 }
 

@@ -13,7 +13,7 @@ enum { MAX_ARGUMENTS = 64, MAX_KEY = 256, MAX_SLOTS = 128 };
 typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
-  PyObject *first;     // first(key, grid, arguments, options) compiles, launches and adds a plan
+  PyObject *first;     // first(key, grid, *arguments, **options) compiles, launches and adds a plan
   PyObject *plans;     // dict, key -> plan
   PyObject *constants; // a byte for each argument: 1 if it is a constexpr
 } Launcher;
@@ -116,19 +116,11 @@ static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
 
 static PyObject *launch_first(Launcher *self, PyObject *key, PyObject *grid,
                               PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  PyObject *values = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
-  if (!values || !options)
-    goto done;
-  for (Py_ssize_t i = 0; i < count; i++)
-    PyTuple_SET_ITEM(values, i, Py_NewRef(arguments[i]));
-  for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++)
-    if (PyDict_SetItem(options, PyTuple_GET_ITEM(names, i), arguments[count + i]))
-      goto done;
-  result = PyObject_CallFunctionObjArgs(self->first, key, grid, values, options, NULL);
-done:
-  Py_XDECREF(values);
-  Py_XDECREF(options);
-  return result;
+  // A key has at least three words for each name, so all arguments fit.
+  PyObject *all[2 + MAX_ARGUMENTS + MAX_KEY] = {key, grid};
+  Py_ssize_t given = count + (names ? PyTuple_GET_SIZE(names) : 0);
+  memcpy(all + 2, arguments, given * sizeof *all);
+  return PyObject_Vectorcall(self->first, all, 2 + count, names);
 }
 
 static PyObject *make_key(Launcher *self, Launch *launch, int64_t device,

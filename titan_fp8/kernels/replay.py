@@ -193,23 +193,17 @@ def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
         The bytes at the start of the workspace that must be zero, its size in bytes, and the offset
         of each Memory.
     """
-    zeros, offsets = 0, {}
-    for i, m in enumerate(memory):
-        if m.zeros:
-            offsets[i], zeros = zeros, zeros + round_up(m.size, ALIGNMENT)
-    total = zeros
-    placed: list[tuple[int, Memory]] = []  # (offset, memory)
-    for i, m in enumerate(memory):
-        if m.zeros:
-            continue
-        offset = zeros
-        for taken, other in sorted(placed, key=operator.itemgetter(0)):
+    zeros = total = 0
+    offsets: dict[Memory, int] = {}
+    for m in sorted(memory, key=lambda m: not m.zeros):
+        offset = 0
+        for other, taken in sorted(offsets.items(), key=operator.itemgetter(1)):
             if m.overlaps(other) and offset + m.size > taken:
                 offset = max(offset, taken + round_up(other.size, ALIGNMENT))
-        placed.append((offset, m))
-        offsets[i] = offset
+        offsets[m] = offset
         total = max(total, offset + round_up(m.size, ALIGNMENT))
-    return zeros, total, [offsets[i] for i in range(len(memory))]
+        zeros = total if m.zeros else zeros
+    return zeros, total, [offsets[m] for m in memory]
 
 
 def replayed(function: Function) -> Function:
@@ -222,7 +216,7 @@ def replayed(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if launch.recording.recorder is not None:
+        if launch.RECORDER.get() is not None:
             return function(*args, **options)  # The recorder must see each launch.
         # All that the recorded steps depend on; each replay gets the current addresses.
         key = (

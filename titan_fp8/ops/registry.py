@@ -1,24 +1,19 @@
 """How the ops of `torch.ops.titan_fp8` are defined, and the one way to run them.
 
 A primitive op has the signature of the function that defines it in `reference.py`. Kernels for GPUs
-have a function of the same name. The definition here adds a fake, which makes outputs of the right
-shapes, dtypes and strides for torch.compile:
+have a function of the same name. The definition here adds what it returns and accepts
+(`operands.py`); torch.compile is given empty outputs of these shapes, dtypes and strides:
 
-    primitive(reference.quantize_row, lambda c: ..., x=high(..., K))
+    primitive(reference.quantize_row, fp8(..., K), fp32(...), x=high(..., K))
 
-A composite op is a function of an implementation, `impl`, whose primitive ops it calls:
+A composite op is a function of an implementation, `impl`, whose primitive ops it calls (`gemm.py`).
+Whole layers are written in the same way (`gemms.py`), over one of two: the implementation for the
+device of a tensor (the kernels, whose launches are replayed as a whole, or the reference), or
+`DISPATCHED`, where something must see the ops (`run` says when). `observe` wraps kernels and
+reference.
 
-    @composite(a=fp8(M, K), sa=fp32(M), w=weight(E, N, K), ...)
-    def rowwise_fprop(impl: Any, a: Tensor, sa: Tensor, w: Tensor, ...) -> Tensor:
-        return impl.rowwise_mm(a, sa, *impl.quantize_row(w), ...)
-
-So one body serves as kernel, reference and fake. Whole layers are written in the same way
-(`gemms.py`), over one of three: the implementation for the device of a tensor (the kernels, whose
-launches are replayed as a whole, or the reference); `DISPATCHED`, where something must see the ops
-(`run` says when); or what makes empty outputs. `observe` wraps kernels and reference.
-
-What the ops accept (`operands.py`) is checked when they are called as `torch.ops.titan_fp8`, also
-while they are traced, but not again when launches are replayed.
+Arguments are checked when ops are called as `torch.ops.titan_fp8`, also while they are traced, but
+not again when launches are replayed.
 
 Ops are functional: they write to none of their arguments and return fresh tensors. That lets
 torch.compile merge equal calls, such as the quantization of an input that wq, wk and wv share. They
@@ -45,7 +40,7 @@ from torch.utils._python_dispatch import (
 )
 
 from titan_fp8 import reference
-from titan_fp8.ops.operands import Accepted, Check
+from titan_fp8.ops.operands import Check, Operand
 
 NAMESPACE = "titan_fp8"
 OPS: dict[str, "Op"] = {}
@@ -82,8 +77,6 @@ class Implementation:
 
 
 _implementation_by = functools.cache(Implementation)
-fakes = SimpleNamespace()
-"""The ops, making empty outputs."""
 
 
 def implementation(x: Any, emulate: bool = False) -> Any:
@@ -93,7 +86,7 @@ def implementation(x: Any, emulate: bool = False) -> Any:
         RuntimeError: x is on a GPU without FP8 kernels, and `emulate` is False.
     """
     if getattr(x, "is_meta", False):
-        return fakes
+        return DISPATCHED
     module = reference if emulate or not getattr(x, "is_cuda", False) else kernels_for(x.device)
     return _implementation_by(module) if _wrap is None else Implementation(_wrap(module))
 
@@ -215,31 +208,33 @@ class Op:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        name: str,
         signature: inspect.Signature,
-        operands: dict[str, Accepted],
+        outputs: tuple[Operand, ...],
+        operands: dict[str, Operand],
         body: Callable[..., Any] | None = None,
         run: Callable[..., Any] | None = None,
     ):
-        self.name, self.body, self.replays = function.__name__, body, run is None
-        self.check = Check(self.name, signature.parameters, operands)
+        self.name, self.body, self.replays, self._outputs = name, body, run is None, outputs
+        self.check = Check(name, signature.parameters, operands)
         self.run = run or functools.partial(compute, self)
-        options = () if run else (_EMULATE,)
+        options = () if run else (_option("emulate", False),)
         prototype: Any = lambda: None  # noqa: E731
         prototype.__signature__ = signature.replace(
             parameters=[*signature.parameters.values(), *options]
         )
-        OPS[self.name] = self
+        OPS[name] = self
         schema = torch.library.infer_schema(prototype, mutates_args=())
-        self.overload: torch._ops.OpOverload = register(self.name, schema, self.run, self.fake)
-        setattr(DISPATCHED, self.name, self.overload)
+        self.overload: torch._ops.OpOverload = register(name, schema, self.run, self.fake)
+        setattr(DISPATCHED, name, self.overload)
         emulated = functools.partial(self.overload, emulate=True) if options else self.overload
-        setattr(EMULATED, self.name, emulated)
+        setattr(EMULATED, name, emulated)
 
     def fake(self, *args: Any, emulate: bool = False, **options: Any) -> Any:
         """Its outputs, empty."""
-        self.check(*args, **options)
-        return getattr(fakes, self.name)(*args, **options)
+        call = self.check(*args, **options)
+        outputs = tuple([output.empty(call) for output in self._outputs])
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def __call__(self, impl: Any, *args: Any, **options: Any) -> Any:
         # A replay needs no check: it is found by the dtypes, shapes and devices of the arguments.
@@ -247,33 +242,27 @@ class Op:
         return getattr(impl, self.name)(*self.check.laid_out(args), **options)
 
 
-_EMULATE = inspect.Parameter(
-    "emulate", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool
-)
+def _option(name: str, default: bool | str) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=type(default))
 
 
 def primitive(
     function: Callable[..., Any],
-    fake: Callable[[Any], Any],
-    *,
+    *outputs: Operand,
     kernel: Literal["hopper", "any GPU", "none"] = "hopper",
-    **operands: Accepted,
+    **operands: Operand,
 ) -> None:
     """Defines a primitive op.
 
     Args:
         function: its definition in `reference.py`.
-        fake: makes its outputs, given an object with the arguments as attributes.
+        outputs: what it returns.
         kernel: what computes CUDA tensors: a kernel of `kernels.hopper`; one of `kernels.permute`,
             for any GPU; or no kernel but the reference. The last two have no `emulate`.
         operands: what each tensor may be.
     """
-    name, signature = function.__name__, inspect.signature(function)
-
-    def make(*args: Any, **options: Any) -> Any:
-        arguments = signature.bind(*args, **options)
-        arguments.apply_defaults()
-        return fake(SimpleNamespace(**arguments.arguments))
+    name = function.__name__
 
     def run_without_fp8(x: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -287,21 +276,23 @@ def primitive(
             with torch.cuda.device(x.device):
                 return kernel_of_op(x, *others)
 
-    setattr(fakes, name, make)
-    op = Op(function, signature, operands, run=None if kernel == "hopper" else run_without_fp8)
+    run = None if kernel == "hopper" else run_without_fp8
+    op = Op(name, inspect.signature(function), outputs, operands, run=run)
 
 
-def composite(**operands: Accepted) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Defines an op that is made of primitive ones; `operands`: what each tensor may be."""
+def composite(
+    name: str, body: Callable[..., Any], *outputs: Operand, scaled: bool = True, **operands: Operand
+) -> None:
+    """Defines an op that is made of primitive ones; otherwise as `primitive`.
 
-    def define(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-        _, *parameters = signature.parameters.values()
-        Op(function, signature.replace(parameters=parameters), operands, body=function)
-        setattr(fakes, function.__name__, functools.partial(function, fakes))
-        return function
-
-    return define
+    Args:
+        body: computes it, given an implementation, the arguments, and options.
+        scaled: the op has the option `scale_fmt`.
+    """
+    signature = inspect.signature(body)
+    _, *parameters, _ = signature.parameters.values()
+    parameters += (_option("scale_fmt", "fp32"),) if scaled else ()
+    Op(name, signature.replace(parameters=parameters), outputs, operands, body)
 
 
 def register(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import registry
-from titan_fp8.ops.operands import DTYPES, for_kernels
+from titan_fp8.ops.operands import DTYPES
 
 _DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 
@@ -64,17 +64,10 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
     return repr((calls, tuple(map(tuple, results))))
 
 
-class _Decoded(NamedTuple):
-    """A sequence. `contiguous`: which tensors to lay out for kernels. `gone`: what steps free."""
-
-    steps: tuple[Step, ...]
-    results: tuple[Place, ...]
-    contiguous: tuple[int, ...]
-    gone: tuple[list[Place], ...]
-
-
 @functools.cache
-def _decode(sequence: str) -> _Decoded:
+def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[list[Place], ...]]:
+    """The steps, the results, and for each step the tensors that no later one reads."""
+
     def argument(value: Any) -> Any:
         if not isinstance(value, tuple):
             return value
@@ -85,36 +78,26 @@ def _decode(sequence: str) -> _Decoded:
     steps = tuple(Step(op, tuple(map(argument, args)), options) for op, args, options in calls)
     kept = tuple(Place(*result) for result in results)
     last: dict[Place, int] = {}
-    contiguous = set()
     for number, step in enumerate(steps):
         last |= {place: number for place in step.arguments if isinstance(place, Place)}
-        read = (
-            step.arguments[i]
-            for i in registry.OPS[step.op].check.contiguous
-            if i < len(step.arguments)
-        )
-        contiguous |= {
-            place.output for place in read if isinstance(place, Place) and not place.step
-        }
     gone = tuple(
         [p for p, number in last.items() if p.step and number == n and p not in kept]
         for n in range(len(steps))
     )
-    return _Decoded(steps, kept, tuple(contiguous), gone)
+    return steps, kept, gone
 
 
 def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:
     """Runs the sequence that is the last argument on the tensors before it."""
     *tensors, sequence = arguments
-    steps, results, contiguous, gone = _decode(sequence)
+    steps, results, gone = _decode(sequence)
     if not _DTYPES.issuperset([t.dtype for t in tensors]):
         dtypes = [t.dtype for t in tensors]
         raise ValueError(f"titan_fp8::sequence: tensors are {dtypes}: allowed are {_DTYPES}")
-    for i in contiguous:
-        tensors[i] = for_kernels(tensors[i])
     found: list[list[Any]] = [tensors]
     for step, places in zip(steps, gone, strict=True):
         args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
+        args = registry.OPS[step.op].check.laid_out(args)
         outputs = getattr(ops, step.op)(*args, **step.options)
         found.append([*outputs] if isinstance(outputs, tuple) else [outputs])
         del args, outputs
@@ -128,7 +111,7 @@ def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
 
 
 def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return [*run_steps(registry.fakes, *tensors, sequence)]
+    return [*run_steps(registry.DISPATCHED, *tensors, sequence)]
 
 
 OVERLOAD = registry.register(
