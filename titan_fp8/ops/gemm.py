@@ -91,7 +91,7 @@ def _columns(
 ) -> tuple[Tensor, Tensor]:
     """What a blockwise dgrad reads of a weight."""
     if w_scale is None:
-        return impl.quantize_128x128_t(cast_weight(impl, w, dtype), scale_fmt=scale_fmt)
+        return impl.quantize_128x128_t(cast_weight(w, dtype), scale_fmt=scale_fmt)
     return _transposed(impl, w), w_scale
 
 
@@ -117,7 +117,7 @@ def blockwise_fprop(
     """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K); returns (M, N)."""
     b = w, w_scale
     if w_scale is None:
-        b = impl.quantize_128x128(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
+        b = impl.quantize_128x128(cast_weight(w, w_dtype), scale_fmt=scale_fmt)
     return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
@@ -191,7 +191,7 @@ def rowwise_fprop(
     w_scale: Tensor | None = None,
 ) -> Tensor:
     """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K); returns (M, N)."""
-    b = impl.quantize_row(cast_weight(impl, w, w_dtype)) if w_scale is None else (w, w_scale)
+    b = impl.quantize_row(cast_weight(w, w_dtype)) if w_scale is None else (w, w_scale)
     return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)
 
 
@@ -209,7 +209,7 @@ def rowwise_dgrad(
 ) -> Tensor:
     """dx = a W for a (M, N) and W (N, K) or (E, N, K); returns (M, K)."""
     if w_scale is None:
-        b = impl.quantize_weight_col_t(cast_weight(impl, w, w_dtype))
+        b = impl.quantize_weight_col_t(cast_weight(w, w_dtype))
     else:
         b = _transposed(impl, w), w_scale
     return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)

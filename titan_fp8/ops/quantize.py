@@ -130,13 +130,10 @@ primitive(
 )
 
 
-def cast_weight(impl: Any, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight as a quantizer of `impl` reads it: of this dtype, by default its own, contiguous.
+def cast_weight(w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight as quantizers read it: of this dtype, by default its own, and contiguous.
 
     Autocast casts weights. Ops cast them here, because an observer knows a layer by the memory of
-    its parameter, and a copy has another address.
+    the parameter that its ops are given.
     """
-    cast = w.to(dtype or w.dtype).contiguous()
-    if cast is not w and hasattr(impl, "note_cast"):
-        impl.note_cast(w, cast)
-    return cast
+    return w.to(dtype or w.dtype).contiguous()
