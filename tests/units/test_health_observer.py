@@ -303,6 +303,18 @@ def test_layers_of_equal_weights_under_autocast_are_told_apart(all_rows, recipe,
 
 
 @pytest.mark.parametrize("recipe", QUANTIZING)
+def test_layers_that_share_a_parameter_report_the_same(all_rows, recipe):
+    model, layers = mlp(recipe)
+    alone, _ = observed(lambda: train(model, torch.randn(256, 128)), *layers[:1])
+    model[0].wk.weight = model[0].wq.weight
+    table, _ = observed(lambda: train(model, torch.randn(256, 128)), *layers)
+    assert (table[..., Stat.NONZERO] > 0).all()
+    torch.testing.assert_close(table[0], table[1], rtol=0, atol=0)
+    of_w = OPERANDS.index("w fprop"), Stat.BLOCKS
+    assert table[0][of_w] == 2 * alone[0][of_w]  # quantized for each of the two
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
 def test_compiled_code_is_seen_as_eager_code_is(recipe):
     torch._dynamo.reset()
     model, layers = mlp(recipe)
@@ -339,12 +351,13 @@ def test_a_gathered_weight_where_another_was_quantized():
 
     def step():
         impl = registry.implementation(x, emulate=True)
-        q, s = impl.quantize_128x128(first.weight.detach())
+        w = first.module.weight.detach()
+        q, s = impl.quantize_128x128(w)
         a, sa = impl.quantize_1x128(x)
-        impl.blockwise_mm(a, sa, q, s)
+        impl.blockwise_fprop(a, sa, w)
         second.module.weight = nn.Parameter(GatheredWeight(q, s, None, s.mT, torch.float32))
         b, sb = impl.quantize_1x128(2 * x)
-        impl.blockwise_mm(b, sb, q, s)
+        impl.blockwise_fprop(b, sb, q, w_scale=s)
         copies.extend((q, a, b))
 
     table, _ = observed(step, first, second)

@@ -74,7 +74,7 @@ def _weight(
 ) -> tuple[Tensor, Tensor]:
     """q and the scales of a weight as a GEMM reads them, transposed if `quantizer` is a `*_t`."""
     if w_scale is None:
-        return getattr(impl, quantizer)(cast_weight(impl, w, dtype), **options)
+        return getattr(impl, quantizer)(cast_weight(w, dtype), **options)
     # The transpose of a `QuantizedWeight` is contiguous already.
     if not quantizer.endswith("_t") or w.mT.is_contiguous():
         return w.mT if quantizer.endswith("_t") else w, w_scale

@@ -6,7 +6,6 @@ is written transposed. The last dimension of inputs is a multiple of 16. `layout
 scales: "fp32", or "ue8m0" for powers of two.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,13 +82,10 @@ primitive(reference.quantize_shard_col, fp8(..., R, K), x=high(..., R, K), amax=
 primitive(reference.transpose_fp8, fp8(..., K, N), q=fp8(..., N, K))
 
 
-def cast_weight(impl: Any, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight as a quantizer of `impl` reads it: of this dtype, by default its own, contiguous.
+def cast_weight(w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight as quantizers read it: of this dtype, by default its own, and contiguous.
 
     Autocast casts weights. Ops cast them here, because an observer knows a layer by the memory of
-    its parameter, and a copy has another address.
+    the parameter that its ops are given.
     """
-    cast = w.to(dtype or w.dtype).contiguous()
-    if cast is not w and hasattr(impl, "note_cast"):
-        impl.note_cast(w, cast)
-    return cast
+    return w.to(dtype or w.dtype).contiguous()

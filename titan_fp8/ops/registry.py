@@ -58,8 +58,8 @@ modes_that_ignore_ops: weakref.WeakSet[TorchDispatchMode] = weakref.WeakSet()
 _library = torch.library.Library(NAMESPACE, "DEF")
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
 """Types of arguments that need no dispatcher; subclasses of Tensor do."""
-_wrap: Callable[[Any], Any] | None = None
-"""What wraps the kernels and the reference; set by `observe`."""
+_wrap: "Callable[[Any], Implementation] | None" = None
+"""What makes the ops over the kernels or the reference instead of `Implementation`."""
 
 
 class Implementation:
@@ -88,11 +88,11 @@ def implementation(x: Any, emulate: bool = False) -> Any:
     if getattr(x, "is_meta", False):
         return DISPATCHED
     module = reference if emulate or not getattr(x, "is_cuda", False) else kernels_for(x.device)
-    return _implementation_by(module) if _wrap is None else Implementation(_wrap(module))
+    return (_wrap or _implementation_by)(module)
 
 
-def observe(wrap: Callable[[Any], Any] | None) -> None:
-    """From now on `wrap(module)` computes the FP8 ops; with None the kernels or the reference.
+def observe(wrap: Callable[[Any], Implementation] | None) -> None:
+    """From now on `wrap(module)` are the ops over the kernels or the reference; None ends this.
 
     Launches are not replayed while there is a `wrap`, because a replay calls no implementation.
     Neither the schemas of the ops nor traced graphs change.

@@ -11,7 +11,7 @@ import torch
 from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 
-from titan_fp8.health import Monitor, write_scalars
+from titan_fp8.health import Monitor
 from titan_fp8.torchtitan_0_2 import patches
 
 
@@ -28,8 +28,7 @@ def install(job_config: JobConfig) -> None:
         def report_and_ask(self: Any, step: int) -> bool:
             if self.job_config is job_config:
                 device = torch.device(utils.device_type)
-                write = functools.partial(write_scalars, self.logger)
-                monitor.after_step(step, self.model_parts, write, device)
+                monitor.after_step(step, self.model_parts, self.logger, device)
             return should_log(self, step)
 
         return report_and_ask

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.protocols.module import Module
 
-from titan_fp8.health import Monitor, write_scalars
+from titan_fp8.health import Monitor
 from titan_fp8.torchtitan_0_3 import cuda_graphs, patches
 
 _monitors: weakref.WeakKeyDictionary[Any, Monitor] = weakref.WeakKeyDictionary()
@@ -35,16 +35,16 @@ def _reporting(train_step: Callable) -> Callable:
         if self not in _monitors:
             _monitors[self] = _monitor_of(self)
         monitor = _monitors[self]
-        write = functools.partial(write_scalars, self.metrics_processor.logger)
+        arguments = self.model_parts, self.metrics_processor.logger, self.device
         try:
             train_step(self, data_iterator)
         except RuntimeError as error:
             # Where NaN came from is most needed now. Other errors may be this rank's alone, as this
             # one is in a pipeline, and a report of all ranks would wait forever.
             if str(error).startswith(NOT_FINITE) and not self.parallel_dims.pp_enabled:
-                monitor.after_step(self.step, self.model_parts, write, self.device)
+                monitor.after_step(self.step, *arguments)
             raise
-        monitor.after_step(self.step, self.model_parts, write, self.device)
+        monitor.after_step(self.step, *arguments)
 
     return train_and_report
 
