@@ -1,15 +1,19 @@
 """The driver of the paired runs: what it runs, skips and refuses; and the text that they read."""
 
 import json
+import math
 import sys
+from pathlib import Path
 
+import gloo
 import pytest
 import run
 import text as texts
 from corpus import write_text as write_corpus
-from paired_runs import SHORT, write_text
+from paired_runs import SCRIPTS, SHORT, write_text
 from tokenizers import Tokenizer
 
+TWO_RANKS = [*SHORT, "--training.local_batch_size", "4"]
 STUB = """
 import json, os, sys, time
 of = dict(zip(sys.argv, sys.argv[1:]))
@@ -127,18 +131,26 @@ def test_arms_are_those_of_the_worker():
     assert tuple(arms.ARMS) == run.ARMS
 
 
+def train_alone(rank: int, text: Path, result: Path) -> None:
+    from worker import PairedTrainer, job_config
+
+    config = job_config(str(SCRIPTS / "tiny.toml"), TWO_RANKS, "blockwise")
+    run = PairedTrainer(config, texts.read(text)).run(2, False, math.inf)
+    if rank == 0:
+        result.write_text(json.dumps(run))
+
+
 def test_a_process_of_its_own_gives_the_same_numbers(text, tmp_path, monkeypatch):
     """On two ranks, where an evaluation leaves weights gathered, and FSDP2 gathers in FP8."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    alone, second = tmp_path / "alone.jsonl", tmp_path / "second.jsonl"
-    for file, seeds in ((alone, "2"), (second, "1-2")):
-        args = ["tiny", "--text", str(text), "--results", str(file), "--arms", "blockwise"]
-        args += ["--seeds", seeds, "--gpus-per-run", "2"]
-        assert run.main([*args, "--", *SHORT, "--training.local_batch_size", "4"]) == 0
-    ours, theirs = (json.loads(file.read_text().splitlines()[-1]) for file in (alone, second))
-    for timing in ("tokens_per_second", "seconds", "since_start"):
-        del ours[timing], theirs[timing]
-    assert ours == theirs and ours["world"] == 2
+    second, alone = tmp_path / "second.jsonl", tmp_path / "alone.json"
+    args = ["tiny", "--text", str(text), "--results", str(second), "--arms", "blockwise"]
+    assert run.main([*args, "--seeds", "1-2", "--gpus-per-run", "2", "--", *TWO_RANKS]) == 0
+    gloo.spawn(train_alone, 2, text, alone)
+    line, expected = json.loads(second.read_text().splitlines()[-1]), json.loads(alone.read_text())
+    for timing in ("tokens_per_second", "seconds"):
+        del expected[timing]
+    assert {name: line[name] for name in expected} == expected and line["world"] == 2
 
 
 def test_text_is_the_corpus_in_tokens(tmp_path):

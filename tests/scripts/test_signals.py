@@ -76,14 +76,31 @@ def wait_until(happened: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path, number):
-    script = start("quickstart.sh")
-    wait_until(lambda: len([*tmp_path.glob("rank.[0-9]*")]) == 2)
-    assert len(running(tmp_path)) > 5  # ranks, torchrun, tee, sed and shells
+def end(script: subprocess.Popen, folder: Path, number: int) -> None:
+    """Sends a signal when both ranks run."""
+    wait_until(lambda: len([*folder.glob("rank.[0-9]*")]) == 2)
+    assert len(running(folder)) > 5  # ranks, torchrun, tee, sed and shells
     script.send_signal(number)
     assert script.wait(60) == 128 + number
-    wait_until(lambda: not running(tmp_path))
+    wait_until(lambda: not running(folder))
+
+
+def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path):
+    end(start("quickstart.sh"), tmp_path, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_quickstart_ends_what_takes_no_signal(start, tmp_path, number):
+    """torchrun that has lost the signal, and ranks in sessions of their own."""
+    (tmp_path / "python").write_text(f"""#!/bin/bash
+        case "$*" in
+            *distributed.run*)
+                trap '' TERM
+                for _ in 1 2; do setsid {sys.executable} {tmp_path}/rank.py & done
+                wait ;;
+            *device_count*) echo 0 ;;
+        esac""")
+    end(start("quickstart.sh"), tmp_path, number)
 
 
 def test_a_second_quickstart_is_refused(start, tmp_path):
