@@ -6,7 +6,6 @@ is written transposed. The last dimension of inputs is a multiple of 16. `layout
 scales: "fp32", or "ue8m0" for powers of two.
 """
 
-
 import torch
 from torch import Tensor
 
