@@ -30,7 +30,7 @@ TP_ODD = ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_par
         ("llama3_8b", ("--out", "x.toml"), "'x.toml': allowed are new files"),
         ("llama3_8b", ("--parallelism.data_parallel_shard_degree", "-1"), "--ngpu"),
         ("llama3_8b", ("--model.flavor", "9B"), "model.flavor = '9B'"),
-        ("llama3_8b", ("--model.name", "none"), "none is not registered"),
+        ("llama3_8b", ("--model.name", "none"), "name = 'none': allowed are ['deepseek_v3', "),
         ("llama3_8b", ("--model.name", "flux", "--model.flavor", "flux-dev"), "'flux': allowed"),
         ("llama3_8b", ("--job.custom_config_module", "json"), "module 'json' has no attribute"),
         ("llama3_8b", ("--experimental.custom_import", "none.py"),

@@ -50,8 +50,11 @@ def run(argv: list[str] | None) -> int:
         return int(is_slower)
     except Exception as error:
         text = str(error)
-        if not isinstance(error, ValueError | OSError):  # of torchtitan, or of a custom module
-            traceback.print_exc()
+        if not isinstance(error, ValueError | OSError):
+            # What torchtitan raises itself is about the config.
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            if "torchtitan" not in Path(raised_in).parts:
+                traceback.print_exc()
             text = f"{type(error).__name__}: {error}"
         print(f"titan_fp8.plan: {options.config}: {text}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.models import _supported_models
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
@@ -120,7 +121,11 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
             f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
         )
     config.parallelism.enable_async_tensor_parallel = False  # changes no shape
-    spec = get_train_spec(config.model.name)
+    try:
+        spec = get_train_spec(config.model.name)
+    except ValueError:
+        allowed = f"{sorted(_supported_models)}, or what experimental.custom_import registers"
+        raise refusal("model.name", config.model.name, allowed) from None
     if config.model.flavor not in spec.model_args:
         raise refusal("model.flavor", config.model.flavor, [*spec.model_args])
     args: Any = copy.deepcopy(spec.model_args[config.model.flavor])
