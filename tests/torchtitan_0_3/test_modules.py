@@ -1,6 +1,7 @@
 """What converted modules compute: linears, feed-forwards, experts and their dispatch."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import titan_0_3
@@ -171,15 +172,11 @@ def test_experts_compute_in_fp8(experts, recipe):
 def test_experts_with_biases_are_observed():
     module = routed("gather", GptOssGroupedExperts, health_freq=1).bfloat16()
     reports: dict[int, dict[str, float]] = {}
+    logger = SimpleNamespace(log=lambda scalars, step: reports.update({step: scalars}))
     monitor = Monitor([1], last_step=2)
     for step in (1, 2):
         run(module)
-        monitor.after_step(
-            step,
-            [module],
-            lambda scalars, step: reports.update({step: scalars}),
-            torch.device("cpu"),
-        )
+        monitor.after_step(step, [module], logger, torch.device("cpu"))
     assert reports.keys() == {2}
     weights = ("mlp1_weight_EGD", "mlp2_weight_EDF")
     assert layers_in(reports[2]) == {f"part.inner_experts.{name}" for name in weights}
