@@ -44,9 +44,11 @@ def quantized(models: Iterable[nn.Module]) -> Iterator[None]:
     due = [gather for model in models for gather in _gathers_in(model) if gather.is_due]
     if due:
         quantize(due)
-    yield
-    for gather in due:
-        gather.fresh = False
+    try:
+        yield
+    finally:
+        for gather in due:
+            gather.fresh = False
 
 
 def _gathers_in(model: nn.Module) -> list[ShardGather]:

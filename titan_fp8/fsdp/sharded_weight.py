@@ -255,6 +255,7 @@ def quantize(gathers: Sequence[ShardGather]) -> None:
     shards = []
     for gather in gathers:
         assert gather.shard is not None
+        gather.fresh = False  # If this fails midway, the scales are none to rely on.
         shards.append((gather.shard, gather.values))
     # Autograd may have saved the scales in forward, as it saves the memory that FSDP2 refills.
     scales = tuple(scale for shard, _ in shards for scale in (shard.table, shard.s, shard.s_t))
