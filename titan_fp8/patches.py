@@ -176,7 +176,12 @@ class Patch:
         for target, make in zip(self.targets, makes, strict=True):
             problem = problem or target.problem()
             if problem is None:
-                target.replace(make)
+                try:
+                    target.replace(make)
+                except BaseException:
+                    for each in self.targets:
+                        each.restore()
+                    raise
         if problem:
             for target in self.targets:
                 target.restore()
