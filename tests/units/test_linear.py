@@ -449,3 +449,11 @@ def test_a_gathered_weight_is_not_cast():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError, match="mixed_p"):
         fp8_linear(x, weight)
     assert fp8_linear(x, weight).dtype == torch.float32
+
+
+def test_a_linear_of_ones_own_making():
+    layer = titan_fp8.FP8Linear(32, 16)
+    x = torch.randn(3, 32)
+    assert torch.equal(layer(x), titan_fp8.fp8_linear(x, layer.weight, layer.bias))
+    with pytest.raises(ValueError, match="^weight has shape"):
+        titan_fp8.FP8Linear(17, 16)(torch.randn(3, 17))

@@ -57,9 +57,9 @@ class FP8Linear(nn.Linear):
         health_freq: every how many steps its health is observed (`health/`); 0: never.
     """
 
-    recipe: str
-    emulate: bool
-    fqn: str
+    recipe: str = "blockwise"
+    emulate: bool = False
+    fqn: str = ""
     health_freq: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
