@@ -108,3 +108,16 @@ def test_w1_and_w3_of_a_feed_forward_share_the_quantized_input(recipe: Recipe):
         fp8_swiglu(x, w1, w2, w3, recipe=recipe.name)
     inputs = count.arguments[stage.name]
     assert sum(torch.equal(args[0], x) for args in inputs) == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantized_weight_must_have_the_shapes_of_its_recipe(recipe):
+    x, w = torch.randn(3, 272), titan_fp8.quantize_weight(torch.randn(144, 272), recipe=recipe)
+    (q, s), (q_t, s_t) = w.rows, w.columns
+    for bad, message in (
+        (w._replace(rows=(q, s[:1])), "weight.rows: scale is .* of shape"),
+        (w._replace(columns=(q, s_t)), "weight.columns: q is .* of shape"),
+        (w._replace(columns=(q_t, s_t.double())), "weight.columns: scale is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            titan_fp8.fp8_linear(x, bad, recipe=recipe)

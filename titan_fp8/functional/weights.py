@@ -13,6 +13,7 @@ from torch import Tensor
 from titan_fp8.functional.checks import check_bool, check_multiples_of_16, check_types
 from titan_fp8.functional.gemms import Operand
 from titan_fp8.functional.gemms import Weight as WeightOperand
+from titan_fp8.layouts import BLOCK, cdiv
 from titan_fp8.ops.operands import for_kernels
 from titan_fp8.recipe import get_recipe
 
@@ -162,6 +163,7 @@ class QuantizedWeight(NamedTuple):
 
 
 Weight = Tensor | QuantizedWeight
+SCALE = torch.float32
 WEIGHTS = (Tensor, QuantizedWeight)
 OPTIONAL = (Tensor, type(None))
 
@@ -216,4 +218,19 @@ def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
         return weight
     if weight.recipe != recipe:
         raise ValueError(f"{name} was quantized for {weight.recipe!r}: the recipe is {recipe!r}")
+    *groups, n, k = weight.shape
+    for part, (q, s), (rows, columns) in (
+        ("rows", weight.rows, (n, k)),
+        ("columns", weight.columns, (k, n)),
+    ):
+        blocks = (cdiv(rows, BLOCK), cdiv(columns, BLOCK))
+        scales = blocks if get_recipe(recipe).has_weight_blocks else (rows,)
+        for t, sizes in ((q, (rows, columns)), (s, scales)):
+            allowed = (*groups, *sizes)
+            if t.shape != allowed or t.device != weight.device or (t is s and t.dtype != SCALE):
+                raise ValueError(
+                    f"{name}.{part}: {'scale' if t is s else 'q'} is {t.dtype} of shape "
+                    f"{tuple(t.shape)} on {t.device}: the recipe needs {allowed} on "
+                    f"{weight.device}, scales in {SCALE}"
+                )
     return None
