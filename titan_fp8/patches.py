@@ -173,18 +173,16 @@ class Patch:
         problem = next(filter(None, (target.problem() for target in self.relies_on)), None)
         # One by one, since looking at a target may import torchtitan, for which those before it
         # must have been replaced.
-        for target, make in zip(self.targets, makes, strict=True):
-            problem = problem or target.problem()
-            if problem is None:
-                try:
+        try:
+            for target, make in zip(self.targets, makes, strict=True):
+                problem = problem or target.problem()
+                if problem is None:
                     target.replace(make)
-                except BaseException:
-                    for each in self.targets:
-                        each.restore()
-                    raise
+        except BaseException:
+            self.restore()
+            raise
         if problem:
-            for target in self.targets:
-                target.restore()
+            self.restore()
             message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.why}"
             if self.required:
                 raise RuntimeError(message)
@@ -194,12 +192,16 @@ class Patch:
         log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
         return True
 
+    def restore(self) -> None:
+        """Puts back the original of each target."""
+        for target in self.targets:
+            target.restore()
+
 
 def restore(patches: Iterable[Patch]) -> None:
     """Puts back the originals of all `patches`; for tests."""
     for patch in patches:
-        for target in patch.targets:
-            target.restore()
+        patch.restore()
     log_once.cache_clear()
 
 

@@ -99,10 +99,14 @@ def _constant(value: Callable) -> Callable:
     return lambda original: value
 
 
+def memory_of_machine() -> int:
+    """In bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _device_module() -> tuple[Callable, ...]:
     """Replacements for the functions of torch.cpu, in the order of the patch."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    properties = SimpleNamespace(name="CPU", total_memory=memory)
+    properties = SimpleNamespace(name="CPU", total_memory=memory_of_machine())
     return (
         lambda device=None: properties.name,
         lambda device=None: properties,

@@ -2,12 +2,13 @@
 
 import copy
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from titan_fp8.cpu_host import memory_of_machine
 
 FLAGS = {"--optimizer.implementation": ("foreach",)}
 """Flags that the CPU needs, unless the command line sets them: the default optimizer, fused, does
@@ -72,8 +73,3 @@ def cpu_indices(fill_indices_wrapper: Callable) -> Callable:
     from torchtitan.models.moe import kernels
 
     return kernels.fill_indices_cpu
-
-
-def memory_of_machine() -> int:
-    """In bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
