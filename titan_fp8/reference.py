@@ -398,3 +398,84 @@ def places_of_tokens(
     place = first_place.flatten()[segment] + token - first_token[segment]
     token_of_place = torch.full((length,), -1, device=counts.device).scatter_(0, place, token)
     return token_of_place.int(), place.int(), sizes.int()
+
+
+# The exchange of tokens between ranks. Here all ranks are in one process: a list has an element for
+# each rank, and counts (ranks, experts) are the copies that each rank has for each expert. Rank r
+# has the r-th part of the experts. docs/exchange.md describes the layout.
+
+
+def exchange_places(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where copies go, from counts (ranks, experts) integers.
+
+    Returns:
+        offset (ranks, experts): what to add to the index of a rank's copy, sorted by expert, to get
+        its row at the expert's rank; ends and filled (ranks, local experts): the end of each group,
+        and where its padding begins.
+    """
+    counts, ranks = counts.long(), len(counts)
+    sizes = (counts.sum(0) + alignment - 1).div(alignment, rounding_mode="floor").clamp(min=1)
+    ends = (sizes * alignment).view(ranks, -1).cumsum(1)
+    begins = ends - (sizes * alignment).view(ranks, -1)
+    ahead, index = counts.cumsum(0) - counts, counts.cumsum(1) - counts
+    offset = begins.flatten() + ahead - index
+    return offset, ends, begins + counts.sum(0).view(ranks, -1)
+
+
+def exchange_send(
+    xs: list[Tensor],
+    indices: list[Tensor],
+    chosen: list[Tensor],
+    counts: Tensor,
+    alignment: int,
+    weights: list[Tensor] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokens xs (T, K) to rows in the order of each rank's experts, in groups of padded sizes.
+
+    indices, chosen (T, k): the index of each copy, sorted by expert, -1 for none; its expert.
+    weights (T, k): copies are multiplied by them, and rounded.
+
+    Returns:
+        For each rank its rows (the end of its last group, K), zeros where there is padding, and
+        where each row came from: copy · ranks + rank, -1 for padding.
+    """
+    offset, ends, _ = exchange_places(counts, alignment)
+    ranks, local = ends.shape
+    out = [
+        (xs[0].new_zeros(end, xs[0].shape[1]), offset.new_full((end,), -1))
+        for end in ends[:, -1].tolist()
+    ]
+    for rank, (x, index, expert) in enumerate(zip(xs, indices, chosen, strict=True)):
+        top = index.shape[1]
+        copies = (index.flatten() >= 0).nonzero().flatten()
+        rows = gather_rows(x, copies, None if weights is None else weights[rank], top)
+        expert = expert.flatten()[copies].long()
+        place = index.flatten()[copies] + offset[rank, expert]
+        for owner, (to, origin) in enumerate(out):
+            here = expert // local == owner
+            to[place[here]] = rows[here]
+            origin[place[here]] = copies[here] * ranks + rank
+    return out
+
+
+def exchange_deliver(ys: list[Tensor], origins: list[Tensor], copies: list[int]) -> list[Tensor]:
+    """Rows ys (rows, K) in expert order back to the ranks: one row for each of their copies.
+
+    origins: as `exchange_send` returns them. copies: T · k of each rank. Rows of copies that a rank
+    has not sent are zero.
+    """
+    ranks = len(ys)
+    out = [ys[0].new_zeros(count, ys[0].shape[1]) for count in copies]
+    for y, origin in zip(ys, origins, strict=True):
+        for rank, to in enumerate(out):
+            rows = ((origin >= 0) & (origin % ranks == rank)).nonzero().flatten()
+            to[origin[rows] // ranks] = y[rows]
+    return out
+
+
+def requantize_128x1_t(
+    q: Tensor, s: Tensor, offs: Tensor | None = None, aligned: bool = False,
+    *, scale_fmt: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`quantize_128x1_t` of q · s (M, K), the FP32 values of rows in FP8 with 1x128 scales."""
+    return quantize_128x1_t(dequantize_1x128(q, s), offs, aligned, scale_fmt=scale_fmt)

@@ -1,0 +1,356 @@
+"""The exchange of tokens between the experts' ranks, by writes into each other's GPU memory.
+
+docs/exchange.md explains the design. `Exchange` has a rank's symmetric memory and the steps of an
+exchange; `Dispatch` and `Combine` are differentiable and made of them:
+
+    Dispatch   forward: tokens -> rows, in expert order       backward: deliver, sum
+    Combine    forward: deliver, weighted sum                 backward: gradients -> rows, weigh
+
+The CPU launches and never waits. It learns of what went wrong on the GPU from pinned memory, which
+`check` reads.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titan_fp8.functional import Function, no_double_backward
+from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
+from titan_fp8.ops import direct
+
+KEY = "[quantize.grouped_mm.titan_fp8] exchange_capacity"
+ALIGN_BYTES = 256
+TIMEOUT_S = 300.0
+
+_log = logging.getLogger(__name__)
+
+
+class Plan(NamedTuple):
+    """Where the copies of a batch's tokens go, and what arrives; made by `Exchange.plan`.
+
+    Attributes:
+        index: (T, k) integers: the place of each copy among those of this rank, sorted by expert;
+            -1 for a copy that another rank sends.
+        chosen: (T, k) integers: the expert of each copy.
+        slots: (T, k) int32: the row of each copy in what comes back; -1 as in `index`.
+        offset: (experts,) int32: `index` plus this is the copy's row at its receiver.
+        sizes, ends: (local experts,) int32: the padded sizes of the groups that arrive, their ends.
+        filled: (local experts,) int32: where the padding of each group begins.
+        origin: (capacity,) int32: where each row came from, as the kernels write it.
+    """
+
+    index: Tensor
+    chosen: Tensor
+    slots: Tensor
+    offset: Tensor
+    sizes: Tensor
+    ends: Tensor
+    filled: Tensor
+    origin: Tensor
+
+
+class Exchange:
+    """A rank's part of the exchange within `group`, whose GPUs can write to each other's memory.
+
+    All ranks of the group make it together, with the same arguments, and call the same methods in
+    the same order, on one stream each.
+
+    Args:
+        group: NCCL ranks of one host, at most 32.
+        tokens: the most tokens that a rank has in a batch.
+        top_k: the experts of a token.
+        dim: the channels of a token, a multiple of 16.
+        experts: of all ranks; a multiple of the ranks. Rank r has the r-th part of them.
+        capacity: the rows that a rank can receive, padding included. `rows_for` computes it.
+        alignment: to whose multiples each expert's rows are padded.
+        timeout_s: how long a GPU waits for the others.
+
+    Raises:
+        ValueError: other arguments than these.
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        tokens: int,
+        top_k: int,
+        dim: int,
+        experts: int,
+        capacity: int,
+        alignment: int = BLOCK,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        from titan_fp8.kernels import exchange as kernels
+
+        self.kernels = kernels
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        if not 1 <= self.ranks <= kernels.MAX_RANKS:
+            raise ValueError(f"a group of {self.ranks} ranks: at most {kernels.MAX_RANKS} exchange")
+        if dim % 16:
+            raise ValueError(f"dim = {dim}: allowed are multiples of 16")
+        if experts % self.ranks:
+            raise ValueError(f"{experts} experts on {self.ranks} ranks: allowed are multiples")
+        if tokens * top_k * self.ranks >= 2**31:
+            raise ValueError(f"{tokens} tokens x {top_k} x {self.ranks} ranks: at most 2^31 - 1")
+        self.tokens, self.top_k, self.dim, self.experts = tokens, top_k, dim, experts
+        self.local, self.alignment = experts // self.ranks, alignment
+        self.capacity = round_up(capacity, BLOCK)
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        sections = cdiv(dim, BLOCK)
+        i32, f32, bf16 = torch.int32, torch.float32, torch.bfloat16
+        parts = {
+            "flags": ((kernels.FLAG_WORDS,), i32),
+            "table": ((self.ranks, experts), i32),
+            "origin": ((self.capacity,), i32),
+            "weight": ((self.capacity,), f32),
+            "scales": ((self.capacity, sections), f32),
+            "dots": ((tokens, top_k), f32),
+            "rows": ((self.capacity, dim), bf16),
+            "slots": ((tokens * top_k, dim), bf16),
+        }
+        begins, size = {}, 0
+        for name, (shape, dtype) in parts.items():
+            begins[name] = size
+            size += round_up(torch.Size(shape).numel() * dtype.itemsize, ALIGN_BYTES)
+        self.memory = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+        views = {
+            name: self.memory[begins[name] :][: torch.Size(shape).numel() * dtype.itemsize]
+            .view(dtype)
+            .view(shape)
+            for name, (shape, dtype) in parts.items()
+        }
+        self.flags, self.table, self.origin = views["flags"], views["table"], views["origin"]
+        self.weight, self.scales, self.dots = views["weight"], views["scales"], views["dots"]
+        self.rows, self.slots = views["rows"], views["slots"]
+        rows_fp8 = self.rows.view(-1).view(torch.int8)[: self.capacity * dim]
+        self.rows_fp8 = rows_fp8.view(self.capacity, dim)
+        self.flags.zero_()
+        torch.cuda.synchronize()
+        self.handle = symmetric.rendezvous(self.memory, group.group_name)
+        begin = self.memory.data_ptr()
+        addresses = list(self.handle.buffer_ptrs)
+        shift = begin - addresses[self.rank]  # 0, unless buffers have a common header.
+        deltas = [(address + shift - begin) // 16 for address in addresses]
+        self.deltas = torch.tensor(deltas, dtype=torch.int64, device=self.device)
+        self.failure = torch.zeros(2, dtype=i32, pin_memory=True)
+        self.identity = torch.arange(tokens * top_k, dtype=i32, device=self.device)
+        self.identity = self.identity.view(tokens, top_k)
+        dist.barrier(group, device_ids=[self.device.index])
+        _report_failures(self)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of symmetric memory."""
+        return self.memory.nbytes
+
+    def check(self) -> None:
+        """Raises RuntimeError if a GPU kernel has stopped because an exchange was impossible."""
+        code, needed = self.failure.tolist()
+        if not code:
+            return
+        kind, rank = code >> 8 << 8, code & 255
+        if kind == self.kernels.TIMED_OUT.value:
+            raise RuntimeError(
+                f"exchange of tokens: rank {self.rank} of the experts' group has waited "
+                f"{self.timeout_ns / 1e9:g} s for rank {rank}, which has died or hangs"
+            )
+        raise RuntimeError(
+            f"{KEY}: rank {rank} of the experts' group would get {needed} rows, padding included; "
+            f"the capacity is {self.capacity}. Raise the key, or balance the routing"
+        )
+
+    def plan(self, index: Tensor, chosen: Tensor, counts: Tensor) -> Plan:
+        """Exchanges the counts of a batch, and computes where its copies go.
+
+        Args:
+            index, chosen: (T, k) integers, contiguous, as in `Plan`.
+            counts: (experts,) integers: this rank's copies for each expert.
+
+        Raises:
+            ValueError: other shapes.
+            RuntimeError: an exchange has failed before.
+        """
+        self._enter()
+        t, k = index.shape
+        if t > self.tokens or k != self.top_k or chosen.shape != index.shape:
+            raise ValueError(
+                f"index has shape {tuple(index.shape)} and chosen {tuple(chosen.shape)}: allowed "
+                f"are (T, {self.top_k}) with T up to {self.tokens}"
+            )
+        if counts.shape != (self.experts,):
+            raise ValueError(f"counts has shape {tuple(counts.shape)}: not ({self.experts},)")
+        self._barrier(counts.contiguous())
+        offset, sizes, ends, filled = self.kernels.places(
+            self.table, self.failure, self.rank, self.alignment, self.capacity
+        )
+        slots = torch.where(index < 0, -1, self.identity[:t])
+        origin = torch.empty_like(self.origin)
+        index, chosen = index.contiguous(), chosen.contiguous()
+        return Plan(index, chosen, slots, offset, sizes, ends, filled, origin)
+
+    def send(
+        self,
+        x: Tensor,
+        plan: Plan,
+        weight: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        weighted: bool = False,
+        keep_origin: bool = False,
+    ) -> Tensor:
+        """Sends tokens x (T, dim) to the rows of their copies; returns what arrives here.
+
+        The result is symmetric memory, which the next `send` overwrites: (capacity, dim), in bf16,
+        or e4m3 with `scales` (T, sections), which arrive in `self.scales`. Only rows up to the last
+        end of `plan.ends` are written; those of padding are zero.
+
+        Args:
+            weight: (T, k) FP32: arrives in `self.weight`; with `weighted` the rows are multiplied
+                by it instead.
+            keep_origin: also fills plan.origin; needed once for each plan.
+        """
+        self._enter()
+        self._barrier()
+        fp8 = scales is not None
+        out = self.rows_fp8 if fp8 else self.rows
+        self.kernels.send(
+            x.view(torch.int8) if fp8 else x, plan.index, plan.chosen, plan.offset, plan.ends,
+            plan.filled, self.deltas, self.rank, out, self.origin if keep_origin else None,
+            weight, None if weight is None or weighted else self.weight,
+            scales, self.scales if fp8 else None,
+        )  # fmt: skip
+        self._barrier()
+        if keep_origin:
+            plan.origin.copy_(self.origin)
+        return out.view(E4M3) if fp8 else out
+
+    def deliver(self, y: Tensor, plan: Plan) -> Tensor:
+        """Sends rows y (capacity, dim) back: (T · k, dim), symmetric memory, at `plan.slots`."""
+        self._enter()
+        self._barrier()
+        self.kernels.deliver(y, plan.origin, plan.ends, self.deltas, self.slots)
+        self._barrier()
+        return self.slots
+
+    def weigh(self, g: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Of gradients g that `send` has brought, with weights: weight · g, and the weights' own.
+
+        Args:
+            g, y: (capacity, dim); y is what the weights multiply in forward.
+
+        Returns:
+            weight · g (capacity, dim), rounded to bf16; g · y of each of this rank's copies (T, k),
+            symmetric memory.
+        """
+        self._enter()
+        out = self.kernels.weigh(
+            g, y, self.weight, plan.origin, plan.ends, self.deltas, self.dots.view(-1)
+        )
+        self._barrier()
+        return out, self.dots[: len(plan.index)]
+
+    def take(self, rows: Tensor, plan: Plan) -> Tensor:
+        """A copy of rows (capacity, dim) of symmetric memory, up to the last group's end."""
+        return self.kernels.take(rows, plan.ends)
+
+    def _enter(self) -> None:
+        self.check()
+
+    def _barrier(self, counts: Tensor | None = None) -> None:
+        self.kernels.barrier(
+            self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, self.table
+        )
+
+
+def rows_for(
+    tokens: int, top_k: int, experts: int, ranks: int, factor: float, alignment: int = BLOCK
+) -> int:
+    """The capacity for `factor` times the rows that a rank gets from balanced routing.
+
+    Padding comes on top: at most one block for each local expert. The result never exceeds what any
+    routing needs.
+    """
+    local = experts // ranks
+    worst = ranks * tokens * min(top_k, local)
+    return min(worst, int(tokens * top_k * factor)) + local * alignment
+
+
+def _report_failures(exchange: Exchange) -> None:
+    """Logs a failure as soon as it happens. PyTorch's own error does not say what it is."""
+    words, alive = exchange.failure.numpy(), weakref.ref(exchange)
+
+    def watch() -> None:
+        while alive() is not None and not words[0]:
+            time.sleep(0.5)
+        if (failed := alive()) is not None:
+            try:
+                failed.check()
+            except RuntimeError as error:
+                _log.error("titan_fp8: %s", error)
+
+    threading.Thread(target=watch, name="titan_fp8 exchange", daemon=True).start()
+
+
+class Dispatch(Function):
+    """Tokens x (T, dim) to rows (capacity, dim) in the order of this rank's experts.
+
+    scores (T, k) FP32 weight the copies, or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor | None, exchange: Exchange, plan: Plan
+    ) -> Tensor:
+        ctx.exchange, ctx.plan = exchange, plan
+        ctx.save_for_backward(*(() if scores is None else (x, scores)))
+        weighted = scores is not None
+        rows = exchange.send(x.contiguous(), plan, scores, weighted=weighted, keep_origin=True)
+        return exchange.take(rows, plan)
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, plan = ctx.exchange, ctx.plan
+        back = exchange.deliver(g.contiguous(), plan)
+        x, scores = ctx.saved_tensors or (None, None)
+        dx = direct.combine_rows(back, plan.slots, scores)
+        dscores = None if scores is None else direct.dot_rows(x, back, plan.slots)
+        return dx, dscores, None, None
+
+
+class Combine(Function):
+    """The sum of each token's rows, times their scores if any: rows y (capacity, dim) to (T, dim).
+
+    y is the experts' output for the rows that `Dispatch` has brought; scores (T, k) FP32 or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, scores: Tensor | None, exchange: Exchange, plan: Plan
+    ) -> Tensor:
+        ctx.exchange, ctx.plan = exchange, plan
+        ctx.save_for_backward(*(() if scores is None else (y, scores)))
+        return direct.combine_rows(exchange.deliver(y.contiguous(), plan), plan.slots, scores)
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, plan = ctx.exchange, ctx.plan
+        y, scores = ctx.saved_tensors or (None, None)
+        rows = exchange.send(g.contiguous(), plan, scores)
+        if scores is None:
+            return exchange.take(rows, plan), None, None, None
+        dy, dots = exchange.weigh(rows, y, plan)
+        return dy, torch.where(plan.slots < 0, 0, dots), None, None

@@ -1,0 +1,428 @@
+"""The kernels that exchange tokens between GPUs of one host that write to each other's memory.
+
+Every rank has the same buffers at the same offsets in its symmetric memory (`exchange.py`). A
+kernel gets its own rank's buffers and `deltas` (ranks,), the distance in units of 16 bytes from
+there to the memory of each rank. So an address on another GPU is plain arithmetic, and the compiler
+knows that it is a multiple of 16.
+
+    barrier    tells all ranks that this one is here, and waits for them; may carry the counts
+    places     where the copies of this rank go, and the group ends of what arrives
+    send       each row from token order to its places in the receivers' expert order
+    weigh      of gradients that have arrived: times their scores, and the scores' own gradients
+    deliver    each row from expert order back to its token's owner
+
+One kernel ends before the next begins, so the release of a barrier covers what earlier kernels have
+written to other GPUs, and what later kernels read comes after its acquire. A barrier that waits
+longer than `timeout` writes the rank it has waited for to `failure`, in the CPU's memory, and ends
+the program by a trap: no kernel after it runs, so nothing wrong is used. So does `places` if a rank
+would get more rows than fit.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from titan_fp8.kernels.launch import kernel
+from titan_fp8.kernels.permute import (
+    COPY_LOADS,
+    COUNTS,
+    SUM_LOADS,
+    WARPS,
+    _load_rows,
+    _store_rows,
+    _tiling,
+)
+from titan_fp8.layouts import cdiv
+from titan_fp8.reference import scale_of
+
+MAX_RANKS = 32
+FLAG_STRIDE = gl.constexpr(32)
+"""int32 words between flags, so that no two of them share a line of memory."""
+EPOCH = gl.constexpr(MAX_RANKS * FLAG_STRIDE.value)
+"""The index of the number of barriers so far, after the flags."""
+FLAG_WORDS = (MAX_RANKS + 1) * FLAG_STRIDE.value
+TIMED_OUT = gl.constexpr(1 << 8)
+OVERFLOWED = gl.constexpr(2 << 8)
+"""`failure[0]` is one of these plus a rank; the second comes with the rows needed in failure[1]."""
+ZERO_SCALE = gl.constexpr(scale_of(torch.zeros(1)).item())
+"""The scale of a block of zeros."""
+
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
+SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
+"""Layout of the scales of a tile's rows (rows, blocks)."""
+
+_SIGNAL = gl.constexpr("st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;")
+# Labels are local to the braces.
+_WAIT = gl.constexpr(
+    """{
+    .reg .pred here, early;
+    .reg .b32 seen;
+    .reg .b64 start, now;
+    mov.u64 start, %globaltimer;
+    LOOK:
+    ld.acquire.sys.global.u32 seen, [$1];
+    sub.s32 seen, seen, $2;
+    setp.ge.s32 here, seen, 0;
+    @here bra DONE;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, start;
+    setp.lt.u64 early, now, $3;
+    @early bra LOOK;
+    st.volatile.global.u32 [$4], $5;
+    membar.sys;
+    trap;
+    DONE:
+    mov.u32 $0, 0;
+    }"""
+)
+_FAIL_ABOVE = gl.constexpr(
+    """{
+    .reg .pred over;
+    setp.gt.s32 over, $1, $2;
+    @over st.volatile.global.u32 [$3+4], $1;
+    @over st.volatile.global.u32 [$3], $4;
+    @over membar.sys;
+    @over trap;
+    mov.u32 $0, 0;
+    }"""
+)
+_sync = getattr(gl, "barrier", None) or gl.thread_barrier
+"""The name since Triton 3.7, or that of 3.6."""
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@kernel(do_not_specialize=["rank", "ranks", "experts", "timeout"])
+def exchange_barrier_kernel(
+    flags, deltas, failure, counts, table, rank, ranks, experts, timeout, EXPERTS: gl.constexpr
+):
+    """Waits until all ranks have come to this barrier, for `timeout` ns at most.
+
+    counts (experts,): first written to row `rank` of every rank's table (ranks, experts); or None.
+    """
+    p = gl.arange(0, 32, LANES)
+    if counts is not None:
+        e = gl.arange(0, EXPERTS, LANES)
+        count = gl.load(counts + e, mask=e < experts, other=0).to(gl.int32)
+        for peer in range(0, ranks):
+            row = table + (gl.load(deltas + peer) * 4 + rank * experts)
+            gl.store(row + e, count, mask=e < experts)
+    epoch = gl.load(flags + EPOCH) + 1
+    _sync()
+    gl.store(flags + EPOCH, epoch)
+    epochs = gl.full([32], 0, gl.int32, LANES) + epoch
+    # Lanes without a rank signal to, and wait for, this one.
+    peer = gl.where(p < ranks, p, rank)
+    to = flags + (gl.load(deltas + peer) * 4 + rank * FLAG_STRIDE)
+    gl.inline_asm_elementwise(
+        _SIGNAL, "=r,l,r,~{memory}", [to.to(gl.int64), epochs],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    own = (flags + peer * FLAG_STRIDE).to(gl.int64)
+    limit = gl.full([32], 0, gl.int64, LANES) + timeout
+    report = (failure + p * 0).to(gl.int64)
+    gl.inline_asm_elementwise(
+        _WAIT, "=r,l,r,l,l,r,~{memory}", [own, epochs, limit, report, peer + TIMED_OUT],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["rank", "ranks", "local", "alignment", "capacity"])
+def exchange_places_kernel(
+    table, offset, sizes, ends, filled, failure, rank, ranks, local, alignment, capacity,
+    RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr,
+):  # fmt: skip
+    """Of the `local` experts of one rank: what to add to a copy's index to get its place there.
+
+    table (ranks, experts): the copies from each rank for each expert. Copies are sorted by expert.
+    The program of this rank also writes the padded sizes of its groups, their ends, and where their
+    padding begins.
+    """
+    owner = gl.program_id(0)
+    experts = ranks * local
+    r = gl.arange(0, RANKS, gl.SliceLayout(1, COUNTS))[:, None]
+    column = gl.arange(0, LOCAL, gl.SliceLayout(0, COUNTS))[None, :]
+    inside = (r < ranks) & (column < local)
+    count = gl.load(table + (r * experts + owner * local + column), mask=inside, other=0)
+    # Sums along one dimension, in a layout that can be scanned.
+    e = gl.arange(0, LOCAL, FOUR_WARPS)
+    total = gl.convert_layout(gl.sum(count, 0), FOUR_WARPS)
+    ahead = gl.convert_layout(gl.sum(gl.where(r < rank, count, 0), 0), FOUR_WARPS)
+    mine = gl.convert_layout(gl.sum(gl.where(r == rank, count, 0), 0), FOUR_WARPS)
+    # An expert without tokens gets one block of padding, as in torchtitan.
+    size = gl.maximum(gl.cdiv(total, alignment), 1) * alignment
+    size = gl.where(e < local, size, 0)
+    end = gl.associative_scan(size, 0, _sum)
+    every = gl.arange(0, EXPERTS, FOUR_WARPS)
+    row = gl.load(table + (rank * experts + every), mask=every < owner * local, other=0)
+    first = gl.sum(row, 0) + gl.associative_scan(mine, 0, _sum) - mine
+    gl.store(offset + owner * local + e, end - size + ahead - first, mask=e < local)
+    if owner == rank:
+        gl.store(sizes + e, size, mask=e < local)
+        gl.store(ends + e, end, mask=e < local)
+        gl.store(filled + e, end - size + total, mask=e < local)
+    lanes = gl.arange(0, 32, FOUR_WARPS) * 0
+    gl.inline_asm_elementwise(
+        _FAIL_ABOVE, "=r,r,r,l,r,~{memory}",
+        [lanes + gl.sum(size, 0), lanes + capacity, (failure + lanes).to(gl.int64),
+         lanes + (OVERFLOWED + owner)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["T", "rank", "ranks", "local", "tiles", "S"])
+def exchange_send_kernel(
+    x, scales, weight, index, chosen, offset, deltas, ends, filled,
+    out, out_scales, out_weight, origin,
+    T, rank, ranks, local, tiles, units, blocks, S, sections,
+    TOP: gl.constexpr, UNIT: gl.constexpr, SECTIONS: gl.constexpr, WEIGHTED: gl.constexpr,
+    TILE: gl.constexpr,
+):  # fmt: skip
+    """Sends row t of x (T, K) to the places of its TOP copies, in the memory of their experts.
+
+    index (T, TOP): where a copy is among this rank's, sorted by expert; -1 if it has none. chosen
+    (T, TOP): its expert. Its place is the sum of index and offset[expert].
+
+    scales (T, sections), of rows in FP8, arrive as (places, sections). weight (T, TOP): with
+    WEIGHTED the rows are multiplied by it, otherwise it arrives as out_weight (places,). origin:
+    where each row came from, copy · ranks + rank.
+
+    The last programs write zeros to the padding of this rank's own groups.
+    """
+    K = units * UNIT
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    tile = gl.program_id(0) // blocks
+    i = gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+    if SECTIONS > 0:
+        i_s = gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
+        j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))
+    if tile < tiles:
+        t = tile * TILE.shape[0] + i
+        values = _load_rows(x, t, T, column, K, TILE)
+        if SECTIONS > 0:
+            t_s = tile * TILE.shape[0] + i_s
+            inside = (t_s < T)[:, None] & (j_s < sections)[None, :] & (column == 0)
+            s = gl.load(scales + (j_s.to(gl.int64) * S)[None, :] + t_s[:, None], mask=inside)
+        for k in gl.static_range(TOP):
+            copy = gl.load(index + (t * TOP + k), mask=t < T, other=-1).to(gl.int32)
+            expert = gl.load(chosen + (t * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
+            place = copy + gl.load(offset + expert)
+            delta = gl.load(deltas + expert // local)
+            sent = values
+            if WEIGHTED:
+                w = gl.load(weight + (t * TOP + k), mask=copy >= 0, other=0)
+                sent = (values.to(gl.float32) * w[:, None]).to(values.dtype)
+            to = (delta * UNIT)[:, None] + (place.to(gl.int64)[:, None] * K + j[None, :])
+            gl.store(out + to, sent, mask=(copy >= 0)[:, None] & (j < K)[None, :])
+            # 4-byte words of what comes with a row; once, not for each block of columns.
+            first = (copy >= 0) & (column == 0)
+            word = delta * 4 + place
+            if origin is not None:
+                gl.store(origin + word, (t * TOP + k) * ranks + rank, mask=first)
+            if out_weight is not None:
+                w = gl.load(weight + (t * TOP + k), mask=first, other=0)
+                gl.store(out_weight + word, w, mask=first)
+            if SECTIONS > 0:
+                copy = gl.load(index + (t_s * TOP + k), mask=t_s < T, other=-1).to(gl.int32)
+                expert = gl.load(chosen + (t_s * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
+                place = (copy + gl.load(offset + expert)).to(gl.int64)
+                delta = gl.load(deltas + expert // local)
+                to = (delta * 4 + place * sections)[:, None] + j_s[None, :]
+                gl.store(out_scales + to, s, mask=inside & (copy >= 0)[:, None])
+    else:
+        group = tile - tiles
+        begin = gl.load(filled + group)
+        end = gl.load(ends + group)
+        zeros = gl.full(TILE.shape, 0, out.dtype.element_ty, TILE)
+        for row in range(begin, end, TILE.shape[0]):
+            _store_rows(out, zeros, row + i, row + i < end, column, K, TILE)
+            if column == 0:
+                if origin is not None:
+                    gl.store(origin + (row + i), -1, mask=row + i < end)
+                if SECTIONS > 0:
+                    place = (row + i_s).to(gl.int64)[:, None] * sections + j_s[None, :]
+                    inside = (row + i_s < end)[:, None] & (j_s < sections)[None, :]
+                    zero = gl.full([TILE.shape[0], SECTIONS], ZERO_SCALE, gl.float32, SCALES)
+                    gl.store(out_scales + place, zero, mask=inside)
+
+
+@gluon.jit
+def _origins(origin, ends, row, local, ranks, TILE: gl.constexpr):
+    """The rank and the copy that each row of a tile belongs to; -1 for padding."""
+    i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    end = gl.load(ends + local - 1)
+    source = gl.load(origin + i, mask=i < end, other=-1)
+    copy = gl.where(source >= 0, source // ranks, -1)
+    return gl.where(source >= 0, source % ranks, 0), copy
+
+
+@kernel(do_not_specialize=["C", "ranks", "local"])
+def exchange_deliver_kernel(
+    y, origin, ends, deltas, out, C, ranks, local, units, blocks,
+    UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Sends row r of y (C, K) to row `copy` of its owner's `out`, as origin[r] says."""
+    row = gl.program_id(0) // blocks * TILE.shape[0]
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    if row < gl.load(ends + local - 1):
+        K = units * UNIT
+        owner, copy = _origins(origin, ends, row, local, ranks, TILE)
+        i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+        values = _load_rows(y, gl.where(copy >= 0, i, -1), C, column, K, TILE)
+        j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+        to = (gl.load(deltas + owner) * UNIT)[:, None] + (
+            copy.to(gl.int64)[:, None] * K + j[None, :]
+        )
+        gl.store(out + to, values, mask=(copy >= 0)[:, None] & (j < K)[None, :])
+
+
+@kernel(do_not_specialize=["C", "ranks", "local"])
+def exchange_weigh_kernel(
+    g, y, weight, origin, ends, deltas, out, dots, C, ranks, local, units,
+    UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """out = weight · g for each row of g (C, K); sends the dot product of g and y to its owner.
+
+    Rows of padding become zeros; rows past the last group are left alone.
+    """
+    row = gl.program_id(0) * TILE.shape[0]
+    end = gl.load(ends + local - 1)
+    if row < end:
+        K = units * UNIT
+        owner, copy = _origins(origin, ends, row, local, ranks, TILE)
+        i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+        w = gl.load(weight + i, mask=copy >= 0, other=0)
+        total = gl.full([TILE.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, TILE))
+        source = gl.where(copy >= 0, i, -1)
+        for column in range(0, K, TILE.shape[1]):
+            left = _load_rows(g, source, C, column, K, TILE).to(gl.float32)
+            right = _load_rows(y, source, C, column, K, TILE).to(gl.float32)
+            total += gl.sum(left * right, 1)
+            weighted = (left * w[:, None]).to(out.dtype.element_ty)
+            _store_rows(out, weighted, i, i < end, column, K, TILE)
+        gl.store(dots + (gl.load(deltas + owner) * 4 + copy), total, mask=copy >= 0)
+
+
+@kernel(do_not_specialize=["C", "local"])
+def exchange_take_kernel(
+    x, ends, out, C, local, units, blocks, UNIT: gl.constexpr, TILE: gl.constexpr
+):
+    """out = x (C, K), up to the last group's end."""
+    row = gl.program_id(0) // blocks * TILE.shape[0]
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    end = gl.load(ends + local - 1)
+    if row < end:
+        i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+        values = _load_rows(x, gl.where(i < end, i, -1), C, column, units * UNIT, TILE)
+        _store_rows(out, values, i, i < end, column, units * UNIT, TILE)
+
+
+def barrier(
+    flags: Tensor, deltas: Tensor, failure: Tensor, rank: int, timeout_ns: int,
+    counts: Tensor | None = None, table: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Waits for all ranks, on the GPU; with `counts` (experts,) also exchanges them.
+
+    Args:
+        flags: (FLAG_WORDS,) int32, symmetric, zero at first.
+        deltas: (ranks,) int64. failure: (2,) int32, pinned.
+        table: (ranks, experts) int32, symmetric, which gets the counts of all ranks.
+    """
+    experts = 0 if counts is None else len(counts)
+    exchange_barrier_kernel[(1,)](
+        flags, deltas, failure, counts, table, rank, len(deltas), experts, timeout_ns,
+        triton.next_power_of_2(max(experts, 32)), num_warps=1,
+    )  # fmt: skip
+
+
+def places(
+    table: Tensor, failure: Tensor, rank: int, alignment: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From table (ranks, experts): offset (experts,); sizes, ends and filled (local,). All int32.
+
+    offset: what to add to the index of a copy, sorted by expert, to get its place at its receiver.
+    """
+    ranks, experts = table.shape
+    local = experts // ranks
+    offset = table.new_empty(experts)
+    sizes, ends, filled = table.new_empty(3, local)
+    exchange_places_kernel[(ranks,)](
+        table, offset, sizes, ends, filled, failure, rank, ranks, local, alignment, capacity,
+        triton.next_power_of_2(ranks), triton.next_power_of_2(max(local, 32)),
+        triton.next_power_of_2(max(experts, 32)), num_warps=WARPS,
+    )  # fmt: skip
+    return offset, sizes, ends, filled
+
+
+def send(
+    x: Tensor, index: Tensor, chosen: Tensor, offset: Tensor, ends: Tensor, filled: Tensor,
+    deltas: Tensor, rank: int, out: Tensor, origin: Tensor | None = None,
+    weight: Tensor | None = None, out_weight: Tensor | None = None,
+    scales: Tensor | None = None, out_scales: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Sends the rows of x (T, K) to the places of their copies in `out` (capacity, K) of all ranks.
+
+    Args:
+        index, chosen: (T, k) integers, as in `exchange_send_kernel`.
+        weight: (T, k) FP32. Rows are multiplied by it, unless there is an `out_weight`.
+        scales: (T, sections) FP32 of rows in FP8, laid out as 1x128 scales.
+        out, origin, out_weight, out_scales: symmetric.
+    """
+    (t, k), top = x.shape, index.shape[1]
+    units, unit, tile = _tiling(k, x.element_size(), COPY_LOADS)
+    if unit == 1:
+        raise ValueError(f"rows of {k} {x.dtype} cannot be exchanged: allowed are multiples of 16")
+    blocks, tiles, local = cdiv(k, tile.shape[1]), cdiv(t, tile.shape[0]), len(ends)
+    sections = 0 if scales is None else scales.shape[1]
+    exchange_send_kernel[((tiles + local) * blocks,)](
+        x, scales, weight, index, chosen, offset, deltas, ends, filled,
+        out, out_scales, out_weight, origin,
+        t, rank, len(deltas), local, tiles, units, blocks,
+        0 if scales is None else scales.stride(1), sections,
+        top, unit, sections and triton.next_power_of_2(sections),
+        weight is not None and out_weight is None, tile, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def deliver(y: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor, out: Tensor) -> None:
+    """Sends each row of y (capacity, K) to its copy's row of its owner's `out`, symmetric."""
+    c, k = y.shape
+    units, unit, tile = _tiling(k, y.element_size(), COPY_LOADS)
+    blocks = cdiv(k, tile.shape[1])
+    exchange_deliver_kernel[(cdiv(c, tile.shape[0]) * blocks,)](
+        y, origin, ends, deltas, out, c, len(deltas), len(ends), units, blocks, unit, tile,
+        num_warps=WARPS,
+    )  # fmt: skip
+
+
+def weigh(
+    g: Tensor, y: Tensor, weight: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor, dots: Tensor
+) -> Tensor:
+    """g (capacity, K) times weight (capacity,); sends g · y of each row to its owner's `dots`."""
+    c, k = g.shape
+    out = torch.empty_like(y)
+    units, unit, tile = _tiling(k, g.element_size(), SUM_LOADS)
+    exchange_weigh_kernel[(cdiv(c, tile.shape[0]),)](
+        g, y, weight, origin, ends, deltas, out, dots, c, len(deltas), len(ends), units,
+        unit, tile, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def take(x: Tensor, ends: Tensor) -> Tensor:
+    """A copy of x (capacity, K) up to the last group's end; what follows is not written."""
+    c, k = x.shape
+    out = torch.empty_like(x)
+    units, unit, tile = _tiling(k, x.element_size(), COPY_LOADS)
+    blocks = cdiv(k, tile.shape[1])
+    exchange_take_kernel[(cdiv(c, tile.shape[0]) * blocks,)](
+        x, ends, out, c, len(ends), units, blocks, unit, tile, num_warps=WARPS
+    )
+    return out
