@@ -1,13 +1,14 @@
 """The exchange of tokens between the experts' ranks, by writes into each other's GPU memory.
 
 docs/exchange.md explains the design. `Exchange` has a rank's symmetric memory and the steps of an
-exchange; `Dispatch` and `Combine` are differentiable and made of them:
+exchange. The differentiable functions are made of them:
 
     Dispatch   forward: tokens -> rows, in expert order       backward: deliver, sum
     Combine    forward: deliver, weighted sum                 backward: gradients -> rows, weigh
+    exchanged_swiglu   both, with experts in FP8 between them: what is sent to experts is FP8, too
 
 The CPU launches and never waits. It learns of what went wrong on the GPU from pinned memory, which
-`check` reads.
+`check` reads. `CollectiveExchange` has the same steps, by all-to-alls, for other hosts and CPUs.
 """
 
 import logging
@@ -21,9 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from titan_fp8 import reference
 from titan_fp8.functional import Function, no_double_backward
+from titan_fp8.gemms import Spec, dgrad, fprop, wgrad
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
 from titan_fp8.ops import direct
+from titan_fp8.recipe import FeedForwardOps, get_recipe
 
 KEY = "[quantize.grouped_mm.titan_fp8] exchange_capacity"
 ALIGN_BYTES = 256
@@ -244,11 +248,14 @@ class Exchange:
         self._barrier()
         return self.slots
 
-    def weigh(self, g: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    def weigh(
+        self, g: Tensor, y: Tensor, plan: Plan, *, fp8: bool = False
+    ) -> tuple[Tensor | None, Tensor]:
         """Of gradients g that `send` has brought, with weights: weight · g, and the weights' own.
 
         Args:
             g, y: (capacity, dim); y is what the weights multiply in forward.
+            fp8: g is in FP8, with `self.scales`; weight · g is left out.
 
         Returns:
             weight · g (capacity, dim), rounded to bf16; g · y of each of this rank's copies (T, k),
@@ -256,8 +263,9 @@ class Exchange:
         """
         self._enter()
         out = self.kernels.weigh(
-            g, y, self.weight, plan.origin, plan.ends, self.deltas, self.dots.view(-1)
-        )
+            g.view(torch.int8) if fp8 else g, y, self.weight, plan.origin, plan.ends, self.deltas,
+            self.dots.view(-1), self.scales if fp8 else None,
+        )  # fmt: skip
         self._barrier()
         return out, self.dots[: len(plan.index)]
 
@@ -301,6 +309,122 @@ def _report_failures(exchange: Exchange) -> None:
                 _log.error("titan_fp8: %s", error)
 
     threading.Thread(target=watch, name="titan_fp8 exchange", daemon=True).start()
+
+
+class Routed(NamedTuple):
+    """`Plan` of a CollectiveExchange.
+
+    Attributes:
+        index, chosen, slots, offset, sizes, ends, filled: as in Plan.
+        copies: (R,) int64: the copies of this rank, sorted by expert.
+        places: (S,) int32: the row of each copy that arrives, in the order of the all-to-all.
+        sent, received: how many copies go to each rank and come from it.
+    """
+
+    index: Tensor
+    chosen: Tensor
+    slots: Tensor
+    offset: Tensor
+    sizes: Tensor
+    ends: Tensor
+    filled: Tensor
+    copies: Tensor
+    places: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class CollectiveExchange:
+    """The steps of `Exchange` by all-to-alls, on any devices and hosts: the CPU waits for sizes.
+
+    Args:
+        group: of any backend.
+        top_k, experts, alignment: as in `Exchange`.
+    """
+
+    def __init__(self, group: ProcessGroup, *, top_k: int, experts: int, alignment: int = BLOCK):
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.top_k, self.experts, self.alignment = top_k, experts, alignment
+        self.local = experts // self.ranks
+
+    def plan(self, index: Tensor, chosen: Tensor, counts: Tensor) -> Routed:
+        """As `Exchange.plan`; waits for the GPU."""
+        table = counts.new_empty(self.ranks, self.experts)
+        dist.all_gather(list(table), counts.contiguous(), group=self.group)
+        offset, ends, filled = reference.exchange_places(table, self.alignment)
+        here = table.view(self.ranks, self.ranks, self.local)
+        sent, received = here[self.rank].sum(1).tolist(), here[:, self.rank].sum(1).tolist()
+        copies = index.new_empty(sum(sent), dtype=torch.int64)
+        flat = index.flatten()
+        kept = (flat >= 0).nonzero().flatten()
+        copies[flat[kept].long()] = kept
+        ends, filled = ends[self.rank].int(), filled[self.rank].int()
+        _, places, sizes = reference.places_of_tokens(
+            here[:, self.rank].flatten(), self.local, self.ranks, sum(received), int(ends[-1]),
+            self.alignment,
+        )  # fmt: skip
+        identity = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
+        slots = torch.where(index < 0, -1, identity.view_as(index))
+        return Routed(
+            index, chosen, slots, offset[self.rank].int(), sizes, ends, filled,
+            copies, places, sent, received,
+        )  # fmt: skip
+
+    def send(
+        self,
+        x: Tensor,
+        plan: Routed,
+        weight: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        weighted: bool = False,
+        keep_origin: bool = False,
+    ) -> Tensor:
+        """As `Exchange.send`; the result is the caller's, as many rows as the groups have."""
+        if weighted:
+            copies = reference.gather_rows(x, plan.copies, weight, self.top_k)
+        else:
+            rows = x.view(torch.uint8) if scales is not None else x
+            copies = rows[plan.copies // self.top_k]
+        out = self._rows(copies, plan, 0)
+        if weight is not None and not weighted:
+            self.weight = self._rows(weight.flatten()[plan.copies, None], plan, 0).flatten()
+        if scales is None:
+            return out
+        zero = float(reference.scale_of(torch.zeros(1)))
+        self.scales = self._rows(scales[plan.copies // self.top_k], plan, zero)
+        return out.view(E4M3)
+
+    def deliver(self, y: Tensor, plan: Routed) -> Tensor:
+        """As `Exchange.deliver`."""
+        back = y.new_empty(sum(plan.sent), y.shape[1])
+        rows = y[plan.places]
+        dist.all_to_all_single(back, rows, plan.sent, plan.received, group=self.group)
+        out = y.new_zeros(plan.index.numel(), y.shape[1])
+        out[plan.copies] = back
+        return out
+
+    def weigh(
+        self, g: Tensor, y: Tensor, plan: Routed, *, fp8: bool = False
+    ) -> tuple[Tensor | None, Tensor]:
+        """As `Exchange.weigh`."""
+        g32 = reference.dequantize_1x128(g, self.scales) if fp8 else g.float()
+        dots = self.deliver((g32 * y.float()).sum(-1, keepdim=True), plan)
+        out = None if fp8 else (g32 * self.weight[:, None]).to(y.dtype)
+        return out, dots.view_as(plan.slots)
+
+    def take(self, rows: Tensor, plan: Routed) -> Tensor:
+        """The rows themselves, which nothing overwrites."""
+        return rows
+
+    def _rows(self, copies: Tensor, plan: Routed, padding: float) -> Tensor:
+        arrived = copies.new_empty(sum(plan.received), *copies.shape[1:])
+        dist.all_to_all_single(
+            arrived, copies.contiguous(), plan.received, plan.sent, group=self.group
+        )
+        out = copies.new_full((int(plan.ends[-1]), *copies.shape[1:]), padding)
+        out[plan.places] = arrived
+        return out
 
 
 class Dispatch(Function):
@@ -354,3 +478,117 @@ class Combine(Function):
             return exchange.take(rows, plan), None, None, None
         dy, dots = exchange.weigh(rows, y, plan)
         return dy, torch.where(plan.slots < 0, 0, dots), None, None
+
+
+class _ExchangedSwiGLU(Function):
+    """out (T, N) of tokens x (T, K): their experts' outputs, weighted by scores (T, k) and summed.
+
+    w1, w3 (E, H, K) and w2 (E, N, H) of the local experts. `before`: the scores weight the copies
+    of the tokens instead of the outputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scores: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        exchange: Any,
+        plan: Any,
+        spec: Spec,
+        before: bool,
+    ) -> Tensor:
+        ctx.exchange, ctx.plan, ctx.spec, ctx.before = exchange, plan, spec, before
+        recipe, emulate, offs = spec.recipe, spec.emulate, plan.ends
+        q, s = recipe.quantize_rows(x.contiguous(), emulate=emulate)
+        sent = scores if before else None
+        q = exchange.send(q, plan, sent, scales=s, keep_origin=True)
+        s, *x_columns = _requantize(q, exchange, plan, before, spec)
+        a, b = (fprop((q, s), w, offs, spec) for w in (w1, w3))
+        y = fprop(_fused(spec).swiglu(a, b, emulate=emulate), w2, offs, spec)
+        kept = x if before else y  # of which the scores' gradients are made
+        ctx.save_for_backward(scores, w1, w2, w3, a, b, *x_columns, kept)
+        back = exchange.deliver(y, plan)
+        return direct.combine_rows(back, plan.slots, None if before else scores)
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        scores, w1, w2, w3, a, b, *x_columns, kept = ctx.saved_tensors
+        exchange, plan, spec, before = ctx.exchange, ctx.plan, ctx.spec, ctx.before
+        offs, emulate, ops = plan.ends, spec.emulate, _fused(spec)
+        q, s = spec.recipe.quantize_rows(g.contiguous(), emulate=emulate)
+        q = exchange.send(q, plan, None if before else scores, scales=s)
+        if not before:
+            _, dots = exchange.weigh(q, kept, plan, fp8=True)
+            dscores = torch.where(plan.slots < 0, 0, dots)
+        s, *g_columns = _requantize(q, exchange, plan, not before, spec)
+        dh = dgrad((q, s), w2, offs, spec, spec.dtype)
+        quantized = ops.swiglu_backward(dh, a, b, offs, True, emulate=emulate)
+        da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantized[::2], quantized[1::2])
+        dw1 = wgrad(da_columns, x_columns, offs, spec, w1.dtype)
+        dw2 = wgrad(g_columns, h_columns, offs, spec, w2.dtype)
+        dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
+        dtypes = spec.dtype, spec.dtype
+        dx = ops.dgrad_pair(*da_rows, w1, *db_rows, w3, offs, True, *dtypes, emulate=emulate)
+        back = exchange.deliver(dx, plan)
+        if before:
+            dscores = direct.dot_rows(kept, back, plan.slots)
+        dx = direct.combine_rows(back, plan.slots, scores if before else None)
+        return dx, dscores, dw1, dw2, dw3, *(None for _ in range(4))
+
+
+def _fused(spec: Spec) -> FeedForwardOps:
+    assert spec.recipe.feed_forward is not None, spec.recipe_name
+    return spec.recipe.feed_forward
+
+
+def _requantize(
+    q: Tensor, exchange: Any, plan: Any, weighted: bool, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What GEMMs read of rows in FP8 that have arrived: scales, and q and scales of the columns."""
+    if spec.emulate or not q.is_cuda:
+        implementation = reference.requantize_128x1_t
+    else:
+        from titan_fp8.kernels.hopper.requantize import requantize_128x1_t as implementation
+    weight = exchange.weight if weighted else None
+    return implementation(q, exchange.scales, plan.ends, weight, scale_fmt=spec.recipe.scale_fmt)
+
+
+def exchanged_swiglu(
+    x: Tensor,
+    scores: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    exchange: Exchange | CollectiveExchange,
+    plan: Plan | Routed,
+    *,
+    recipe: str = "blockwise",
+    emulate: bool = False,
+    score_before_experts: bool = False,
+) -> Tensor:
+    """The experts of tokens x (T, dim), on all ranks, with FP8 on the wire; differentiable.
+
+    Tokens are quantized once, before they are copied for their experts, and so are the gradients of
+    the output. Scores multiply scales. What wgrad reads is quantized again, from FP8
+    (`reference.requantize_128x1_t`). The experts' outputs and the gradients of x return in bf16.
+
+    Args:
+        x: (T, dim) bf16.
+        scores: (T, k) FP32.
+        w1, w3: (local experts, H, dim). w2: (local experts, dim, H).
+        recipe: a blockwise one.
+        score_before_experts: the scores weight the copies of the tokens, not the outputs.
+
+    Raises:
+        ValueError: another recipe or dtype.
+    """
+    spec = Spec(recipe, emulate, True, torch.bfloat16)
+    if get_recipe(recipe).feed_forward is None:
+        raise ValueError(f'exchange = "fp8" with recipe = {recipe!r}: allowed are blockwise ones')
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f'exchange = "fp8" of {x.dtype}: allowed is torch.bfloat16')
+    return _ExchangedSwiGLU.call(x, scores, w1, w2, w3, exchange, plan, spec, score_before_experts)

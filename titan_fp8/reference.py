@@ -474,8 +474,14 @@ def exchange_deliver(ys: list[Tensor], origins: list[Tensor], copies: list[int])
 
 
 def requantize_128x1_t(
-    q: Tensor, s: Tensor, offs: Tensor | None = None, aligned: bool = False,
-    *, scale_fmt: str = "fp32",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`quantize_128x1_t` of q · s (M, K), the FP32 values of rows in FP8 with 1x128 scales."""
-    return quantize_128x1_t(dequantize_1x128(q, s), offs, aligned, scale_fmt=scale_fmt)
+    q: Tensor, s: Tensor, offs: Tensor, weight: Tensor | None = None, *, scale_fmt: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scales and columns of x (M, K), given as rows in FP8: q (M, K) and s (M, ⌈K/128⌉).
+
+    Groups end at multiples of 128. weight (M,) FP32 multiplies the rows, or None: s times it is the
+    first output; then `quantize_128x1_t` of the FP32 product of q and that.
+    """
+    if weight is not None:
+        s = s * weight[:, None]
+    columns = quantize_128x1_t(dequantize_1x128(q, s), offs, True, scale_fmt=scale_fmt)
+    return to_layout_1x128(s), *columns

@@ -5,6 +5,7 @@ import torch
 from compile_utils import Compiler, needs_cuobjdump
 
 from titan_fp8.kernels import exchange
+from titan_fp8.kernels.hopper import requantize
 
 E4M3 = torch.float8_e4m3fn
 
@@ -58,8 +59,25 @@ def test_rows(compiled, dim, top):
                   None, None, *scales)  # fmt: skip
     exchange.deliver(rows, origin, ends, deltas, torch.zeros(tokens * top, dim, dtype=rows.dtype))
     exchange.weigh(rows, rows, scores, origin, ends, deltas, weight)
+    rows_fp8 = rows.view(torch.int8)[:, :dim].contiguous()
+    exchange.weigh(rows_fp8, rows, scores, origin, ends, deltas, weight, scales[1])
     exchange.take(rows, ends)
     print(*compiled, sep="\n")
-    assert len(compiled) == 7 and not any(result.spills for result in compiled)
+    assert len(compiled) == 8 and not any(result.spills for result in compiled)
     for result in compiled:
         print(result.name, result.sass.count("LDG.E.128"), result.sass.count("STG.E.128"))
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("scale_fmt", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("dim", [2048, 576])
+def test_columns_of_rows_in_fp8(monkeypatch, dim, scale_fmt):
+    compiled: list = []
+    kernel = requantize.requantize_128x1_t_kernel
+    monkeypatch.setattr(requantize, "requantize_128x1_t_kernel", Compiler(kernel, compiled))
+    q, s = torch.zeros(512, dim).to(E4M3), torch.zeros(512, -(-dim // 128))
+    offs = torch.zeros(8, dtype=torch.int32)
+    for weight in (None, torch.zeros(512)):
+        requantize.requantize_128x1_t(q, s, offs, weight, scale_fmt=scale_fmt)
+    print(*compiled, sep="\n")
+    assert [result.spills for result in compiled] == [0, 0]

@@ -34,7 +34,7 @@ from titan_fp8.kernels.permute import (
     _store_rows,
     _tiling,
 )
-from titan_fp8.layouts import cdiv
+from titan_fp8.layouts import BLOCK, cdiv
 from titan_fp8.reference import scale_of
 
 MAX_RANKS = 32
@@ -246,6 +246,8 @@ def exchange_send_kernel(
             if column == 0:
                 if origin is not None:
                     gl.store(origin + (row + i), -1, mask=row + i < end)
+                if out_weight is not None:
+                    gl.store(out_weight + (row + i), 0.0, mask=row + i < end)
                 if SECTIONS > 0:
                     place = (row + i_s).to(gl.int64)[:, None] * sections + j_s[None, :]
                     inside = (row + i_s < end)[:, None] & (j_s < sections)[None, :]
@@ -283,14 +285,15 @@ def exchange_deliver_kernel(
         gl.store(out + to, values, mask=(copy >= 0)[:, None] & (j < K)[None, :])
 
 
-@kernel(do_not_specialize=["C", "ranks", "local"])
+@kernel(do_not_specialize=["C", "ranks", "local", "sections"])
 def exchange_weigh_kernel(
-    g, y, weight, origin, ends, deltas, out, dots, C, ranks, local, units,
+    g, scales, y, weight, origin, ends, deltas, out, dots, C, ranks, local, units, sections,
     UNIT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """out = weight · g for each row of g (C, K); sends the dot product of g and y to its owner.
+    """Sends the dot product of each row of g and y (C, K) to its owner; out = weight · g.
 
-    Rows of padding become zeros; rows past the last group are left alone.
+    scales (C, sections), if g is in FP8; out may be None. Rows of padding become zeros in it; rows
+    past the last group are left alone.
     """
     row = gl.program_id(0) * TILE.shape[0]
     end = gl.load(ends + local - 1)
@@ -298,15 +301,24 @@ def exchange_weigh_kernel(
         K = units * UNIT
         owner, copy = _origins(origin, ends, row, local, ranks, TILE)
         i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+        j = gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
         w = gl.load(weight + i, mask=copy >= 0, other=0)
         total = gl.full([TILE.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, TILE))
         source = gl.where(copy >= 0, i, -1)
         for column in range(0, K, TILE.shape[1]):
-            left = _load_rows(g, source, C, column, K, TILE).to(gl.float32)
+            left = _load_rows(g, source, C, column, K, TILE)
+            if scales is None:
+                left = left.to(gl.float32)
+            else:
+                inside = (copy >= 0)[:, None] & (column + j < K)[None, :]
+                at = (i.to(gl.int64) * sections)[:, None] + ((column + j) // 128)[None, :]
+                s = gl.load(scales + at, mask=inside, other=0)
+                left = left.to(gl.float8e4nv, bitcast=True).to(gl.float32) * s
             right = _load_rows(y, source, C, column, K, TILE).to(gl.float32)
             total += gl.sum(left * right, 1)
-            weighted = (left * w[:, None]).to(out.dtype.element_ty)
-            _store_rows(out, weighted, i, i < end, column, K, TILE)
+            if out is not None:
+                weighted = (left * w[:, None]).to(out.dtype.element_ty)
+                _store_rows(out, weighted, i, i < end, column, K, TILE)
         gl.store(dots + (gl.load(deltas + owner) * 4 + copy), total, mask=copy >= 0)
 
 
@@ -403,15 +415,20 @@ def deliver(y: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor, out: Tensor
 
 
 def weigh(
-    g: Tensor, y: Tensor, weight: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor, dots: Tensor
-) -> Tensor:
-    """g (capacity, K) times weight (capacity,); sends g · y of each row to its owner's `dots`."""
+    g: Tensor, y: Tensor, weight: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor,
+    dots: Tensor, scales: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Sends g · y of each row (capacity, K) to its owner's `dots`; returns weight · g.
+
+    weight (capacity,) FP32. With the scales (capacity, sections) of a g in FP8, as int8, it returns
+    None.
+    """
     c, k = g.shape
-    out = torch.empty_like(y)
-    units, unit, tile = _tiling(k, g.element_size(), SUM_LOADS)
+    out = torch.empty_like(y) if scales is None else None
+    units, unit, tile = _tiling(k, y.element_size(), SUM_LOADS)
     exchange_weigh_kernel[(cdiv(c, tile.shape[0]),)](
-        g, y, weight, origin, ends, deltas, out, dots, c, len(deltas), len(ends), units,
-        unit, tile, num_warps=WARPS,
+        g, scales, y, weight, origin, ends, deltas, out, dots, c, len(deltas), len(ends), units,
+        cdiv(k, BLOCK), unit, tile, num_warps=WARPS,
     )  # fmt: skip
     return out
 
