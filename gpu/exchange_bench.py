@@ -25,6 +25,7 @@ def main(rank, ranks):
 
     from titan_fp8 import exchange as ex
     from titan_fp8 import permute
+    from titan_fp8.kernels.hopper.requantize import requantize_128x1_t
     from titan_fp8.ops import direct
 
     torch.manual_seed(rank)
@@ -150,6 +151,12 @@ def main(rank, ranks):
     def barriers():
         e._barrier()
 
+    def columns():
+        return requantize_128x1_t(e.rows_fp8.view(torch.float8_e4m3fn), e.scales, plan.ends)
+
+    def columns_of_bf16():
+        return direct.quantize_1x128_128x1_t(y, plan.ends, True)
+
     def kernel_send():
         e.kernels.send(x, plan.index, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas,
                        rank, e.rows)  # fmt: skip
@@ -181,6 +188,8 @@ def main(rank, ranks):
         "combine": (combine, 2),
         "backward of both": (backward, 4),
         "backward of both, FP8 without weigh": (backward_fp8, 3 + 4 / 128),
+        "columns of FP8 rows": (columns, 0),
+        "rows and columns of bf16 rows": (columns_of_bf16, 0),
         "combine_rows alone": (lambda: direct.combine_rows(e.slots, plan.slots, scores), 0),
     }
     if rank == 0:

@@ -79,7 +79,9 @@ def test_routings(rank, ranks):
 
     from titan_fp8 import exchange as ex
     from titan_fp8 import reference
+    from titan_fp8.kernels.hopper.requantize import requantize_128x1_t
     from titan_fp8.ops import direct
+    from titan_fp8.swiglu import fp8_swiglu
 
     shapes = [(256, 16, 2, 300), (576, 64 // ranks, 6, 200), (2048, 128 // ranks, 8, 160),
               (7168, 3, 3, 40)]  # fmt: skip
@@ -153,9 +155,24 @@ def test_routings(rank, ranks):
         want_q = reference.exchange_send(bytes_, list(indices), chosen, counts, 128)[rank][0]
         want_s = reference.exchange_send(list(ss), list(indices), chosen, counts, 128)[rank][0]
         want_s[origin < 0] = reference.scale_of(torch.zeros(1)).item()
-        got_q = e.send(q, plan, scales=s)
+        flat = torch.cat([w.flatten() for w in weights])
+        begins = torch.tensor([0, *(w.numel() for w in weights)], device="cuda").cumsum(0)
+        row_weight = torch.zeros(end, device="cuda")
+        real = origin >= 0
+        row_weight[real] = flat[(begins[origin % ranks] + origin // ranks)[real]]
+        got_q = e.send(q, plan, weights[rank], scales=s)
         check("q", got_q[:end].view(torch.uint8), want_q)
         check("s", e.scales[:end], want_s)
+        check("row weights", e.weight[:end], row_weight)
+        fmt, row_weights = ("fp32", "ue8m0")[n % 2], (None, e.weight)[n // 2 % 2]
+        wanted = reference.requantize_128x1_t(
+            want_q.view(torch.float8_e4m3fn), want_s, plan.ends,
+            None if row_weights is None else row_weight, scale_fmt=fmt,
+        )  # fmt: skip
+        got = requantize_128x1_t(got_q, e.scales, plan.ends, row_weights, scale_fmt=fmt)
+        check("scales of rows", got[0][:end], wanted[0])
+        check("columns", got[1][:, :end].view(torch.uint8), wanted[1].view(torch.uint8))
+        check("scales of columns", got[2][:, : end // 128], wanted[2])
         # Back
         y = torch.full((e.capacity, dim), float("nan"), device="cuda", dtype=torch.bfloat16)
         y[:end] = ys[rank]
@@ -174,6 +191,36 @@ def test_routings(rank, ranks):
         dy = reference.exchange_send(gs, list(indices), chosen, counts, 128, weights)[rank][0]
         check("combine, gradient", leaf_y.grad[:end], dy)
         check("scores, gradient", scores.grad, direct.dot_rows(gs[rank], back, plan.slots))
+        if n % 10:
+            continue
+        # Experts in FP8, with either exchange, against all-to-alls.
+        other = ex.CollectiveExchange(dist.group.WORLD, top_k=top_k, experts=experts)
+        other_plan = other.plan(mine[1], mine[0], counts[rank])
+        torch.manual_seed(n + rank)
+        w1, w3 = torch.randn(2, local, 256, dim, device="cuda") / dim**0.5
+        w2 = torch.randn(local, dim, 256, device="cuda") / 16
+        for how in ("bf16", "fp8", "fp8, before"):
+            results = []
+            for exchange, its_plan in ((e, plan), (other, other_plan)):
+                leaves = [t.clone().requires_grad_() for t in
+                          (finite[rank], weights[rank].abs(), w1.bfloat16(), w2.bfloat16(),
+                           w3.bfloat16())]  # fmt: skip
+                if how == "bf16":
+                    y = ex.Dispatch.call(leaves[0], None, exchange, its_plan)
+                    y = fp8_swiglu(y, *leaves[2:], its_plan.ends, aligned=True)
+                    out = ex.Combine.call(y, leaves[1], exchange, its_plan)
+                else:
+                    out = ex.exchanged_swiglu(
+                        *leaves, exchange, its_plan, score_before_experts="before" in how
+                    )
+                out.backward(gs[rank])
+                results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+            for what, a, b in zip(("out", "dx", "dscores", "dw1", "dw2", "dw3"), *results):
+                if what == "dscores" and how != "fp8, before":  # another order of summation
+                    far = (a - b).norm() / b.norm().clamp(min=1e-9) > 1e-4
+                    check(f"{how}: {what}", far.cpu(), torch.tensor(False))
+                else:
+                    check(f"{how}: {what}", a, b)
     torch.cuda.synchronize()
     # Nothing waits for the device.
     dim, local, top_k, most = shapes[0]
@@ -247,7 +294,7 @@ def test_failure(rank, ranks):
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        failed = launch(RANKS, 150 if MODE == "routings" else 60, may_die=MODE != "routings")
+        failed = launch(RANKS, 220 if MODE == "routings" else 60, may_die=MODE != "routings")
         allowed = 1 if MODE == "kill" else 0
         print(f"{MODE}: {'OK' if failed == allowed else 'FAILED'}", flush=True)
         sys.exit(failed != allowed)

@@ -50,7 +50,7 @@ def start() -> tuple[int, int]:
     import torch
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(float(os.environ.get("HANG_S", "100")), exit=True)
+    faulthandler.dump_traceback_later(float(os.environ.get("HANG_S", "200")), exit=True)
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group(
