@@ -158,7 +158,7 @@ def main(rank, ranks):
         return direct.quantize_1x128_128x1_t(y, plan.ends, True)
 
     def kernel_send():
-        e.kernels.send(x, plan.index, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas,
+        e.kernels.send(x, plan.indices, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas,
                        rank, e.rows)  # fmt: skip
 
     def kernel_deliver():
@@ -168,7 +168,7 @@ def main(rank, ranks):
 
     def kernel_send_fp8():
         e.kernels.send(
-            q.view(torch.int8), plan.index, plan.chosen, plan.offset, plan.ends, plan.filled,
+            q.view(torch.int8), plan.indices, plan.chosen, plan.offset, plan.ends, plan.filled,
             e.deltas, rank, e.rows_fp8, None, None, None, s, e.scales,
         )  # fmt: skip
 

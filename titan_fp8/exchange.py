@@ -40,17 +40,17 @@ class Plan(NamedTuple):
     """Where the copies of a batch's tokens go, and what arrives; made by `Exchange.plan`.
 
     Attributes:
-        index: (T, k) integers: the place of each copy among those of this rank, sorted by expert;
+        indices: (T, k) integers: the place of each copy among those of this rank, sorted by expert;
             -1 for a copy that another rank sends.
         chosen: (T, k) integers: the expert of each copy.
-        slots: (T, k) int32: the row of each copy in what comes back; -1 as in `index`.
-        offset: (experts,) int32: `index` plus this is the copy's row at its receiver.
+        slots: (T, k) int32: the row of each copy in what comes back; -1 as in `indices`.
+        offset: (experts,) int32: `indices` plus this is the copy's row at its receiver.
         sizes, ends: (local experts,) int32: the padded sizes of the groups that arrive, their ends.
         filled: (local experts,) int32: where the padding of each group begins.
         origin: (capacity,) int32: where each row came from, as the kernels write it.
     """
 
-    index: Tensor
+    indices: Tensor
     chosen: Tensor
     slots: Tensor
     offset: Tensor
@@ -111,12 +111,13 @@ class Exchange:
         self.local, self.alignment = experts // self.ranks, alignment
         self.capacity = round_up(capacity, BLOCK)
         self.timeout_ns = int(timeout_s * 1e9)
+        self.turn = 0
         self.device = torch.device("cuda", torch.cuda.current_device())
         sections = cdiv(dim, BLOCK)
         i32, f32, bf16 = torch.int32, torch.float32, torch.bfloat16
         parts = {
             "flags": ((kernels.FLAG_WORDS,), i32),
-            "table": ((self.ranks, experts), i32),
+            "tables": ((2, self.ranks, experts), i32),
             "origin": ((self.capacity,), i32),
             "weight": ((self.capacity,), f32),
             "scales": ((self.capacity, sections), f32),
@@ -135,7 +136,7 @@ class Exchange:
             .view(shape)
             for name, (shape, dtype) in parts.items()
         }
-        self.flags, self.table, self.origin = views["flags"], views["table"], views["origin"]
+        self.flags, self.tables, self.origin = views["flags"], views["tables"], views["origin"]
         self.weight, self.scales, self.dots = views["weight"], views["scales"], views["dots"]
         self.rows, self.slots = views["rows"], views["slots"]
         rows_fp8 = self.rows.view(-1).view(torch.int8)[: self.capacity * dim]
@@ -195,9 +196,12 @@ class Exchange:
             )
         if counts.shape != (self.experts,):
             raise ValueError(f"counts has shape {tuple(counts.shape)}: not ({self.experts},)")
-        self._barrier(counts.contiguous())
+        # Another rank may begin its next plan while this one still reads the table of the last.
+        self.turn = 1 - self.turn
+        table = self.tables[self.turn]
+        self._barrier(counts.contiguous(), table)
         offset, sizes, ends, filled = self.kernels.places(
-            self.table, self.failure, self.rank, self.alignment, self.capacity
+            table, self.failure, self.rank, self.alignment, self.capacity
         )
         slots = torch.where(index < 0, -1, self.identity[:t])
         origin = torch.empty_like(self.origin)
@@ -230,7 +234,7 @@ class Exchange:
         fp8 = scales is not None
         out = self.rows_fp8 if fp8 else self.rows
         self.kernels.send(
-            x.view(torch.int8) if fp8 else x, plan.index, plan.chosen, plan.offset, plan.ends,
+            x.view(torch.int8) if fp8 else x, plan.indices, plan.chosen, plan.offset, plan.ends,
             plan.filled, self.deltas, self.rank, out, self.origin if keep_origin else None,
             weight, None if weight is None or weighted else self.weight,
             scales, self.scales if fp8 else None,
@@ -267,7 +271,7 @@ class Exchange:
             self.dots.view(-1), self.scales if fp8 else None,
         )  # fmt: skip
         self._barrier()
-        return out, self.dots[: len(plan.index)]
+        return out, self.dots[: len(plan.indices)]
 
     def take(self, rows: Tensor, plan: Plan) -> Tensor:
         """A copy of rows (capacity, dim) of symmetric memory, up to the last group's end."""
@@ -276,9 +280,9 @@ class Exchange:
     def _enter(self) -> None:
         self.check()
 
-    def _barrier(self, counts: Tensor | None = None) -> None:
+    def _barrier(self, counts: Tensor | None = None, table: Tensor | None = None) -> None:
         self.kernels.barrier(
-            self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, self.table
+            self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, table
         )
 
 
@@ -315,13 +319,13 @@ class Routed(NamedTuple):
     """`Plan` of a CollectiveExchange.
 
     Attributes:
-        index, chosen, slots, offset, sizes, ends, filled: as in Plan.
+        indices, chosen, slots, offset, sizes, ends, filled: as in Plan.
         copies: (R,) int64: the copies of this rank, sorted by expert.
         places: (S,) int32: the row of each copy that arrives, in the order of the all-to-all.
         sent, received: how many copies go to each rank and come from it.
     """
 
-    index: Tensor
+    indices: Tensor
     chosen: Tensor
     slots: Tensor
     offset: Tensor
@@ -400,7 +404,7 @@ class CollectiveExchange:
         back = y.new_empty(sum(plan.sent), y.shape[1])
         rows = y[plan.places]
         dist.all_to_all_single(back, rows, plan.sent, plan.received, group=self.group)
-        out = y.new_zeros(plan.index.numel(), y.shape[1])
+        out = y.new_zeros(plan.indices.numel(), y.shape[1])
         out[plan.copies] = back
         return out
 
@@ -528,9 +532,9 @@ class _ExchangedSwiGLU(Function):
         dh = dgrad((q, s), w2, offs, spec, spec.dtype)
         quantized = ops.swiglu_backward(dh, a, b, offs, True, emulate=emulate)
         da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantized[::2], quantized[1::2])
-        dw1 = wgrad(da_columns, x_columns, offs, spec, w1.dtype)
-        dw2 = wgrad(g_columns, h_columns, offs, spec, w2.dtype)
-        dw3 = wgrad(db_columns, x_columns, offs, spec, w3.dtype)
+        dw1 = wgrad(da_columns, tuple(x_columns), offs, spec, w1.dtype)
+        dw2 = wgrad(tuple(g_columns), h_columns, offs, spec, w2.dtype)
+        dw3 = wgrad(db_columns, tuple(x_columns), offs, spec, w3.dtype)
         dtypes = spec.dtype, spec.dtype
         dx = ops.dgrad_pair(*da_rows, w1, *db_rows, w3, offs, True, *dtypes, emulate=emulate)
         back = exchange.deliver(dx, plan)
