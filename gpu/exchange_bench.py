@@ -82,36 +82,39 @@ def main(rank, ranks):
         return direct.combine_rows(dx, index), dy
 
     plan = e.plan(index, chosen, counts)
-    e.send(x, plan, keep_origin=True)
+    e.rows_of(x, plan, first=True)
 
-    def dispatch(take):
-        def run():
-            new = e.plan(index, chosen, counts)
-            rows = e.send(x, new, keep_origin=True)
-            return e.take(rows, new) if take else rows
-
-        return run
+    def dispatch():
+        new = e.plan(index, chosen, counts)
+        return e.rows_of(x, new, first=True)
 
     def dispatch_fp8():
         new = e.plan(index, chosen, counts)
-        q, s = direct.quantize_1x128(x)
-        return e.send(q, new, scales=s, keep_origin=True)
+        return e.operands_of(*direct.quantize_1x128(x), new, first=True)
+
+    def dispatch_then_quantize():
+        new = e.plan(index, chosen, counts)
+        return direct.quantize_1x128_128x1_t(e.rows_of(x, new, first=True), new.ends, True)
 
     def combine():
         return direct.combine_rows(e.deliver(y, plan), plan.slots, scores)
 
     def backward():
-        dy, dots = e.weigh(e.send(g, plan, scores), y, plan)
+        dy, dots = e.weigh(g, scores, y, plan)
         return direct.combine_rows(e.deliver(y, plan), plan.slots), dy, dots
 
+    def backward_then_quantize():
+        dy, dots = e.weigh(g, scores, y, plan)
+        direct.quantize_1x128_128x1_t(dy, plan.ends, True)
+        return direct.combine_rows(e.deliver(y, plan), plan.slots)
+
     def backward_fp8():
-        q, s = direct.quantize_1x128(g)
-        e.send(q, plan, scores, scales=s)
+        e.operands_of(*direct.quantize_1x128(g), plan, scores, y)
         return direct.combine_rows(e.deliver(y, plan), plan.slots)
 
     # The same numbers.
     end = int(plan.ends[-1])
-    got = dispatch(True)()
+    got = dispatch()
     ok = torch.equal(got[:end], rows[:end])
     if len(rows) <= len(y):
         ok &= torch.equal(combine(), nccl_combine()[0])
@@ -147,58 +150,67 @@ def main(rank, ranks):
         return statistics.median(times), a.elapsed_time(b) / CALLS, cpu * 1e3
 
     sent_gb = TOKENS * TOP_K * DIM * (ranks - 1) / ranks / 1e9
-
-    def barriers():
-        e._barrier()
-
-    def columns():
-        return requantize_128x1_t(e.rows_fp8.view(torch.float8_e4m3fn), e.scales, plan.ends)
-
-    def columns_of_bf16():
-        return direct.quantize_1x128_128x1_t(y, plan.ends, True)
+    # Each token goes once to a rank, however many of its experts are there.
+    owners = torch.zeros(TOKENS, ranks, device="cuda").scatter_(1, chosen // local, 1.0)
+    once_gb = (owners.sum() - owners[:, rank].sum()).item() * DIM / 1e9
+    q, s = direct.quantize_1x128(x)
+    plan_of_kernel = plan.indices, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas, rank
 
     def kernel_send():
-        e.kernels.send(x, plan.indices, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas,
-                       rank, e.rows)  # fmt: skip
+        e.kernels.send(x, *plan_of_kernel, e.rows)
+
+    def kernel_send_fp8():
+        e.kernels.send(
+            q.view(torch.int8), *plan_of_kernel, e.rows_fp8, None, None, None, s, e.scales
+        )
+
+    def kernel_expand():
+        e.kernels.expand(e.rows, plan.origin, plan.ends, ranks, TOP_K)
+
+    def kernel_requantize():
+        requantize_128x1_t(e.rows_fp8, e.scales, plan.origin, plan.ends, ranks, TOP_K)
+
+    def kernel_weigh():
+        e.kernels.weigh(
+            e.rows, y, e.weight, plan.origin, plan.ends, e.deltas, TOP_K, e.dots.view(-1)
+        )
 
     def kernel_deliver():
         e.kernels.deliver(y, plan.origin, plan.ends, e.deltas, e.slots)
 
-    q, s = direct.quantize_1x128(x)
-
-    def kernel_send_fp8():
-        e.kernels.send(
-            q.view(torch.int8), plan.indices, plan.chosen, plan.offset, plan.ends, plan.filled,
-            e.deltas, rank, e.rows_fp8, None, None, None, s, e.scales,
-        )  # fmt: skip
-
+    all_gb, fp8 = 2 * sent_gb, 1 + 4 / 128
     steps = {
         "NCCL counts, waited for": (nccl_counts, 0),
-        "NCCL dispatch": (nccl_dispatch, 2),
-        "NCCL combine": (nccl_combine, 2),
-        "NCCL backward of both": (nccl_backward, 4),
-        "barrier": (barriers, 0),
+        "NCCL dispatch": (nccl_dispatch, all_gb),
+        "NCCL combine": (nccl_combine, all_gb),
+        "NCCL backward of both": (nccl_backward, 2 * all_gb),
+        "barrier": (e._barrier, 0),
         "plan": (lambda: e.plan(index, chosen, counts), 0),
-        "send, kernel alone": (kernel_send, 2),
-        "send FP8, kernel alone": (kernel_send_fp8, 1 + 4 / 128),
-        "deliver, kernel alone": (kernel_deliver, 2),
-        "dispatch": (dispatch(False), 2),
-        "dispatch, with a copy": (dispatch(True), 2),
-        "dispatch FP8, with quantizer": (dispatch_fp8, 1 + 4 / 128),
-        "combine": (combine, 2),
-        "backward of both": (backward, 4),
-        "backward of both, FP8 without weigh": (backward_fp8, 3 + 4 / 128),
-        "columns of FP8 rows": (columns, 0),
-        "rows and columns of bf16 rows": (columns_of_bf16, 0),
+        "kernel send": (kernel_send, 2 * once_gb),
+        "kernel send, FP8": (kernel_send_fp8, fp8 * once_gb),
+        "kernel expand": (kernel_expand, 0),
+        "kernel requantize": (kernel_requantize, 0),
+        "kernel weigh": (kernel_weigh, 0),
+        "kernel deliver": (kernel_deliver, all_gb),
         "combine_rows alone": (lambda: direct.combine_rows(e.slots, plan.slots, scores), 0),
-    }
+        "quantize rows and columns of bf16": (
+            lambda: direct.quantize_1x128_128x1_t(y, plan.ends, True), 0,
+        ),
+        "dispatch": (dispatch, 2 * once_gb),
+        "dispatch, then quantize": (dispatch_then_quantize, 2 * once_gb),
+        "dispatch FP8, operands of GEMMs": (dispatch_fp8, fp8 * once_gb),
+        "combine": (combine, all_gb),
+        "backward of both": (backward, 2 * once_gb + all_gb),
+        "backward of both, then quantize": (backward_then_quantize, 2 * once_gb + all_gb),
+        "backward of both, FP8 operands": (backward_fp8, fp8 * once_gb + all_gb),
+    }  # fmt: skip
     if rank == 0:
         print(f"{torch.cuda.get_device_name()} x {ranks}, torch {torch.__version__}")
         print(f"{'':38}{'ms':>8}{'stream':>8}{'CPU ms':>8}{'GB/s sent':>11}")
-    for name, (step, size) in steps.items():
+    for name, (step, gigabytes) in steps.items():
         alone, stream, cpu = measure(step)
         if rank == 0:
-            speed = f"{sent_gb * size / stream * 1e3:11.0f}" if size else ""
+            speed = f"{gigabytes / stream * 1e3:11.0f}" if gigabytes else ""
             print(f"{name:38}{alone:8.3f}{stream:8.3f}{cpu:8.3f}{speed}", flush=True)
     torch.cuda.synchronize()
     e.check()

@@ -79,7 +79,6 @@ def test_routings(rank, ranks):
 
     from titan_fp8 import exchange as ex
     from titan_fp8 import reference
-    from titan_fp8.kernels.hopper.requantize import requantize_128x1_t
     from titan_fp8.ops import direct
     from titan_fp8.swiglu import fp8_swiglu
 
@@ -139,10 +138,9 @@ def test_routings(rank, ranks):
         check("sizes", plan.sizes.long().cumsum(0), want_ends[1][rank])
         check("filled", plan.filled.long(), want_ends[2][rank])
         check("offset", plan.offset.long(), want_ends[0][rank])
-        check("rows", e.send(x, plan, keep_origin=True)[:end], rows)
+        check("rows", e.rows_of(x, plan, first=True)[:end], rows)
         check("origin", plan.origin[:end].long(), origin)
-        check("taken", e.take(e.rows, plan)[:end], rows)
-        got = e.send(x, plan, weights[rank], weighted=True)[:end].clone()
+        got = e.rows_of(x, plan, weights[rank])[:end]
         finite = [x.nan_to_num(0, 0, 0) for x in xs]
         if not n % 2:
             weighted = reference.exchange_send(xs, list(indices), chosen, counts, 128, weights)[
@@ -160,19 +158,19 @@ def test_routings(rank, ranks):
         row_weight = torch.zeros(end, device="cuda")
         real = origin >= 0
         row_weight[real] = flat[(begins[origin % ranks] + origin // ranks)[real]]
-        got_q = e.send(q, plan, weights[rank], scales=s)
-        check("q", got_q[:end].view(torch.uint8), want_q)
-        check("s", e.scales[:end], want_s)
-        check("row weights", e.weight[:end], row_weight)
-        fmt, row_weights = ("fp32", "ue8m0")[n % 2], (None, e.weight)[n // 2 % 2]
+        fmt, with_weight = ("fp32", "ue8m0")[n % 2], n // 2 % 2
         wanted = reference.requantize_128x1_t(
             want_q.view(torch.float8_e4m3fn), want_s, plan.ends,
-            None if row_weights is None else row_weight, scale_fmt=fmt,
+            row_weight if with_weight else None, scale_fmt=fmt,
         )  # fmt: skip
-        got = requantize_128x1_t(got_q, e.scales, plan.ends, row_weights, scale_fmt=fmt)
-        check("scales of rows", got[0][:end], wanted[0])
-        check("columns", got[1][:, :end].view(torch.uint8), wanted[1].view(torch.uint8))
-        check("scales of columns", got[2][:, : end // 128], wanted[2])
+        got, dots = e.operands_of(
+            q, s, plan, weights[rank] if with_weight else None,
+            y=e.rows_of(x, plan) if with_weight else None, scale_fmt=fmt,
+        )  # fmt: skip
+        check("q", got[0][:end].view(torch.uint8), want_q)
+        check("scales of rows", got[1][:end], wanted[0])
+        check("columns", got[2][:, :end].view(torch.uint8), wanted[1].view(torch.uint8))
+        check("scales of columns", got[3][:, : end // 128], wanted[2])
         # Back
         y = torch.full((e.capacity, dim), float("nan"), device="cuda", dtype=torch.bfloat16)
         y[:end] = ys[rank]
@@ -265,7 +263,7 @@ def test_failure(rank, ranks):
         index, counts = indices_of(chosen, chosen >= 0, experts)
         torch.cuda.synchronize()
         plan = e.plan(index, chosen, counts)
-        e.send(x, plan, keep_origin=True)
+        e.rows_of(x, plan, first=True)
 
     batch("any")
     torch.cuda.synchronize()

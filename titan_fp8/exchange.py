@@ -112,6 +112,7 @@ class Exchange:
         self.capacity = round_up(capacity, BLOCK)
         self.timeout_ns = int(timeout_s * 1e9)
         self.turn = 0
+        self.busy: set[str] = set()
         self.device = torch.device("cuda", torch.cuda.current_device())
         sections = cdiv(dim, BLOCK)
         i32, f32, bf16 = torch.int32, torch.float32, torch.bfloat16
@@ -120,9 +121,9 @@ class Exchange:
             "tables": ((2, self.ranks, experts), i32),
             "origin": ((self.capacity,), i32),
             "weight": ((self.capacity,), f32),
-            "scales": ((self.capacity, sections), f32),
             "dots": ((tokens, top_k), f32),
-            "rows": ((self.capacity, dim), bf16),
+            "scales": ((self.ranks * tokens, sections), f32),
+            "rows": ((self.ranks * tokens, dim), bf16),
             "slots": ((tokens * top_k, dim), bf16),
         }
         begins, size = {}, 0
@@ -139,8 +140,8 @@ class Exchange:
         self.flags, self.tables, self.origin = views["flags"], views["tables"], views["origin"]
         self.weight, self.scales, self.dots = views["weight"], views["scales"], views["dots"]
         self.rows, self.slots = views["rows"], views["slots"]
-        rows_fp8 = self.rows.view(-1).view(torch.int8)[: self.capacity * dim]
-        self.rows_fp8 = rows_fp8.view(self.capacity, dim)
+        as_bytes = self.rows.view(torch.int8).view(-1)
+        self.rows_fp8 = as_bytes[: self.rows.numel()].view_as(self.rows)
         self.flags.zero_()
         torch.cuda.synchronize()
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
@@ -187,7 +188,7 @@ class Exchange:
             ValueError: other shapes.
             RuntimeError: an exchange has failed before.
         """
-        self._enter()
+        self.check()
         t, k = index.shape
         if t > self.tokens or k != self.top_k or chosen.shape != index.shape:
             raise ValueError(
@@ -208,82 +209,129 @@ class Exchange:
         index, chosen = index.contiguous(), chosen.contiguous()
         return Plan(index, chosen, slots, offset, sizes, ends, filled, origin)
 
-    def send(
+    def rows_of(
+        self, x: Tensor, plan: Plan, weight: Tensor | None = None, *, first: bool = False
+    ) -> Tensor:
+        """Rows (capacity, dim) bf16 in the order of this rank's experts, of all ranks' tokens x.
+
+        Only rows up to the last end of `plan.ends` are written; those of padding are zero.
+
+        Args:
+            x: (T, dim) bf16, contiguous.
+            weight: (T, k) FP32 multiplies the copies, or None.
+            first: the first use of this plan, which fills plan.origin.
+        """
+        self._send(x, plan, self.rows, weight, first=first)
+        return self.kernels.expand(
+            self.rows, plan.origin, plan.ends, self.ranks, self.top_k,
+            None if weight is None else self.weight,
+        )  # fmt: skip
+
+    def operands_of(
         self,
-        x: Tensor,
+        q: Tensor,
+        s: Tensor,
         plan: Plan,
         weight: Tensor | None = None,
+        y: Tensor | None = None,
         *,
-        scales: Tensor | None = None,
-        weighted: bool = False,
-        keep_origin: bool = False,
-    ) -> Tensor:
-        """Sends tokens x (T, dim) to the rows of their copies; returns what arrives here.
-
-        The result is symmetric memory, which the next `send` overwrites: (capacity, dim), in bf16,
-        or e4m3 with `scales` (T, sections), which arrive in `self.scales`. Only rows up to the last
-        end of `plan.ends` are written; those of padding are zero.
+        scale_fmt: str = "fp32",
+        first: bool = False,
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What GEMMs read of the rows of all ranks' tokens in FP8: q (T, dim), s (T, ⌈dim/128⌉).
 
         Args:
-            weight: (T, k) FP32: arrives in `self.weight`; with `weighted` the rows are multiplied
-                by it instead.
-            keep_origin: also fills plan.origin; needed once for each plan.
+            weight, first: as in `rows_of`; weights multiply the scales.
+            y: (capacity, dim) bf16 or None: also returns the dot products of each copy of this
+                rank's tokens, without its weight, and its row of y.
+
+        Returns:
+            q and s of the rows and of the columns, as `reference.requantize_128x1_t` defines them;
+            and the dot products (T, k), symmetric memory, or None.
         """
-        self._enter()
-        self._barrier()
-        fp8 = scales is not None
-        out = self.rows_fp8 if fp8 else self.rows
-        self.kernels.send(
-            x.view(torch.int8) if fp8 else x, plan.indices, plan.chosen, plan.offset, plan.ends,
-            plan.filled, self.deltas, self.rank, out, self.origin if keep_origin else None,
-            weight, None if weight is None or weighted else self.weight,
-            scales, self.scales if fp8 else None,
+        from titan_fp8.kernels.hopper.requantize import requantize_128x1_t
+
+        self._send(q.view(torch.int8), plan, self.rows_fp8, weight, s, first=first)
+        weights = None if weight is None else self.weight
+        dots = None
+        operands = requantize_128x1_t(
+            self.rows_fp8, self.scales, plan.origin, plan.ends, self.ranks, self.top_k, weights,
+            scale_fmt=scale_fmt,
         )  # fmt: skip
-        self._barrier()
-        if keep_origin:
-            plan.origin.copy_(self.origin)
-        return out.view(E4M3) if fp8 else out
+        if y is not None:
+            _, dots = self._weigh(self.rows_fp8, y, plan, self.scales)
+        return operands, dots
 
-    def deliver(self, y: Tensor, plan: Plan) -> Tensor:
-        """Sends rows y (capacity, dim) back: (T · k, dim), symmetric memory, at `plan.slots`."""
-        self._enter()
-        self._barrier()
-        self.kernels.deliver(y, plan.origin, plan.ends, self.deltas, self.slots)
-        self._barrier()
-        return self.slots
-
-    def weigh(
-        self, g: Tensor, y: Tensor, plan: Plan, *, fp8: bool = False
-    ) -> tuple[Tensor | None, Tensor]:
-        """Of gradients g that `send` has brought, with weights: weight · g, and the weights' own.
+    def weigh(self, g: Tensor, weight: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Of gradients g (T, dim) bf16: weight · g in expert order, and the weights' own gradients.
 
         Args:
-            g, y: (capacity, dim); y is what the weights multiply in forward.
-            fp8: g is in FP8, with `self.scales`; weight · g is left out.
+            weight: (T, k) FP32.
+            y: (capacity, dim) bf16, what the weights multiply in forward.
 
         Returns:
             weight · g (capacity, dim), rounded to bf16; g · y of each of this rank's copies (T, k),
             symmetric memory.
         """
-        self._enter()
-        out = self.kernels.weigh(
-            g.view(torch.int8) if fp8 else g, y, self.weight, plan.origin, plan.ends, self.deltas,
-            self.dots.view(-1), self.scales if fp8 else None,
+        self._send(g, plan, self.rows, weight)
+        out, dots = self._weigh(self.rows, y, plan, None)
+        assert out is not None
+        return out, dots
+
+    def deliver(self, y: Tensor, plan: Plan) -> Tensor:
+        """Sends rows y (capacity, dim) back: (T · k, dim), symmetric memory, at `plan.slots`."""
+        self._begin("slots")
+        self.kernels.deliver(y, plan.origin, plan.ends, self.deltas, self.slots)
+        self._end("slots")
+        return self.slots
+
+    def _send(
+        self,
+        x: Tensor,
+        plan: Plan,
+        out: Tensor,
+        weight: Tensor | None,
+        scales: Tensor | None = None,
+        first: bool = False,
+    ) -> None:
+        self._begin("rows")
+        self.kernels.send(
+            x, plan.indices, plan.chosen, plan.offset, plan.ends, plan.filled, self.deltas,
+            self.rank, out, self.origin if first else None, weight, self.weight,
+            scales, self.scales,
         )  # fmt: skip
-        self._barrier()
+        self._end("rows")
+        if first:
+            plan.origin.copy_(self.origin)
+
+    def _weigh(
+        self, g: Tensor, y: Tensor, plan: Plan, scales: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        out = self.kernels.weigh(
+            g, y, self.weight, plan.origin, plan.ends, self.deltas, self.top_k,
+            self.dots.view(-1), scales,
+        )  # fmt: skip
+        self._end("dots")
         return out, self.dots[: len(plan.indices)]
 
-    def take(self, rows: Tensor, plan: Plan) -> Tensor:
-        """A copy of rows (capacity, dim) of symmetric memory, up to the last group's end."""
-        return self.kernels.take(rows, plan.ends)
+    # What arrives in a buffer is read by kernels that are launched before the next barrier. So any
+    # barrier says that all ranks have read all buffers, and a transfer needs none before it unless
+    # no barrier has come since the last transfer to the same buffer.
 
-    def _enter(self) -> None:
+    def _begin(self, buffer: str) -> None:
         self.check()
+        if buffer in self.busy:
+            self._barrier()
+
+    def _end(self, buffer: str) -> None:
+        self._barrier()
+        self.busy.add(buffer)
 
     def _barrier(self, counts: Tensor | None = None, table: Tensor | None = None) -> None:
         self.kernels.barrier(
             self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, table
         )
+        self.busy.clear()
 
 
 def rows_for(
@@ -305,7 +353,7 @@ def _report_failures(exchange: Exchange) -> None:
 
     def watch() -> None:
         while alive() is not None and not words[0]:
-            time.sleep(0.5)
+            time.sleep(0.05)
         if (failed := alive()) is not None:
             try:
                 failed.check()
@@ -374,30 +422,38 @@ class CollectiveExchange:
             copies, places, sent, received,
         )  # fmt: skip
 
-    def send(
+    def rows_of(
+        self, x: Tensor, plan: Routed, weight: Tensor | None = None, *, first: bool = False
+    ) -> Tensor:
+        """As `Exchange.rows_of`, in x's dtype, as many rows as the groups have."""
+        return self._rows(reference.gather_rows(x, plan.copies, weight, self.top_k), plan)
+
+    def operands_of(
         self,
-        x: Tensor,
+        q: Tensor,
+        s: Tensor,
         plan: Routed,
         weight: Tensor | None = None,
+        y: Tensor | None = None,
         *,
-        scales: Tensor | None = None,
-        weighted: bool = False,
-        keep_origin: bool = False,
-    ) -> Tensor:
-        """As `Exchange.send`; the result is the caller's, as many rows as the groups have."""
-        if weighted:
-            copies = reference.gather_rows(x, plan.copies, weight, self.top_k)
-        else:
-            rows = x.view(torch.uint8) if scales is not None else x
-            copies = rows[plan.copies // self.top_k]
-        out = self._rows(copies, plan, 0)
-        if weight is not None and not weighted:
-            self.weight = self._rows(weight.flatten()[plan.copies, None], plan, 0).flatten()
-        if scales is None:
-            return out
+        scale_fmt: str = "fp32",
+        first: bool = False,
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """As `Exchange.operands_of`."""
+        tokens = plan.copies // self.top_k
         zero = float(reference.scale_of(torch.zeros(1)))
-        self.scales = self._rows(scales[plan.copies // self.top_k], plan, zero)
-        return out.view(E4M3)
+        q = self._rows(q.view(torch.uint8)[tokens], plan).view(E4M3)
+        s = self._rows(s[tokens], plan, zero)
+        weights = None if weight is None else self._weights(weight, plan)
+        dots = None if y is None else self._dots(reference.dequantize_1x128(q, s), y, plan)
+        operands = reference.requantize_128x1_t(q, s, plan.ends, weights, scale_fmt=scale_fmt)
+        return (q, *operands), dots
+
+    def weigh(self, g: Tensor, weight: Tensor, y: Tensor, plan: Routed) -> tuple[Tensor, Tensor]:
+        """As `Exchange.weigh`."""
+        g = self._rows(g[plan.copies // self.top_k], plan).float()
+        weights = self._weights(weight, plan)
+        return (weights[:, None] * g).to(y.dtype), self._dots(g, y, plan)
 
     def deliver(self, y: Tensor, plan: Routed) -> Tensor:
         """As `Exchange.deliver`."""
@@ -408,20 +464,13 @@ class CollectiveExchange:
         out[plan.copies] = back
         return out
 
-    def weigh(
-        self, g: Tensor, y: Tensor, plan: Routed, *, fp8: bool = False
-    ) -> tuple[Tensor | None, Tensor]:
-        """As `Exchange.weigh`."""
-        g32 = reference.dequantize_1x128(g, self.scales) if fp8 else g.float()
-        dots = self.deliver((g32 * y.float()).sum(-1, keepdim=True), plan)
-        out = None if fp8 else (g32 * self.weight[:, None]).to(y.dtype)
-        return out, dots.view_as(plan.slots)
+    def _weights(self, weight: Tensor, plan: Routed) -> Tensor:
+        return self._rows(weight.flatten()[plan.copies, None], plan).flatten()
 
-    def take(self, rows: Tensor, plan: Routed) -> Tensor:
-        """The rows themselves, which nothing overwrites."""
-        return rows
+    def _dots(self, g: Tensor, y: Tensor, plan: Routed) -> Tensor:
+        return self.deliver((g * y.float()).sum(-1, keepdim=True), plan).view_as(plan.slots)
 
-    def _rows(self, copies: Tensor, plan: Routed, padding: float) -> Tensor:
+    def _rows(self, copies: Tensor, plan: Routed, padding: float = 0) -> Tensor:
         arrived = copies.new_empty(sum(plan.received), *copies.shape[1:])
         dist.all_to_all_single(
             arrived, copies.contiguous(), plan.received, plan.sent, group=self.group
@@ -443,9 +492,7 @@ class Dispatch(Function):
     ) -> Tensor:
         ctx.exchange, ctx.plan = exchange, plan
         ctx.save_for_backward(*(() if scores is None else (x, scores)))
-        weighted = scores is not None
-        rows = exchange.send(x.contiguous(), plan, scores, weighted=weighted, keep_origin=True)
-        return exchange.take(rows, plan)
+        return exchange.rows_of(x.contiguous(), plan, scores, first=True)
 
     @staticmethod
     @no_double_backward
@@ -477,10 +524,9 @@ class Combine(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         exchange, plan = ctx.exchange, ctx.plan
         y, scores = ctx.saved_tensors or (None, None)
-        rows = exchange.send(g.contiguous(), plan, scores)
         if scores is None:
-            return exchange.take(rows, plan), None, None, None
-        dy, dots = exchange.weigh(rows, y, plan)
+            return exchange.rows_of(g.contiguous(), plan), None, None, None
+        dy, dots = exchange.weigh(g.contiguous(), scores, y, plan)
         return dy, torch.where(plan.slots < 0, 0, dots), None, None
 
 
@@ -507,9 +553,8 @@ class _ExchangedSwiGLU(Function):
         ctx.exchange, ctx.plan, ctx.spec, ctx.before = exchange, plan, spec, before
         recipe, emulate, offs = spec.recipe, spec.emulate, plan.ends
         q, s = recipe.quantize_rows(x.contiguous(), emulate=emulate)
-        sent = scores if before else None
-        q = exchange.send(q, plan, sent, scales=s, keep_origin=True)
-        s, *x_columns = _requantize(q, exchange, plan, before, spec)
+        weight, fmt = scores if before else None, recipe.scale_fmt
+        (q, s, *x_columns), _ = exchange.operands_of(q, s, plan, weight, scale_fmt=fmt, first=True)
         a, b = (fprop((q, s), w, offs, spec) for w in (w1, w3))
         y = fprop(_fused(spec).swiglu(a, b, emulate=emulate), w2, offs, spec)
         kept = x if before else y  # of which the scores' gradients are made
@@ -524,11 +569,11 @@ class _ExchangedSwiGLU(Function):
         exchange, plan, spec, before = ctx.exchange, ctx.plan, ctx.spec, ctx.before
         offs, emulate, ops = plan.ends, spec.emulate, _fused(spec)
         q, s = spec.recipe.quantize_rows(g.contiguous(), emulate=emulate)
-        q = exchange.send(q, plan, None if before else scores, scales=s)
-        if not before:
-            _, dots = exchange.weigh(q, kept, plan, fp8=True)
-            dscores = torch.where(plan.slots < 0, 0, dots)
-        s, *g_columns = _requantize(q, exchange, plan, not before, spec)
+        weight, y = (None, None) if before else (scores, kept)
+        (q, s, *g_columns), dots = exchange.operands_of(
+            q, s, plan, weight, y, scale_fmt=spec.recipe.scale_fmt
+        )
+        dscores = None if dots is None else torch.where(plan.slots < 0, 0, dots)
         dh = dgrad((q, s), w2, offs, spec, spec.dtype)
         quantized = ops.swiglu_backward(dh, a, b, offs, True, emulate=emulate)
         da_rows, da_columns, db_rows, db_columns, h_columns = zip(quantized[::2], quantized[1::2])
@@ -547,18 +592,6 @@ class _ExchangedSwiGLU(Function):
 def _fused(spec: Spec) -> FeedForwardOps:
     assert spec.recipe.feed_forward is not None, spec.recipe_name
     return spec.recipe.feed_forward
-
-
-def _requantize(
-    q: Tensor, exchange: Any, plan: Any, weighted: bool, spec: Spec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What GEMMs read of rows in FP8 that have arrived: scales, and q and scales of the columns."""
-    if spec.emulate or not q.is_cuda:
-        implementation = reference.requantize_128x1_t
-    else:
-        from titan_fp8.kernels.hopper.requantize import requantize_128x1_t as implementation
-    weight = exchange.weight if weighted else None
-    return implementation(q, exchange.scales, plan.ends, weight, scale_fmt=spec.recipe.scale_fmt)
 
 
 def exchanged_swiglu(
@@ -581,7 +614,7 @@ def exchanged_swiglu(
     (`reference.requantize_128x1_t`). The experts' outputs and the gradients of x return in bf16.
 
     Args:
-        x: (T, dim) bf16.
+        x: (T, dim) bf16; with a CollectiveExchange also FP32.
         scores: (T, k) FP32.
         w1, w3: (local experts, H, dim). w2: (local experts, dim, H).
         recipe: a blockwise one.
@@ -590,9 +623,9 @@ def exchanged_swiglu(
     Raises:
         ValueError: another recipe or dtype.
     """
-    spec = Spec(recipe, emulate, True, torch.bfloat16)
+    spec = Spec(recipe, emulate, True, x.dtype)
     if get_recipe(recipe).feed_forward is None:
         raise ValueError(f'exchange = "fp8" with recipe = {recipe!r}: allowed are blockwise ones')
-    if x.dtype != torch.bfloat16:
-        raise ValueError(f'exchange = "fp8" of {x.dtype}: allowed is torch.bfloat16')
+    if x.dtype != torch.bfloat16 and isinstance(exchange, Exchange):
+        raise ValueError(f"an Exchange moves rows in bf16: x is {x.dtype}")
     return _ExchangedSwiGLU.call(x, scores, w1, w2, w3, exchange, plan, spec, score_before_experts)

@@ -7,8 +7,9 @@ knows that it is a multiple of 16.
 
     barrier    tells all ranks that this one is here, and waits for them; may carry the counts
     places     where the copies of this rank go, and the group ends of what arrives
-    send       each row from token order to its places in the receivers' expert order
-    weigh      of gradients that have arrived: times their scores, and the scores' own gradients
+    send       each token once to every rank that has one of its experts
+    expand     what has arrived to expert order, padded
+    weigh      the same of gradients, times their scores; and the scores' own gradients
     deliver    each row from expert order back to its token's owner
 
 One kernel ends before the next begins, so the release of a barrier covers what earlier kernels have
@@ -35,7 +36,6 @@ from titan_fp8.kernels.permute import (
     _tiling,
 )
 from titan_fp8.layouts import BLOCK, cdiv
-from titan_fp8.reference import scale_of
 
 MAX_RANKS = 32
 FLAG_STRIDE = gl.constexpr(32)
@@ -46,9 +46,6 @@ FLAG_WORDS = (MAX_RANKS + 1) * FLAG_STRIDE.value
 TIMED_OUT = gl.constexpr(1 << 8)
 OVERFLOWED = gl.constexpr(2 << 8)
 """`failure[0]` is one of these plus a rank; the second comes with the rows needed in failure[1]."""
-ZERO_SCALE = gl.constexpr(scale_of(torch.zeros(1)).item())
-"""The scale of a block of zeros."""
-
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FOUR_WARPS = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
 SCALES = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0]))
@@ -176,83 +173,72 @@ def exchange_places_kernel(
     )  # fmt: skip
 
 
-@kernel(do_not_specialize=["T", "rank", "ranks", "local", "tiles", "S"])
+@kernel(do_not_specialize=["T", "rank", "ranks", "local", "tokens", "tiles", "S"])
 def exchange_send_kernel(
     x, scales, weight, index, chosen, offset, deltas, ends, filled,
     out, out_scales, out_weight, origin,
-    T, rank, ranks, local, tiles, units, blocks, S, sections,
-    TOP: gl.constexpr, UNIT: gl.constexpr, SECTIONS: gl.constexpr, WEIGHTED: gl.constexpr,
-    TILE: gl.constexpr,
+    T, rank, ranks, local, tokens, tiles, units, blocks, S, sections,
+    TOP: gl.constexpr, UNIT: gl.constexpr, SECTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Sends row t of x (T, K) to the places of its TOP copies, in the memory of their experts.
+    """Sends row t of x (T, K) to row rank · tokens + t of `out` of each rank with its experts.
 
     index (T, TOP): where a copy is among this rank's, sorted by expert; -1 if it has none. chosen
-    (T, TOP): its expert. Its place is the sum of index and offset[expert].
+    (T, TOP): its expert. Its place there is the sum of index and offset[expert].
 
-    scales (T, sections), of rows in FP8, arrive as (places, sections). weight (T, TOP): with
-    WEIGHTED the rows are multiplied by it, otherwise it arrives as out_weight (places,). origin:
-    where each row came from, copy · ranks + rank.
-
-    The last programs write zeros to the padding of this rank's own groups.
+    scales (T, sections), of rows in FP8, arrive as rows, too. At the place of a copy arrive its
+    weight (T, TOP) and its origin, copy · ranks + rank. The last programs write both for the
+    padding of this rank's own groups: 0 and -1.
     """
     K = units * UNIT
     column = gl.program_id(0) % blocks * TILE.shape[1]
     tile = gl.program_id(0) // blocks
     i = gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
-    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
-    if SECTIONS > 0:
-        i_s = gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
-        j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))
     if tile < tiles:
         t = tile * TILE.shape[0] + i
         values = _load_rows(x, t, T, column, K, TILE)
-        if SECTIONS > 0:
-            t_s = tile * TILE.shape[0] + i_s
-            inside = (t_s < T)[:, None] & (j_s < sections)[None, :] & (column == 0)
-            s = gl.load(scales + (j_s.to(gl.int64) * S)[None, :] + t_s[:, None], mask=inside)
+        targets = i * 0
         for k in gl.static_range(TOP):
             copy = gl.load(index + (t * TOP + k), mask=t < T, other=-1).to(gl.int32)
             expert = gl.load(chosen + (t * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
-            place = copy + gl.load(offset + expert)
-            delta = gl.load(deltas + expert // local)
-            sent = values
-            if WEIGHTED:
-                w = gl.load(weight + (t * TOP + k), mask=copy >= 0, other=0)
-                sent = (values.to(gl.float32) * w[:, None]).to(values.dtype)
-            to = (delta * UNIT)[:, None] + (place.to(gl.int64)[:, None] * K + j[None, :])
-            gl.store(out + to, sent, mask=(copy >= 0)[:, None] & (j < K)[None, :])
-            # 4-byte words of what comes with a row; once, not for each block of columns.
+            owner = expert // local
+            targets |= gl.where(copy >= 0, 1 << owner, 0)
+            # 4-byte words of what comes with a copy; once, not for each block of columns.
             first = (copy >= 0) & (column == 0)
-            word = delta * 4 + place
+            word = gl.load(deltas + owner) * 4 + copy + gl.load(offset + expert)
             if origin is not None:
                 gl.store(origin + word, (t * TOP + k) * ranks + rank, mask=first)
-            if out_weight is not None:
+            if weight is not None:
                 w = gl.load(weight + (t * TOP + k), mask=first, other=0)
                 gl.store(out_weight + word, w, mask=first)
-            if SECTIONS > 0:
-                copy = gl.load(index + (t_s * TOP + k), mask=t_s < T, other=-1).to(gl.int32)
-                expert = gl.load(chosen + (t_s * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
-                place = (copy + gl.load(offset + expert)).to(gl.int64)
-                delta = gl.load(deltas + expert // local)
-                to = (delta * 4 + place * sections)[:, None] + j_s[None, :]
-                gl.store(out_scales + to, s, mask=inside & (copy >= 0)[:, None])
+        j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+        row = (rank * tokens + t).to(gl.int64)
+        for owner in range(0, ranks):
+            needs = (targets >> owner) & 1 != 0
+            to = out + gl.load(deltas + owner) * UNIT
+            gl.store(
+                to + (row[:, None] * K + j[None, :]), values,
+                mask=needs[:, None] & (j < K)[None, :],
+            )  # fmt: skip
+        if SECTIONS > 0:
+            targets = gl.convert_layout(targets, gl.SliceLayout(1, SCALES))
+            t_s = tile * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
+            j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))[None, :]
+            inside = (t_s < T)[:, None] & (j_s < sections) & (column == 0)
+            s = gl.load(scales + (j_s.to(gl.int64) * S + t_s[:, None]), mask=inside)
+            row_s = (rank * tokens + t_s).to(gl.int64)[:, None] * sections
+            for owner in range(0, ranks):
+                needs = ((targets >> owner) & 1 != 0)[:, None] & inside
+                to_s = out_scales + gl.load(deltas + owner) * 4
+                gl.store(to_s + (row_s + j_s), s, mask=needs)
     else:
         group = tile - tiles
-        begin = gl.load(filled + group)
         end = gl.load(ends + group)
-        zeros = gl.full(TILE.shape, 0, out.dtype.element_ty, TILE)
-        for row in range(begin, end, TILE.shape[0]):
-            _store_rows(out, zeros, row + i, row + i < end, column, K, TILE)
-            if column == 0:
+        if column == 0:
+            for place in range(gl.load(filled + group), end, TILE.shape[0]):
                 if origin is not None:
-                    gl.store(origin + (row + i), -1, mask=row + i < end)
-                if out_weight is not None:
-                    gl.store(out_weight + (row + i), 0.0, mask=row + i < end)
-                if SECTIONS > 0:
-                    place = (row + i_s).to(gl.int64)[:, None] * sections + j_s[None, :]
-                    inside = (row + i_s < end)[:, None] & (j_s < sections)[None, :]
-                    zero = gl.full([TILE.shape[0], SECTIONS], ZERO_SCALE, gl.float32, SCALES)
-                    gl.store(out_scales + place, zero, mask=inside)
+                    gl.store(origin + (place + i), -1, mask=place + i < end)
+                if weight is not None:
+                    gl.store(out_weight + (place + i), 0.0, mask=place + i < end)
 
 
 @gluon.jit
@@ -285,55 +271,65 @@ def exchange_deliver_kernel(
         gl.store(out + to, values, mask=(copy >= 0)[:, None] & (j < K)[None, :])
 
 
-@kernel(do_not_specialize=["C", "ranks", "local", "sections"])
-def exchange_weigh_kernel(
-    g, scales, y, weight, origin, ends, deltas, out, dots, C, ranks, local, units, sections,
-    UNIT: gl.constexpr, TILE: gl.constexpr,
+@kernel(do_not_specialize=["rows", "ranks", "local", "tokens"])
+def exchange_expand_kernel(
+    x, weight, origin, ends, out, rows, ranks, local, tokens, units, blocks,
+    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Sends the dot product of each row of g and y (C, K) to its owner; out = weight · g.
+    """Copies what has arrived, x (rows, K), to the places of its copies, times weight or not.
 
-    scales (C, sections), if g is in FP8; out may be None. Rows of padding become zeros in it; rows
-    past the last group are left alone.
+    Padding becomes zeros. What lies past the last group is left alone.
     """
-    row = gl.program_id(0) * TILE.shape[0]
+    place = gl.program_id(0) // blocks * TILE.shape[0]
+    column = gl.program_id(0) % blocks * TILE.shape[1]
     end = gl.load(ends + local - 1)
-    if row < end:
+    if place < end:
+        owner, copy = _origins(origin, ends, place, local, ranks, TILE)
+        source = gl.where(copy >= 0, owner * tokens + copy // TOP, -1)
+        values = _load_rows(x, source, rows, column, units * UNIT, TILE)
+        i = place + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+        if weight is not None:
+            w = gl.load(weight + i, mask=copy >= 0, other=0)
+            values = (values.to(gl.float32) * w[:, None]).to(values.dtype)
+        _store_rows(out, values, i, i < end, column, units * UNIT, TILE)
+
+
+@kernel(do_not_specialize=["C", "rows", "ranks", "local", "tokens", "sections"])
+def exchange_weigh_kernel(
+    g, scales, y, weight, origin, ends, deltas, out, dots,
+    C, rows, ranks, local, tokens, units, sections,
+    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Sends the dot product of each copy's g (rows, K) and y (C, K) to its owner; out = weight · g.
+
+    scales (rows, sections), if g is in FP8; out may be None. Padding becomes zeros in it. What lies
+    past the last group is left alone.
+    """
+    place = gl.program_id(0) * TILE.shape[0]
+    end = gl.load(ends + local - 1)
+    if place < end:
         K = units * UNIT
-        owner, copy = _origins(origin, ends, row, local, ranks, TILE)
-        i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+        owner, copy = _origins(origin, ends, place, local, ranks, TILE)
+        source = gl.where(copy >= 0, owner * tokens + copy // TOP, -1)
+        i = place + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
         j = gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
         w = gl.load(weight + i, mask=copy >= 0, other=0)
         total = gl.full([TILE.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, TILE))
-        source = gl.where(copy >= 0, i, -1)
         for column in range(0, K, TILE.shape[1]):
-            left = _load_rows(g, source, C, column, K, TILE)
+            left = _load_rows(g, source, rows, column, K, TILE)
             if scales is None:
                 left = left.to(gl.float32)
             else:
                 inside = (copy >= 0)[:, None] & (column + j < K)[None, :]
-                at = (i.to(gl.int64) * sections)[:, None] + ((column + j) // 128)[None, :]
+                at = (source.to(gl.int64) * sections)[:, None] + ((column + j) // 128)[None, :]
                 s = gl.load(scales + at, mask=inside, other=0)
                 left = left.to(gl.float8e4nv, bitcast=True).to(gl.float32) * s
-            right = _load_rows(y, source, C, column, K, TILE).to(gl.float32)
+            right = _load_rows(y, gl.where(copy >= 0, i, -1), C, column, K, TILE).to(gl.float32)
             total += gl.sum(left * right, 1)
             if out is not None:
                 weighted = (left * w[:, None]).to(out.dtype.element_ty)
                 _store_rows(out, weighted, i, i < end, column, K, TILE)
         gl.store(dots + (gl.load(deltas + owner) * 4 + copy), total, mask=copy >= 0)
-
-
-@kernel(do_not_specialize=["C", "local"])
-def exchange_take_kernel(
-    x, ends, out, C, local, units, blocks, UNIT: gl.constexpr, TILE: gl.constexpr
-):
-    """out = x (C, K), up to the last group's end."""
-    row = gl.program_id(0) // blocks * TILE.shape[0]
-    column = gl.program_id(0) % blocks * TILE.shape[1]
-    end = gl.load(ends + local - 1)
-    if row < end:
-        i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
-        values = _load_rows(x, gl.where(i < end, i, -1), C, column, units * UNIT, TILE)
-        _store_rows(out, values, i, i < end, column, units * UNIT, TILE)
 
 
 def barrier(
@@ -379,12 +375,12 @@ def send(
     weight: Tensor | None = None, out_weight: Tensor | None = None,
     scales: Tensor | None = None, out_scales: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Sends the rows of x (T, K) to the places of their copies in `out` (capacity, K) of all ranks.
+    """Sends each row of x (T, K) to the ranks of its experts: to `out` (ranks · tokens, K) there.
 
     Args:
         index, chosen: (T, k) integers, as in `exchange_send_kernel`.
-        weight: (T, k) FP32. Rows are multiplied by it, unless there is an `out_weight`.
-        scales: (T, sections) FP32 of rows in FP8, laid out as 1x128 scales.
+        weight: (T, k) FP32, or None.
+        scales: (T, sections) FP32 of rows in FP8, laid out as 1x128 scales; or None.
         out, origin, out_weight, out_scales: symmetric.
     """
     (t, k), top = x.shape, index.shape[1]
@@ -396,10 +392,9 @@ def send(
     exchange_send_kernel[((tiles + local) * blocks,)](
         x, scales, weight, index, chosen, offset, deltas, ends, filled,
         out, out_scales, out_weight, origin,
-        t, rank, len(deltas), local, tiles, units, blocks,
+        t, rank, len(deltas), local, len(out) // len(deltas), tiles, units, blocks,
         0 if scales is None else scales.stride(1), sections,
-        top, unit, sections and triton.next_power_of_2(sections),
-        weight is not None and out_weight is None, tile, num_warps=WARPS,
+        top, unit, sections and triton.next_power_of_2(sections), tile, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -414,32 +409,38 @@ def deliver(y: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor, out: Tensor
     )  # fmt: skip
 
 
-def weigh(
-    g: Tensor, y: Tensor, weight: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor,
-    dots: Tensor, scales: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Sends g · y of each row (capacity, K) to its owner's `dots`; returns weight · g.
+def expand(
+    x: Tensor, origin: Tensor, ends: Tensor, ranks: int, top: int, weight: Tensor | None = None
+) -> Tensor:
+    """Rows in expert order (capacity, K), of what `send` has brought, x (ranks · tokens, K).
 
-    weight (capacity,) FP32. With the scales (capacity, sections) of a g in FP8, as int8, it returns
-    None.
+    weight (capacity,) FP32 multiplies them. What lies past the last group is not written.
     """
-    c, k = g.shape
-    out = torch.empty_like(y) if scales is None else None
-    units, unit, tile = _tiling(k, y.element_size(), SUM_LOADS)
-    exchange_weigh_kernel[(cdiv(c, tile.shape[0]),)](
-        g, scales, y, weight, origin, ends, deltas, out, dots, c, len(deltas), len(ends), units,
-        cdiv(k, BLOCK), unit, tile, num_warps=WARPS,
+    (rows, k), c = x.shape, len(origin)
+    out = x.new_empty(c, k)
+    units, unit, tile = _tiling(k, x.element_size(), COPY_LOADS)
+    blocks = cdiv(k, tile.shape[1])
+    exchange_expand_kernel[(cdiv(c, tile.shape[0]) * blocks,)](
+        x, weight, origin, ends, out, rows, ranks, len(ends), rows // ranks, units, blocks,
+        top, unit, tile, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
-def take(x: Tensor, ends: Tensor) -> Tensor:
-    """A copy of x (capacity, K) up to the last group's end; what follows is not written."""
-    c, k = x.shape
-    out = torch.empty_like(x)
-    units, unit, tile = _tiling(k, x.element_size(), COPY_LOADS)
-    blocks = cdiv(k, tile.shape[1])
-    exchange_take_kernel[(cdiv(c, tile.shape[0]) * blocks,)](
-        x, ends, out, c, len(ends), units, blocks, unit, tile, num_warps=WARPS
-    )
+def weigh(
+    g: Tensor, y: Tensor, weight: Tensor, origin: Tensor, ends: Tensor, deltas: Tensor, top: int,
+    dots: Tensor, scales: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Sends g · y of each copy to its owner's `dots`; returns weight · g (capacity, K).
+
+    g (ranks · tokens, K) is what `send` has brought, y (capacity, K), weight (capacity,) FP32. With
+    the scales (ranks · tokens, sections) of a g in FP8, as int8, it returns None.
+    """
+    (c, k), ranks = y.shape, len(deltas)
+    out = torch.empty_like(y) if scales is None else None
+    units, unit, tile = _tiling(k, y.element_size(), SUM_LOADS)
+    exchange_weigh_kernel[(cdiv(c, tile.shape[0]),)](
+        g, scales, y, weight, origin, ends, deltas, out, dots, c, len(g), ranks, len(ends),
+        len(g) // ranks, units, cdiv(k, BLOCK), top, unit, tile, num_warps=WARPS,
+    )  # fmt: skip
     return out

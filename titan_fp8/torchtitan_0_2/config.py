@@ -30,13 +30,15 @@ from titan_fp8.checks import (
     check_recipe,
 )
 from titan_fp8.linear import DEFAULT_FILTER_FQNS
-from titan_fp8.recipe import BF16, RECIPE_NAMES
+from titan_fp8.recipe import BF16, RECIPE_NAMES, RECIPES
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
 RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
 PermutationName = Literal[PERMUTATIONS]  # type: ignore[valid-type]
+EXCHANGES = ("bf16", "fp8")
+ExchangeName = Literal[EXCHANGES]  # type: ignore[valid-type]
 
 
 class Origin(str, Enum):
@@ -108,6 +110,17 @@ class TitanFP8GroupedMM:
     for roundings of weighted outputs to the dtype of the activations. The default is "gather", and
     "host" for recipe "bf16"."""
 
+    exchange: ExchangeName = "bf16"
+    """What tokens, and the gradients of the experts' outputs, travel in between the ranks of expert
+    parallelism. "fp8": each is quantized once, before it is copied for its experts, and weight
+    gradients read what is quantized again from that. Needs a blockwise recipe and permutation
+    "gather"."""
+
+    exchange_capacity: float = 2.0
+    """The rows that a rank's experts can get, relative to balanced routing, where GPUs exchange
+    tokens by writing to each other's memory. More rows are an error; the number of the ranks is
+    enough for any routing. It costs memory."""
+
     health_freq: int = 0
     """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
     scales) in TensorBoard and the log. 0: never."""
@@ -127,6 +140,16 @@ class TitanFP8GroupedMM:
         check_common_settings(f"[{GROUPED_MM}]", self)
         _check_origin(GROUPED_MM, self.origin)
         check_permutation(f"[{GROUPED_MM}] permutation", self.permutation)
+        if self.exchange not in EXCHANGES:
+            raise ValueError(
+                f"[{GROUPED_MM}] exchange = {self.exchange!r}: allowed are "
+                + ", ".join(map(repr, EXCHANGES))
+            )
+        capacity = self.exchange_capacity
+        if isinstance(capacity, bool) or not isinstance(capacity, int | float) or capacity < 1:
+            raise ValueError(
+                f"[{GROUPED_MM}] exchange_capacity = {capacity!r}: allowed are numbers from 1 on"
+            )
 
 
 def _check_list(key: str, value: object) -> None:
@@ -269,6 +292,13 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
                 f'"{name}": list it there, or remove the section and its flags'
                 + (", as for models without experts" if name == GROUPED_MM else "")
             )
+    experts, recipe = config.quantize.grouped_mm.titan_fp8, experts_recipe(config.quantize)
+    suits = recipe in RECIPES and RECIPES[recipe].feed_forward is not None
+    if experts.exchange == "fp8" and not (suits and experts.permutation in (None, "gather")):
+        raise ValueError(
+            f'[{GROUPED_MM}] exchange = "fp8" with recipe = {recipe!r} and permutation = '
+            f'{experts.permutation!r}: it needs a blockwise recipe and permutation "gather"'
+        )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
         logger.warning(
             "titan_fp8: no GPU found. torchtitan.train fails without one; "

@@ -28,6 +28,7 @@ from titan_fp8.torchtitan_0_2 import (
     health,
     input_stream,
     patches,
+    peer_exchange,
     permutation,
     token_exchange,
 )
@@ -38,7 +39,7 @@ from titan_fp8.torchtitan_0_2.experts import (
     is_grouped_experts,
 )
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.moe import route_by_gathers
+from titan_fp8.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.torchtitan_0_2.moe_block import compile_up_to_experts
 
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
@@ -226,6 +227,12 @@ class GroupedMMConverter(_Converter):
                 lambda _: token_exchange.all_to_all_single_autograd,
             )
             patches.TOKEN_DISPATCH.apply(lambda _: token_exchange.token_dispatch)
+            patches.EXCHANGE_HOOKS.apply(*[peer_exchange.unless_exchanged] * 2)
+            section = self.job_config.quantize.grouped_mm.titan_fp8
+            for layer in model.modules():
+                if isinstance(layer, GatherMoE):
+                    layer.exchange = section.exchange
+                    layer.exchange_capacity = section.exchange_capacity
         if layers:
             logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
         elif requested:

@@ -33,6 +33,7 @@ from titan_fp8.layouts import BLOCK
 from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.torchtitan_0_2.peer_exchange import Exchanged
 from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
 
 
@@ -77,8 +78,11 @@ class FP8GroupedExperts(GroupedExperts):
     """Whether the dispatch of expert parallelism pads groups to TOKEN_GROUP_ALIGN_SIZE_M."""
     compile_backend: str | None
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim)."""
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor | Exchanged) -> Tensor:
+        """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim).
+
+        Or x (T, dim), in token order, and how it is exchanged. Returns (T, dim).
+        """
         weights = (self.w1, self.w2, self.w3)
         aligned = False
         if isinstance(self.w1, DTensor):
@@ -86,6 +90,8 @@ class FP8GroupedExperts(GroupedExperts):
             aligned = self.dispatch_aligns and "ep" in mesh_dims
             weights = tuple(w.to_local() for w in weights)
         aligned = aligned and token_group_alignment() % BLOCK == 0
+        if isinstance(num_tokens_per_expert, Exchanged):
+            return num_tokens_per_expert.run(x, *weights, self.recipe, self.emulate)
         run = run_experts
         # Inside a compiled region the experts are part of that region.
         if self.compile_backend is not None and not torch.compiler.is_compiling():

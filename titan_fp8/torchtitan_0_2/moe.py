@@ -1,19 +1,26 @@
 """torchtitan's MoE layer, with gathers between token order and expert order (`permute.py`).
 
+Under expert parallelism, GPUs that can write to each other's memory exchange tokens without
+all-to-alls (`peer_exchange.py`). Nothing is then copied for the experts before it is sent.
+
 Values differ from torchtitan's in the order in which a token's k outputs are summed. torchtitan
 also rounds more often in two places: it rounds a token's gradient after each summand, and under
 autocast it sums the outputs in bf16.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
+from titan_fp8 import exchange
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
 from titan_fp8.permute import Combine, Expand, rows_of_slots, slots_by_expert
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
+from titan_fp8.torchtitan_0_2.peer_exchange import Exchanged, exchange_of, exchanging
 from titan_fp8.torchtitan_0_2.token_exchange import exchange_counts
 
 
@@ -22,26 +29,53 @@ class Routed(NamedTuple):
 
     Attributes:
         tokens: (T, dim).
-        copies: (R, dim), sorted by expert.
+        copies: (R, dim), sorted by expert; None if the layer exchanges its tokens.
+        chosen: the expert of each slot (T, k).
         counts: the copies for each expert (experts,).
         slots, rows: the slot of each copy (R,) and the row of each slot (T, k), as in
             `permute.Expand`.
-        scores: the weights of the experts' outputs (T, k); None if the copies are weighted.
+        before, after: the weights of the copies or of the experts' outputs (T, k), the other None.
     """
 
     tokens: Tensor
-    copies: Tensor
+    copies: Tensor | None
+    chosen: Tensor
     counts: Tensor
     slots: Tensor
     rows: Tensor
-    scores: Tensor | None
+    before: Tensor | None
+    after: Tensor | None
 
 
 class GatherMoE(MoE):
-    """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
+    """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one.
+
+    Attributes:
+        exchange: how tokens travel between ranks, "bf16" or "fp8"; None: by torchtitan's hooks.
+        exchange_capacity: the rows that a rank can get, relative to balanced routing.
+        exchanges: whether this layer's tokens travel by the exchange; None until `prepare`.
+    """
+
+    exchange: str | None = None
+    exchange_capacity: float = 0.0
+    exchanges: bool | None = None
+
+    def prepare(self, tokens: Tensor) -> None:
+        """Finds out, outside of compiled code, how these tokens (..., dim) are to travel."""
+        if self.exchange is not None:
+            self.exchanges = self._exchange(tokens.flatten(0, -2)) is not None
+            (exchanging.add if self.exchanges else exchanging.discard)(self.experts)
+
+    def _exchange(self, tokens: Tensor) -> Any:
+        sizes = self.router.top_k, len(self.tokens_per_expert)
+        return exchange_of(self.experts, tokens, *sizes, self._sends_fp8(), self.exchange_capacity)
+
+    def _sends_fp8(self) -> bool:
+        return self.exchange == "fp8" and isinstance(self.experts, FP8GroupedExperts)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, seq, dim) to the same shape."""
+        self.prepare(x)
         return self.finish(self.route(x.flatten(0, -2), self.router, self.reorderer)).view_as(x)
 
     def route(self, tokens: Tensor, router: nn.Module, reorderer: nn.Module) -> Routed:
@@ -60,18 +94,37 @@ class GatherMoE(MoE):
             _, slots, counts = reorderer(scores, chosen)
         rows = rows_of_slots(slots, scores)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
-        return Routed(tokens, Expand.call(tokens, slots, rows, before), counts, slots, rows, after)
+        copies = None if self.exchanges else Expand.call(tokens, slots, rows, before)
+        return Routed(tokens, copies, chosen, counts, slots, rows, before, after)
 
     def finish(self, routed: Routed) -> Tensor:
         """The experts and what follows them: (T, dim)."""
-        tokens, copies, counts, slots, rows, scores = routed
-        exchange_counts(self.experts, counts)
-        copies = self.experts(copies, counts)
+        tokens, copies, _, counts, slots, rows, _, after = routed
+        if self.exchanges:
+            combine = self._run_exchanged(routed)
+        else:
+            exchange_counts(self.experts, counts)
+            copies = self.experts(copies, counts)
+            combine = lambda: Combine.call(copies, slots, rows, after)  # noqa: E731
         # Computed here to overlap with the all-to-all that returns the copies.
         shared_experts = _without_compiler(self.shared_experts)
         shared = None if shared_experts is None else shared_experts(tokens)
-        out = Combine.call(copies, slots, rows, scores).to(tokens.dtype)
+        out = combine().to(tokens.dtype)
         return out if shared is None else shared + out
+
+    def _run_exchanged(self, routed: Routed) -> Callable[[], Tensor]:
+        """Runs the experts on exchanged tokens; returns what combines their outputs (T, dim)."""
+        tokens, before, after = routed.tokens, routed.before, routed.after
+        way = self._exchange(tokens)
+        plan = way.plan(routed.rows, routed.chosen, routed.counts)
+        if self._sends_fp8():
+            scores = after if before is None else before
+            assert scores is not None
+            out = self.experts(tokens, Exchanged(way, plan, scores, before is not None))
+            return lambda: out
+        rows = exchange.Dispatch.call(tokens, before, way, plan)
+        out = self.experts(rows, plan.sizes)
+        return lambda: exchange.Combine.call(out, after, way, plan)
 
 
 def _sorts_all_slots(reorderer: nn.Module) -> bool:

@@ -86,6 +86,7 @@ class MoEBlock(nn.Module):
         modules = [part._orig_mod for part in parts]
         is_flex = isinstance(self.attention.inner_attention, FlexAttentionWrapper)
         saves_nothing = is_flex and self.compile_backend == "inductor"
+        moe.prepare(x)
         with outside_checkpoint() if saves_nothing else nullcontext():
             h, routed = region(*modules, moe, x, *args, **kwargs)
         with outside_checkpoint():

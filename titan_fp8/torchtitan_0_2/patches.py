@@ -112,6 +112,22 @@ TOKEN_DISPATCH = Patch(
     until="torchtitan exchanges the counts earlier.",
 )
 
+EXCHANGE_HOOKS = Patch(
+    name="exchange hooks",
+    targets=tuple(
+        Target(
+            f"torchtitan.distributed.expert_parallel:ExpertParallel.{name}",
+            ("self", "mod", value, "device_mesh"),
+        )
+        for name, value in (("_token_dispatch", "inputs"), ("_token_combine", "routed_output"))
+    ),
+    why="torchtitan exchanges tokens in hooks on the experts. Tokens that a layer exchanges by "
+    "itself must pass these hooks unchanged (peer_exchange.py).",
+    without="Results would be wrong: tokens would be exchanged twice.",
+    until="torchtitan lets a layer exchange its tokens by itself.",
+    required=True,
+)
+
 CHECKPOINT_MARKS = Patch(
     name="checkpoint marks",
     targets=(Target("torch._inductor.config:joint_custom_pre_pass"),),
@@ -181,6 +197,7 @@ ON_CONVERSION = (
     PERMUTATION,
     TOKEN_EXCHANGE,
     TOKEN_DISPATCH,
+    EXCHANGE_HOOKS,
     SAC_POLICY,
     CHECKPOINT_RANGES,
     RECOMPUTABLE_QUANTIZERS,
