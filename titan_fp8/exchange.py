@@ -12,6 +12,7 @@ The CPU launches and never waits. It learns of what went wrong on the GPU from p
 """
 
 import logging
+import math
 import threading
 import time
 import weakref
@@ -335,16 +336,26 @@ class Exchange:
 
 
 def rows_for(
-    tokens: int, top_k: int, experts: int, ranks: int, factor: float, alignment: int = BLOCK
+    tokens: int,
+    top_k: int,
+    experts: int,
+    ranks: int,
+    factor: float,
+    alignment: int = BLOCK,
+    copies: int | None = None,
 ) -> int:
     """The capacity for `factor` times the rows that a rank gets from balanced routing.
 
     Padding comes on top: at most one block for each local expert. The result never exceeds what any
     routing needs.
+
+    Args:
+        copies: those that each rank sends; by default one for each expert of its tokens.
     """
     local = experts // ranks
-    worst = ranks * tokens * min(top_k, local)
-    return min(worst, int(tokens * top_k * factor)) + local * alignment
+    copies = tokens * top_k if copies is None else copies
+    worst = ranks * min(copies, tokens * min(top_k, local))
+    return min(worst, math.ceil(copies * factor)) + local * alignment
 
 
 def _report_failures(exchange: Exchange) -> None:

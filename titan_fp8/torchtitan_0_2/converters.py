@@ -226,13 +226,7 @@ class GroupedMMConverter(_Converter):
                 lambda _: token_exchange.all_to_all_single,
                 lambda _: token_exchange.all_to_all_single_autograd,
             )
-            patches.TOKEN_DISPATCH.apply(lambda _: token_exchange.token_dispatch)
-            patches.EXCHANGE_HOOKS.apply(*[peer_exchange.unless_exchanged] * 2)
-            section = self.job_config.quantize.grouped_mm.titan_fp8
-            for layer in model.modules():
-                if isinstance(layer, GatherMoE):
-                    layer.exchange = section.exchange
-                    layer.exchange_capacity = section.exchange_capacity
+            self.exchange_tokens(model)
         if layers:
             logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
         elif requested:
@@ -240,6 +234,28 @@ class GroupedMMConverter(_Converter):
                 f'titan_fp8: [{GROUPED_MM}] permutation = "gather" changes nothing: no MoE layer '
                 "of this model uses torchtitan's permutation"
             )
+
+    def exchange_tokens(self, model: nn.Module) -> None:
+        """Lets the MoE layers exchange tokens by themselves, where that is possible.
+
+        Raises:
+            RuntimeError: exchange = "fp8", and hooks of torchtitan cannot be replaced.
+        """
+        section = self.job_config.quantize.grouped_mm.titan_fp8
+        hooks = (
+            patches.TOKEN_DISPATCH.apply(lambda _: token_exchange.token_dispatch),
+            patches.TOKEN_COMBINE.apply(peer_exchange.combine_unless_exchanged),
+        )
+        if not all(hooks):
+            if section.exchange == "fp8":
+                raise RuntimeError(
+                    f'[{GROUPED_MM}] exchange = "fp8": not with this version of torchtitan'
+                )
+            return
+        for layer in model.modules():
+            if isinstance(layer, GatherMoE):
+                layer.exchange = section.exchange
+                layer.exchange_capacity = section.exchange_capacity
 
     def compile_blocks(self, model: nn.Module) -> None:
         """Compiles MoE blocks up to the experts; under TP they have hooks that forbid it."""

@@ -9,7 +9,7 @@ autocast it sums the outputs in bf16.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from titan_fp8 import exchange
 from titan_fp8.feed_forward import FP8FeedForward, has_hooks
 from titan_fp8.permute import Combine, Expand, rows_of_slots, slots_by_expert
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
-from titan_fp8.torchtitan_0_2.peer_exchange import Exchanged, exchange_of, exchanging
+from titan_fp8.torchtitan_0_2.peer_exchange import Exchanged, can_exchange, exchange_of, exchanging
 from titan_fp8.torchtitan_0_2.token_exchange import exchange_counts
 
 
@@ -53,22 +53,18 @@ class GatherMoE(MoE):
     Attributes:
         exchange: how tokens travel between ranks, "bf16" or "fp8"; None: by torchtitan's hooks.
         exchange_capacity: the rows that a rank can get, relative to balanced routing.
-        exchanges: whether this layer's tokens travel by the exchange; None until `prepare`.
+        exchanges: whether the tokens of this batch travel by an exchange.
     """
 
     exchange: str | None = None
     exchange_capacity: float = 0.0
-    exchanges: bool | None = None
+    exchanges: bool = False
 
     def prepare(self, tokens: Tensor) -> None:
         """Finds out, outside of compiled code, how these tokens (..., dim) are to travel."""
         if self.exchange is not None:
-            self.exchanges = self._exchange(tokens.flatten(0, -2)) is not None
+            self.exchanges = can_exchange(self.experts, tokens, self._sends_fp8())
             (exchanging.add if self.exchanges else exchanging.discard)(self.experts)
-
-    def _exchange(self, tokens: Tensor) -> Any:
-        sizes = self.router.top_k, len(self.tokens_per_expert)
-        return exchange_of(self.experts, tokens, *sizes, self._sends_fp8(), self.exchange_capacity)
 
     def _sends_fp8(self) -> bool:
         return self.exchange == "fp8" and isinstance(self.experts, FP8GroupedExperts)
@@ -115,7 +111,8 @@ class GatherMoE(MoE):
     def _run_exchanged(self, routed: Routed) -> Callable[[], Tensor]:
         """Runs the experts on exchanged tokens; returns what combines their outputs (T, dim)."""
         tokens, before, after = routed.tokens, routed.before, routed.after
-        way = self._exchange(tokens)
+        sizes = self.router.top_k, len(self.tokens_per_expert), len(routed.slots)
+        way = exchange_of(self.experts, tokens, *sizes, self.exchange_capacity)
         plan = way.plan(routed.rows, routed.chosen, routed.counts)
         if self._sends_fp8():
             scores = after if before is None else before

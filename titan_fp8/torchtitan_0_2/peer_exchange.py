@@ -10,7 +10,7 @@ import functools
 import socket
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,16 @@ class Exchanged:
         )  # fmt: skip
 
 
+_groups: WeakKeyDictionary[nn.Module, ProcessGroup | None] = WeakKeyDictionary()
+
+
 def experts_group(experts: nn.Module) -> ProcessGroup | None:
     """The ranks that share these experts; None without expert parallelism."""
-    weight = next(experts.parameters())
-    if not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ()):
-        return None
-    return weight.device_mesh["ep"].get_group()
+    if experts not in _groups:
+        weight: Any = next(experts.parameters())
+        shared = isinstance(weight, DTensor) and "ep" in (weight.device_mesh.mesh_dim_names or ())
+        _groups[experts] = weight.device_mesh["ep"].get_group() if shared else None
+    return _groups[experts]
 
 
 @functools.cache
@@ -72,47 +76,56 @@ def gpus_reach_each_other(group: ProcessGroup) -> bool:
     return all(answers)
 
 
+def _by_peers(group: ProcessGroup, tokens: Tensor) -> bool:
+    return tokens.is_cuda and tokens.dtype == torch.bfloat16 and gpus_reach_each_other(group)
+
+
+def can_exchange(experts: nn.Module, tokens: Tensor, fp8: bool) -> bool:
+    """Whether `exchange_of` is to exchange these tokens, and not torchtitan."""
+    group = experts_group(experts)
+    return group is not None and (fp8 or _by_peers(group, tokens))
+
+
 _exchanges: dict[tuple[Any, ...], Exchange | CollectiveExchange] = {}
 
 
 def exchange_of(
-    experts: nn.Module, tokens: Tensor, top_k: int, num_experts: int, fp8: bool, factor: float
-) -> Exchange | CollectiveExchange | None:
-    """What exchanges `tokens` (T, dim); None if torchtitan's way is to be taken.
+    experts: nn.Module, tokens: Tensor, top_k: int, num_experts: int, copies: int, factor: float
+) -> Exchange | CollectiveExchange:
+    """What exchanges `tokens` (T, dim), of which this rank sends so many copies.
 
     The layers of a model share one, since they use it one after the other.
     """
     group = experts_group(experts)
-    if group is None:
-        return None
-    alignment = token_group_alignment()
-    by_peers = tokens.is_cuda and tokens.dtype == torch.bfloat16 and gpus_reach_each_other(group)
-    if not (by_peers or fp8):
-        return None
-    (count, dim), local = tokens.shape, num_experts // group.size()
-    shape = (count, dim) if by_peers else ()
-    key = group, by_peers, top_k, num_experts, alignment, shape
-    if key not in _exchanges:
-        common = {"top_k": top_k, "experts": num_experts, "alignment": alignment}
-        if by_peers:
-            capacity = rows_for(count, top_k, num_experts, group.size(), factor, alignment)
-            made = Exchange(group, tokens=count, dim=dim, capacity=capacity, **common)
-            logger.info(
-                f"titan_fp8: {group.size()} GPUs exchange tokens by writing to each other's "
-                f"memory, {made.nbytes / 2**20:.0f} MiB each; a rank of {local} experts can get "
-                f"{capacity} rows"
-            )
-            _exchanges[key] = made
-        else:
-            _exchanges[key] = CollectiveExchange(group, **common)
+    assert group is not None
+    ranks, alignment, (count, dim) = group.size(), token_group_alignment(), tokens.shape
+    by_peers = _by_peers(group, tokens)
+    key = group, by_peers, top_k, num_experts, alignment, (count, dim, copies) if by_peers else ()
+    if key not in _exchanges and not by_peers:
+        _exchanges[key] = CollectiveExchange(
+            group, top_k=top_k, experts=num_experts, alignment=alignment
+        )
+    elif key not in _exchanges:
+        capacity = rows_for(count, top_k, num_experts, ranks, factor, alignment, copies)
+        made = Exchange(
+            group, tokens=count, top_k=top_k, dim=dim, experts=num_experts, capacity=capacity,
+            alignment=alignment,
+        )  # fmt: skip
+        _exchanges[key] = made
+        logger.info(
+            f"titan_fp8: {ranks} GPUs exchange tokens by writing to each other's memory, "
+            f"{made.nbytes / 2**20:.0f} MiB of each; experts have room for {made.capacity} rows"
+        )
     return _exchanges[key]
 
 
-def unless_exchanged(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ExpertParallel's `_token_dispatch` or `_token_combine`: what comes goes on as it is."""
+def combine_unless_exchanged(combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps ExpertParallel._token_combine, which leaves what experts have exchanged as it is."""
 
-    @functools.wraps(hook)
-    def pass_or_exchange(self: Any, mod: nn.Module, value: Any, mesh: Any) -> Any:
-        return value if mod in exchanging else hook(self, mod, value, mesh)
+    @functools.wraps(combine)
+    def combined(self: Any, mod: nn.Module, routed_output: Tensor, device_mesh: Any) -> Tensor:
+        if mod in exchanging:
+            return routed_output
+        return combine(self, mod, routed_output, device_mesh)
 
-    return pass_or_exchange
+    return combined

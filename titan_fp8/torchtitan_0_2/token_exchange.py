@@ -23,6 +23,7 @@ from torchtitan.distributed import expert_parallel
 
 from titan_fp8.activation_checkpointing import inside_checkpoint
 from titan_fp8.functional import no_double_backward
+from titan_fp8.torchtitan_0_2.peer_exchange import exchanging
 
 _c10d = torch.ops._c10d_functional
 
@@ -109,8 +110,11 @@ def token_dispatch(
         inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
 
     Returns:
-        The rows of the local experts, as `_permute` pads them, and the padded sizes of the groups.
+        The rows of the local experts, as `_permute` pads them, and the padded sizes of the groups;
+        the inputs themselves, if the layer exchanges its tokens (`peer_exchange.py`).
     """
+    if mod in exchanging:
+        return inputs
     rows, counts = inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
     exchanged = _started.pop(mod, None)
