@@ -69,7 +69,7 @@ def train_both_ways(rank: int, folder: Path, text: Path, model: str, *flags: obj
         ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 1)),
         ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 2)),
     ],
-    ids=["full checkpoints", "op checkpoints, compiled", "llama4", "FSDP2", "expert TP 1", "expert TP 2"],
+    ids=["full", "op, compiled", "llama4", "FSDP2", "expert TP 1", "expert TP 2"],
 )  # fmt: skip
 def test_training_does_not_change(tmp_path, text, model, ranks, flags):
     gloo.spawn(train_both_ways, ranks, tmp_path, text, model, *flags)
