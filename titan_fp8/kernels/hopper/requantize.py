@@ -33,7 +33,7 @@ WARPS = 4
 ZERO_SCALE = int(reference_scale_of(torch.zeros(1)).view(torch.int32))
 """The bits of the scale of a block of zeros."""
 LAYOUTS = TileLayouts(
-    SHARED, tile_layout((1, 4), (4, 8), (WARPS, 1), (8, 1)), None, *column_layouts(WARPS, 16)
+    SHARED, tile_layout((1, 4), (4, 8), (WARPS, 1), (8, 1)), None, *column_layouts(WARPS)
 )
 
 
@@ -71,21 +71,18 @@ def requantize_128x1_t_kernel(
             scale *= gl.load(weight + t)
         gl.store(s_rows + block.to(gl.int64) * S + t, scale)
 
+        # A part of fewer words would cut through the swizzle of the shared tile.
+        part = transpose(shared.load(LAYOUTS.columns), TRANSPOSED)
         mask = gl.full([1, 1], -1, gl.int8, TRANSPOSED)
-        j = gl.arange(0, TRANSPOSED.shape[0], gl.SliceLayout(1, TRANSPOSED))
-        PART: gl.constexpr = TRANSPOSED.shape[0]
-        for first in gl.static_range(0, 32, PART):
-            part = shared.slice(first, PART, 1).load(LAYOUTS.columns)
-            part = transpose(part, TRANSPOSED)
-            channel = (word + first) * 4
-            scales = s_t + (place // 128).to(gl.int64) * K + channel
-            for c in gl.static_range(4):
-                values = (part >> (8 * c)).to(gl.int8).to(gl.float8e4nv, bitcast=True)
-                values = (values.to(gl.float32) * scale[None, :]).to(gl.int32, bitcast=True)
-                s_column, r = scale_of(amax_words(values, 1, 1), SCALE_FMT)
-                gl.store(scales + (j * 4 + c), s_column, mask=j * 4 < K - channel)
-                values = cast_columns(values, r[:, None], mask, 0, 1)
-                store_columns(q_t, values, place, C - place, channel + c, 4, K, C)
+        j = gl.arange(0, 32, gl.SliceLayout(1, TRANSPOSED))
+        scales = s_t + (place // 128).to(gl.int64) * K + word * 4
+        for c in gl.static_range(4):
+            values = (part >> (8 * c)).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+            values = (values.to(gl.float32) * scale[None, :]).to(gl.int32, bitcast=True)
+            s_column, r = scale_of(amax_words(values, 1, 1), SCALE_FMT)
+            gl.store(scales + (j * 4 + c), s_column, mask=j < KW - word)
+            values = cast_columns(values, r[:, None], mask, 0, 1)
+            store_columns(q_t, values, place, C - place, word * 4 + c, 4, K, C)
 
 
 @gluon.jit
