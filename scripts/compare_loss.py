@@ -31,6 +31,8 @@ from matplotlib.figure import Figure
 from tables import printable
 from titan_logs import InputError, Run, read_run
 
+from titan_fp8.modules.report import text_table
+
 FP32_STEP = 2.0**-23  # relative error of the ratio of two losses rounded to FP32
 LOG_ROUNDING = 6e-6  # half of the last digit in a log, plus the rounding to FP32
 
@@ -150,10 +152,7 @@ def column(gap: Gap) -> list[str]:
 def table(gaps: list[Gap], last: int) -> str:
     names = ["", "steps", "final loss", f"mean of last {last} steps", "gap of the means"]
     names += ["largest smoothed gap", "validation loss", "tokens/s ratio", "peak memory ratio"]
-    columns = [names, *map(column, gaps)]
-    widths = [max(map(len, cells)) for cells in columns]
-    rows = ("  ".join(map(str.ljust, row, widths)) for row in zip(*columns, strict=True))
-    return "\n".join(row.rstrip() for row in rows)
+    return text_table(zip(names, *map(column, gaps), strict=True))
 
 
 def notes(gaps: list[Gap], last: int) -> Iterator[str]:
@@ -211,7 +210,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=0.25, help="percent (default: 0.25)")
     parser.add_argument("--last", type=int, default=20, metavar="N", help="steps (default: 20)")
     parser.add_argument("--out", type=Path, default=Path("compare_loss.png"), help="plot file")
-    parser.add_argument("--no-speed", action="store_true", help="show neither speed nor memory")
     args = parser.parse_args(argv)
     if len(args.runs) < 2:
         parser.error("name a baseline and at least one RUN to compare with it")
@@ -243,7 +241,7 @@ def report(args: argparse.Namespace) -> bool:
     labels = distinct_labels(paths)
     if args.noise:
         labels[-1] += " (noise)"
-    runs = [read_run(path, label, args.no_speed) for path, label in zip(paths, labels, strict=True)]
+    runs = [read_run(path, label) for path, label in zip(paths, labels, strict=True)]
     own, *gaps = [compare(runs[0], run, args.last) for run in runs]
     print(table([own, *gaps], args.last))
     for note in notes([own, *gaps], args.last):

@@ -7,6 +7,6 @@ cd "$root"
 prepare_env dev
 status=0
 for check in "ruff check ." "ruff format --check ." "mypy"; do
-    attended "$python" -m $check || status=1 # unquoted on purpose: the words are arguments
+    "$python" -m $check || status=1 # unquoted on purpose: the words are arguments
 done
 exit $status

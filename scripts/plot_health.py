@@ -14,48 +14,36 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from tables import printable
 from titan_logs import HEALTH, InputError, merge, read_events, refuse_mixture
 
 from titan_fp8.health.report import kind_of
 
-LAYER = re.compile(r"health_layer_(\w+)/(.+)")
-TOKENS = re.compile(r"health_tokens_per_expert/(.+)/(mean|max)")
 NAMED_ROWS = 48
-"""Up to so many layers each has its name at the axis; more have those of their kinds."""
-KINDS_APART = NAMED_ROWS * 6 / 7
-"""So many names of kinds, which are larger, fit above each other."""
+"""So many names of layers fit beside a picture."""
 STEP_DIGITS = 30
-"""So many digits of steps fit below a picture."""
+"""So many digits of steps fit below it."""
+
+Values = dict[str, dict[int, float]]
+"""Tag or layer -> step -> value."""
 
 
-FORMATS: dict[str, Any] = {
-    "%": lambda value, _: f"{100 * value:.4g} %",
-    "2^": "2^{x:.0f}",
-    "x": "{x:.1f} x",
-}
-"""Of numbers at a color bar."""
-
-
-@dataclass
-class Picture:
+class Picture(NamedTuple):
     title: str
     norm: Normalize
-    unit: str  # a key of FORMATS
-    values: dict[str, dict[int, float]]  # layer -> step -> value
+    unit: Any  # the format of numbers at the color bar
+    values: Values
 
 
-def read_health(run: Path) -> dict[str, dict[int, float]]:
+def read_health(run: Path) -> Values:
     """The values of each tag of health by step; the value written last wins.
 
     Raises:
@@ -77,52 +65,52 @@ def read_health(run: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def by_layer(health: dict[str, dict[int, float]], name: str) -> dict[str, dict[int, float]]:
+def by_layer(health: Values, name: str) -> Values:
     """The series of one statistic of the layers."""
-    found = {}
-    for tag, steps in health.items():
-        match = LAYER.fullmatch(tag)
-        if match and match[1] == name:
-            found[match[2]] = steps
+    start = f"health_layer_{name}/"
+    return {tag.removeprefix(start): of for tag, of in health.items() if tag.startswith(start)}
+
+
+def unevenness(health: Values) -> Values:
+    """The tokens of the expert that has most, over the mean."""
+    start, found = "health_tokens_per_expert/", {}
+    for tag, most in health.items():
+        if tag.startswith(start) and tag.endswith("/max"):
+            mean = health[tag.removesuffix("max") + "mean"]
+            module = tag.removeprefix(start).removesuffix("/max")
+            found[module] = {step: value / mean[step] for step, value in most.items() if value}
     return found
 
 
-def unevenness(health: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
-    """The tokens of the expert that has most, over the mean."""
-    tokens: dict[str, dict[str, dict[int, float]]] = {}
-    for tag, steps in health.items():
-        if match := TOKENS.fullmatch(tag):
-            tokens.setdefault(match[1], {})[match[2]] = steps
-    return {
-        module: {step: most / of["mean"][step] for step, most in of["max"].items() if most}
-        for module, of in tokens.items()
-    }
-
-
-def pictures(health: dict[str, dict[int, float]]) -> list[Picture]:
+def pictures(health: Values) -> list[Picture]:
     """Three of all layers, and one of experts if there are any."""
     underflow, error, spread = (
         by_layer(health, name) for name in ("underflow", "error", "scale_spread")
     )
+    of_underflow = LogNorm(1e-6, 1, clip=True)
     of_errors = Normalize(0.02, max(0.03, largest(error)), clip=True)
-    of_spreads = Normalize(0, max(1, largest(spread)))
-    every = [
-        Picture("Non-zero elements that became zero", LogNorm(1e-6, 1, clip=True), "%", underflow),
-        Picture("Error of q · s", of_errors, "%", error),
-        Picture("Largest scale of a tensor over its smallest", of_spreads, "2^", spread),
+    powers = Normalize(0, max(1, largest(spread)))
+    found = [
+        Picture("Non-zero elements that became zero", of_underflow, percent, underflow),
+        Picture("Error of q · s", of_errors, percent, error),
+        Picture("Largest scale of a tensor over its smallest", powers, "2^{x:.3g}", spread),
     ]
     if tokens := unevenness(health):
         norm = Normalize(1, max(2, largest(tokens)))
-        every.append(Picture("Tokens of the fullest expert over the mean", norm, "x", tokens))
-    return every
+        found.append(Picture("Tokens of the fullest expert over the mean", norm, "{x} x", tokens))
+    return found
 
 
-def largest(values: dict[str, dict[int, float]]) -> float:
+def percent(value: float, _: object) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def largest(values: Values) -> float:
     finite = (v for steps in values.values() for v in steps.values() if math.isfinite(v))
     return max(finite, default=0.0)
 
 
-def in_order(layers: list[str]) -> list[str]:
+def in_order(layers: Sequence[str]) -> list[str]:
     """By kind, and in each kind by number."""
     kinds = list(dict.fromkeys(map(kind_of, layers)))
 
@@ -133,6 +121,7 @@ def in_order(layers: list[str]) -> list[str]:
 
 
 def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: set) -> None:
+    """`bad` are the layers and steps that get a cross."""
     axes.set_title(picture.title, loc="left", fontsize=9)
     if not picture.values:
         axes.set_axis_off()
@@ -141,54 +130,40 @@ def draw_one(figure: Any, axes: Any, picture: Picture, steps: list[int], bad: se
     layers = in_order(list(picture.values))
     grid = np.array([[picture.values[layer].get(s, np.nan) for s in steps] for layer in layers])
     image = axes.imshow(grid, aspect="auto", interpolation="none", norm=picture.norm)
-    bar = figure.colorbar(image, ax=axes, pad=0.02, format=FORMATS[picture.unit])
+    bar = figure.colorbar(image, ax=axes, pad=0.02, format=picture.unit)
     bar.ax.tick_params(labelsize=7)
-    if picture.unit == "2^":
-        bar.locator = MaxNLocator(integer=True)
     crosses = [(steps.index(s), layers.index(name)) for name, s in bad if name in picture.values]
     if crosses:
         axes.plot(*zip(*crosses), "x", color="red", ms=5)
-    most = max(2, STEP_DIGITS // len(str(steps[-1])))
-    shown = range(0, len(steps), -(-len(steps) // most))
-    axes.set_xticks(list(shown), [str(steps[i]) for i in shown], fontsize=7)
-    label_rows(axes, layers)
+    kinds = list(map(kind_of, layers))
+    for row in range(1, len(layers)):
+        if kinds[row] != kinds[row - 1]:
+            axes.axhline(row - 0.5, color="white", lw=0.8)
+    shown = every(len(steps), max(2, STEP_DIGITS // len(str(steps[-1]))))
+    axes.set_xticks(shown, [str(steps[i]) for i in shown], fontsize=7)
+    shown = every(len(layers), NAMED_ROWS)
+    axes.set_yticks(shown, [layers[i] for i in shown], fontsize=6)
 
 
-def label_rows(axes: Any, layers: list[str]) -> None:
-    kinds = [kind_of(layer) for layer in layers]
-    edges = [i for i in range(1, len(layers)) if kinds[i] != kinds[i - 1]]
-    for edge in edges:
-        axes.axhline(edge - 0.5, color="white", lw=0.8)
-    if len(layers) <= NAMED_ROWS:
-        axes.set_yticks(range(len(layers)), layers, fontsize=6)
-        return
-    labels: list[tuple[float, str]] = []
-    for first, end in zip([0, *edges], [*edges, len(layers)]):
-        middle, name = (first + end - 1) / 2, kinds[first]
-        if labels and middle - labels[-1][0] < len(layers) / KINDS_APART:
-            # Kinds of few layers share a label.
-            near, names = labels.pop()
-            parent = names.rpartition(", ")[2].rpartition(".")[0] or names.rpartition(".")[0]
-            name = f"{names}, {name.removeprefix(f'{parent}.')}"
-            middle = (near + middle) / 2
-        labels.append((middle, name))
-    axes.set_yticks(*zip(*labels), fontsize=7)
+def every(count: int, most: int) -> list[int]:
+    """Up to `most` equally distant indices."""
+    return list(range(0, count, -(-count // most)))
 
 
-def draw(health: dict[str, dict[int, float]], out: Path) -> None:
-    *of_layers, last = every = pictures(health)
-    of_experts = len(every) > 3
+def draw(health: Values, out: Path) -> None:
+    *of_layers, last = all_pictures = pictures(health)
+    of_experts = len(all_pictures) > 3
     non_finite = by_layer(health, "non_finite")
     bad = {(name, step) for name, of in non_finite.items() for step, v in of.items() if v}
     # A step in which nothing was finite has no other value.
-    found = {s for picture in every for of in picture.values.values() for s in of}
+    found = {s for picture in all_pictures for of in picture.values.values() for s in of}
     steps = sorted(found | {step for _, step in bad})
-    heights = [max(2.5, 0.11 * min(NAMED_ROWS, len(each.values))) for each in of_layers[:1]]
+    heights = [max(2.5, 0.11 * min(NAMED_ROWS, len(of_layers[0].values)))]
     heights += [max(1.0, 0.11 * len(last.values))] if of_experts else []
     matplotlib.rcParams["text.parse_math"] = False
     figure = Figure(figsize=(13, sum(heights) + 0.6 * len(heights)), dpi=100, layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
-    for i, picture in enumerate(every):
+    for i, picture in enumerate(all_pictures):
         axes = figure.add_subplot(grid[0, i] if i < 3 else grid[1, :])
         draw_one(figure, axes, picture, steps, bad)
         if i in (1, 2):
@@ -198,14 +173,14 @@ def draw(health: dict[str, dict[int, float]], out: Path) -> None:
     figure.savefig(out, format="png")
 
 
-def summary(health: dict[str, dict[int, float]]) -> Iterator[str]:
+def summary(health: Values) -> Iterator[str]:
     """The worst layer of each statistic, and where NaN or Inf came first."""
-    for name, title in (("underflow", "largest underflow"), ("error", "largest error")):
+    for name in ("underflow", "error"):
         found = by_layer(health, name)
         values = [(v, step, layer) for layer, of in found.items() for step, v in of.items()]
         if values:
             value, step, layer = max(values)
-            yield f"{title}: {value:.2%}, {layer}, step {step}"
+            yield f"largest {name}: {value:.2%}, {layer}, step {step}"
     found = by_layer(health, "non_finite")
     bad = [(step, layer) for layer, of in found.items() for step, value in of.items() if value]
     if bad:

@@ -22,6 +22,7 @@
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/jobs.sh"
 
 usage="usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N] [--torchtitan 0.2|0.3]"
 model=llama3
@@ -30,25 +31,12 @@ torchtitan=0.2
 while [[ $# -gt 0 ]]; do
     case $1 in
         llama3 | deepseek_v3) model=$1 ;;
-        --steps=*) steps=${1#*=} ;;
-        --steps)
-            [[ $# -gt 1 ]] || die "--steps needs a number ($usage)"
-            steps=$2
-            shift
-            ;;
-        --torchtitan=*) torchtitan=${1#*=} ;;
-        --torchtitan)
-            [[ $# -gt 1 ]] || die "--torchtitan needs a version ($usage)"
-            torchtitan=$2
-            shift
-            ;;
-        -h | --help)
-            echo "$usage"
-            exit 0
-            ;;
+        --steps) steps=${2-} && shift ;;
+        --torchtitan) torchtitan=${2-} && shift ;;
+        -h | --help) echo "$usage" && exit ;;
         *) die "unknown argument '$1' ($usage)" ;;
     esac
-    shift
+    shift || true # An option without its value has shifted already.
 done
 [[ $steps =~ ^[1-9][0-9]*$ ]] || die "--steps needs a positive number, not '$steps' ($usage)"
 [[ $torchtitan == 0.[23] ]] || die "--torchtitan must be 0.2 or 0.3, not '$torchtitan' ($usage)"
@@ -66,7 +54,7 @@ else
     dump_folder=--dump_folder
 fi
 seed=$runs/seed-$(cksum <"${config%:*}" | cut -d ' ' -f 1)
-count_gpus
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))
 expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
 export HF_HUB_OFFLINE=1 LOG_RANK=0

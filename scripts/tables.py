@@ -1,7 +1,4 @@
-"""Tables of benchmark results, as text for a terminal and as Markdown for docs/benchmarks.md.
-
-Also names of files as text.
-"""
+"""Tables of results, as text for a terminal and as Markdown for docs. Also names as text."""
 
 from collections.abc import Sequence
 
@@ -32,25 +29,29 @@ def cell(column: str, value: object) -> str:
     return str(value)
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The header and the rows as strings; every row has the columns of the first."""
+def cells(rows: Sequence[Row]) -> tuple[list[list[str]], set[int]]:
+    """The header and the rows as strings, and which columns hold only numbers.
+
+    Raises:
+        ValueError: there is no row, or rows differ in their columns.
+    """
     if not rows:
         raise ValueError("a table must have at least one row")
     columns = list(rows[0])
     if any(list(row) != columns for row in rows):
         raise ValueError("the rows of a table must have the same columns in the same order")
-    return [columns, *([cell(name, row[name]) for name in columns] for row in rows)]
+    numeric = (all(isinstance(row[name], int | float | None) for row in rows) for name in columns)
+    body = [[cell(name, row[name]) for name in columns] for row in rows]
+    return [columns, *body], {i for i, each in enumerate(numeric) if each}
 
 
 def text_table(rows: Sequence[Row]) -> str:
-    table = cells(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)).rstrip() for line in table)
+    from titan_fp8.modules.report import text_table as aligned
+
+    return aligned(*cells(rows))
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Columns that hold only numbers are aligned to the right."""
-    header, *body = cells(rows)
-    numeric = [all(isinstance(row[name], int | float | None) for row in rows) for name in header]
-    rule = ["--:" if right else "---" for right in numeric]
+    (header, *body), numeric = cells(rows)
+    rule = ["--:" if i in numeric else "---" for i in range(len(header))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body))

@@ -170,8 +170,8 @@ def read_folder(path: Path) -> tuple[list[Scalar], list[str]]:
     return [scalar for scalars in files.values() for scalar in scalars], texts
 
 
-def read_run(path: Path, label: str, no_speed: bool = False) -> Run:
-    """Reads a run; with `no_speed` it has neither speed nor memory.
+def read_run(path: Path, label: str) -> Run:
+    """Reads a run.
 
     Raises:
         InputError: there is no run at `path`, more than one, or one without losses.
@@ -193,5 +193,4 @@ def read_run(path: Path, label: str, no_speed: bool = False) -> Run:
         raise InputError(f"{path}: {missing}")
     memory = [scalar.value for scalar in scalars if scalar.name == "memory"]
     emulated = any(EMULATED in log for log in logs) or any(map(is_negative, memory))
-    peak = 0.0 if no_speed else max([0.0, *memory])
-    return Run(label, series, peak, not (no_speed or emulated), bool(logs), from_log)
+    return Run(label, series, max([0.0, *memory]), not emulated, bool(logs), from_log)

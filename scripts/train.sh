@@ -43,7 +43,7 @@ cd "$root"
 "$python" -c 'import sys; open(sys.argv[1], encoding="utf-8").read()' "$config" 2>/dev/null ||
     die "$config cannot be read as UTF-8"
 
-count_gpus
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [[ $gpus -gt 0 ]]; then
     module=torchtitan.train
     ranks=${NGPU:-$gpus}
@@ -69,7 +69,7 @@ fi
 
 # The debug configs use the text in data: the offline corpus, unless other text is there.
 if grep -q '"\./data/corpus' "$config" && [[ ! -f data/stamp ]]; then
-    attended "$python" scripts/prepare_data.py data
+    "$python" scripts/prepare_data.py data
 fi
 
 export LOG_RANK=${LOG_RANK:-0}

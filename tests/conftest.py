@@ -49,16 +49,15 @@ def fresh_torchtitan(monkeypatch):
     import torch
     import torch._functorch.config
     from parsing import without_help_texts
-    from torchtitan.models.moe import moe
+    from torchtitan.models.moe import moe, utils
 
-    from titan_fp8.conversion import warn_of_emulation
-    from titan_fp8.patches import restore
-    from titan_fp8.torchtitan_0_2 import converters, patches
+    from titan_fp8.patches import log_once, restore
+    from titan_fp8.torchtitan_0_2 import patches
 
-    warn_of_emulation.cache_clear()
-    converters.warn_async_tp.cache_clear()
+    log_once.cache_clear()
     # torchtitan's own changes: apply_compile, and the memory budget of activation checkpointing.
     monkeypatch.setattr(moe, "_run_experts_grouped_mm", moe._run_experts_grouped_mm)
+    monkeypatch.setattr(utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
     with torch._functorch.config.patch(activation_memory_budget=1.0), without_help_texts():
         yield
     restore(patches.ON_CONVERSION)

@@ -5,11 +5,11 @@ gains. The code that needs a patch applies it: search for its constant, such as
 SAC_POLICY, to find the replacement. `torchtitan_0_2/patches.py` and `torchtitan_0_3/patches.py`
 have the patches that only one version needs, and the list of all that it gets.
 
-`Patch.apply` first checks that every target exists and takes the parameters that the replacement
-relies on. If not, a required patch raises; any other is left out with one warning, and the results
-of training stay the same.
+`Patch.apply` checks that every target exists and takes the parameters that the replacement relies
+on. If not, a required patch raises; any other is left out with one warning, and the results of
+training stay the same.
 
-Nothing here imports torchtitan: `cpu_host` applies its patches before torchtitan is imported.
+Nothing here imports torchtitan: `cpu_host` applies its patch before torchtitan is imported.
 """
 
 import functools
@@ -17,10 +17,13 @@ import importlib
 import inspect
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import EllipsisType, ModuleType
 from typing import Any, NamedTuple
+
+import torch
 
 _logger = logging.getLogger()  # torchtitan's own
 _ABSENT = object()
@@ -97,13 +100,49 @@ class Target:
     def restore(self) -> None:
         """Sets the attribute to the original again, if our replacement is still there."""
         replaced = _replaced.pop(self.path, None)
+        if replaced is None:
+            return
         owner, attribute = self.locate()
-        if replaced is None or getattr(owner, attribute, _ABSENT) != replaced.replacement:
+        if getattr(owner, attribute, _ABSENT) != replaced.replacement:
             return
         if replaced.original is _ABSENT:
             delattr(owner, attribute)
         else:
             setattr(owner, attribute, replaced.original)
+
+
+@dataclass(frozen=True)
+class Kernel(Target):
+    """PyTorch's kernel of an op for the CPU, as "aten::mm.out"; its first argument is a key set.
+
+    If `make` returns the original, nothing is replaced.
+    """
+
+    def original(self) -> Callable:
+        if self.path in _replaced:
+            return _replaced[self.path].original
+        try:
+            return torch.library.get_kernel(self.path, "CPU").call_boxed
+        except RuntimeError as error:
+            raise AttributeError(self.path) from error
+
+    def replace(self, make: Callable[[Any], Any]) -> None:
+        original = self.original()
+        replacement = make(original)
+        self.restore()
+        if replacement is original:
+            return
+        namespace, _, name = self.path.partition("::")
+        library = torch.library.Library(namespace, "IMPL")
+        with warnings.catch_warnings():
+            # PyTorch warns that kernels are overridden, but that is the purpose.
+            warnings.simplefilter("ignore", UserWarning)
+            library.impl(name, replacement, "CPU", with_keyset=True, allow_override=True)
+        _replaced[self.path] = _Replaced(original, library)
+
+    def restore(self) -> None:
+        if replaced := _replaced.pop(self.path, None):
+            replaced.replacement._destroy()
 
 
 @dataclass(frozen=True)
@@ -113,8 +152,7 @@ class Patch:
     name: str
     targets: tuple[Target, ...]
     why: str
-    without: str
-    """What changes for the user where the patch cannot be applied."""
+    """What is so, for the user too, where the patch cannot be applied."""
     until: str
     """What has to happen before it can go."""
     required: bool = False
@@ -132,18 +170,23 @@ class Patch:
         Raises:
             RuntimeError: the patch is required, and a target is missing or has changed.
         """
-        assert len(makes) == len(self.targets)
-        problems = [target.problem() for target in (*self.targets, *self.relies_on)]
-        if problem := next(filter(None, problems), None):
-            message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.without}"
+        problem = next(filter(None, (target.problem() for target in self.relies_on)), None)
+        # One by one, since looking at a target may import torchtitan, for which those before it
+        # must have been replaced.
+        for target, make in zip(self.targets, makes, strict=True):
+            problem = problem or target.problem()
+            if problem is None:
+                target.replace(make)
+        if problem:
+            for target in self.targets:
+                target.restore()
+            message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.why}"
             if self.required:
                 raise RuntimeError(message)
-            _log_once(logging.WARNING, message)
+            log_once(logging.WARNING, message)
             return False
-        for target, make in zip(self.targets, makes):
-            target.replace(make)
-        replaced = ", ".join(target.path for target in self.targets)
-        _log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
+        replaced = ", ".join(target.path for target in self.targets if target.path in _replaced)
+        log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
         return True
 
 
@@ -152,15 +195,18 @@ def restore(patches: Iterable[Patch]) -> None:
     for patch in patches:
         for target in patch.targets:
             target.restore()
-    _log_once.cache_clear()
+    log_once.cache_clear()
 
 
 @functools.cache
-def _log_once(level: int, message: str) -> None:
+def log_once(level: int, message: str) -> None:
+    """Logs a message, unless this process has logged it before."""
     _logger.log(level, message)
 
 
-_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+# What FP8 needs
 
 SAC_POLICY = Patch(
     name="selective checkpointing policy",
@@ -171,20 +217,8 @@ SAC_POLICY = Patch(
         ),
     ),
     relies_on=(Target("torch.utils.checkpoint:_CachingTorchDispatchMode", ("policy_fn", ...)),),
-    why="torchtitan's op-level policy saves every second aten.mm and recomputes ops it does not "
-    "know. Dense FP8 GEMMs are reported to it as aten.mm (activation_checkpointing.py).",
-    without="Op-level activation checkpointing recomputes every FP8 GEMM: slower, less memory.",
+    why="Op-level activation checkpointing recomputes each FP8 GEMM, which it does not know.",
     until="torchtitan's policy counts ops of a list that converters can extend.",
-)
-
-CHECKPOINT_RANGES = Patch(
-    name="profiler ranges in checkpoints",
-    targets=(Target("torch.utils.checkpoint:SAC_IGNORED_OPS"),),
-    why="FSDP2's hooks on experts run inside the checkpoint of their block and mark ranges for the "
-    "profiler. torch 2.13 demands that the recomputation calls every op as often as forward did, "
-    "and FSDP2 marks other ranges there (profiler_ranges.py).",
-    without="On torch 2.13 op-level activation checkpointing fails with experts under FSDP2.",
-    until="SAC_IGNORED_OPS has the ops of the profiler.",
 )
 
 RECOMPUTABLE_QUANTIZERS = Patch(
@@ -193,42 +227,40 @@ RECOMPUTABLE_QUANTIZERS = Patch(
     relies_on=(
         Target("torch._functorch.partitioners:OpTypes", ("fusible_ops", "recomputable_ops", ...)),
     ),
-    why="AOTAutograd's partitioner never recomputes a custom op, so it would save the transposed "
-    "FP8 copy of every input for wgrad. It has no public list of recomputable ops "
-    "(recomputation.py).",
-    without="torch.compile saves FP8 copies of the layers' inputs for backward: more memory.",
+    why="torch.compile recomputes no custom op, so it saves FP8 copies of inputs: more memory.",
     until="torch.library has a tag for ops that are cheap to recompute.",
 )
 
 FEWER_OPS = Patch(
     name="fewer ops",
     targets=(Target("torch._inductor.config:post_grad_custom_post_pass"),),
-    why="After its partitioner torch.compile neither merges calls of custom ops nor drops outputs "
-    "that nothing reads (graph_passes.py).",
-    without="Compiled FP8 layers call more ops, and quantizers write more than is read: slower.",
+    why="torch.compile neither merges custom ops nor drops outputs that nobody reads: slower.",
     until="torch.compile launches custom ops as cheaply as its own kernels.",
 )
 
-GRADIENT_COPIES = Patch(
-    name="gradient copies",
+FP8_GATHERS = Patch(
+    name="FP8 gathers",
     targets=(
-        Target(
-            "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce_scatter_copy_in",
-            ("unsharded_grads", "reduce_scatter_input", "world_size"),
-        ),
+        Target(f"{_FSDP}._fsdp_param:FSDPParam._sharded_local_tensor"),
+        Target(f"{_FSDP}._fsdp_param:FSDPParam.reset_sharded_param", ("self",)),
     ),
-    why="FSDP2 copies gradients into the buffer of a reduce-scatter by chunk_cat, with a table "
-    "that it copies to the GPU each time. Between few ranks the table is so large that the CPU "
-    "waits for this copy (gradient_copies.py).",
-    without="FSDP2 copies gradients by chunk_cat: more CPU time.",
-    until="chunk_cat needs no table, or FSDP2 copies in another way.",
+    relies_on=(Target(f"{_FSDP}._fsdp_param:FSDPParam._init_extensions", ("self",)),),
+    why="FSDP2 cannot gather weights in FP8. Set fsdp_all_gather = false.",
+    until="FSDP2 takes extensions that are not part of a parameter's local tensor.",
+    required=True,
 )
+
+# What speeds up jobs without FP8, too (host/)
 
 GRADIENT_REDUCTION = Patch(
     name="gradient reduction",
     targets=(
         Target(
-            "torch.distributed.fsdp._fully_shard._fsdp_param_group:foreach_reduce",
+            f"{_FSDP}._fsdp_collectives:foreach_reduce_scatter_copy_in",
+            ("unsharded_grads", "reduce_scatter_input", "world_size"),
+        ),
+        Target(
+            f"{_FSDP}._fsdp_param_group:foreach_reduce",
             (
                 *("fsdp_params", "unsharded_grads", "reduce_scatter_group"),
                 *("reduce_scatter_stream", "reduce_scatter_comm", "orig_dtype", "reduce_dtype"),
@@ -237,83 +269,67 @@ GRADIENT_REDUCTION = Patch(
                 "force_sum_reduction_for_comms",
             ),
         ),
-        Target(
-            "torch.distributed.fsdp._fully_shard._fsdp_param:"
-            "FSDPParam.to_accumulated_grad_if_needed",
-            ("self",),
-        ),
+        Target(f"{_FSDP}._fsdp_param:FSDPParam.to_accumulated_grad_if_needed", ("self",)),
     ),
-    relies_on=(
-        Target("torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter"),
-    ),
-    why="FSDP2 reduces bf16 gradients in FP32 by sending FP32, and handles what one rank has whole "
-    "in the same way (gradient_reduction.py).",
-    without="FSDP2 sends FP32, twice as many bytes.",
-    until="FSDP2 sends gradients in their own dtype.",
+    relies_on=(Target(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter"),),
+    why="FSDP2 sends bf16 gradients as FP32, twice the bytes, and copies them in more CPU time.",
+    until="FSDP2 sends gradients in their own dtype, and copies them without a table.",
 )
 
 PROFILER_RANGES = Patch(
     name="profiler ranges",
     targets=(
+        Target(f"{_FSDP}._fsdp_param_group:record_function", ("name", ...)),
         Target(
-            "torch.distributed.fsdp._fully_shard._fsdp_param_group:record_function",
-            ("name", ...),
+            f"{_FSDP}._fsdp_state:FSDPState._root_pre_forward", ("self", "module", "args", "kwargs")
         ),
     ),
-    why="FSDP2 marks its work for the profiler, also when none runs (profiler_ranges.py).",
-    without="FSDP2 marks ranges for the profiler in each step: more CPU time.",
-    until="record_function costs nothing while no profiler runs.",
+    why="More CPU time; on torch 2.13 op-level checkpointing fails with experts under FSDP2.",
+    until="record_function costs nothing without a profiler, and checkpoints ignore its ops.",
 )
 
-FP8_GATHERS = Patch(
-    name="FP8 gathers",
-    targets=(
-        Target(f"{_FSDP_PARAM}._sharded_local_tensor"),
-        Target(f"{_FSDP_PARAM}.reset_sharded_param", ("self",)),
-    ),
-    relies_on=(Target(f"{_FSDP_PARAM}._init_extensions", ("self",)),),
-    why="FSDP2 looks for its extension on the local tensor of a parameter. That would have to be a "
-    "subclass of Tensor, which is no ordinary tensor to users, or a tensor with attributes, which "
-    "copies and checkpoints would take along (sharded_weight.py).",
-    without="FSDP2 cannot gather weights in FP8. Set fsdp_all_gather = false.",
-    until="FSDP2 takes extensions that are not part of a tensor.",
-    required=True,
-)
+# What torchtitan needs on a machine without an accelerator (cpu_host/)
 
-CPU_DEVICE_TYPE = Patch(
-    name="CPU device type",
-    targets=(Target("torch._utils:_get_available_device_type", ()),),
-    why="torchtitan.tools.utils calls it once, on import, and takes None to mean CUDA.",
-    without="torchtitan cannot run on this machine, which has no accelerator.",
-    until="torchtitan uses the CPU on a machine without an accelerator.",
-    required=True,
+BF16_KERNELS = tuple(
+    Kernel(f"aten::{name}")
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "mm.out", "addmm.out", "bmm.out", "baddbmm.out"),
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )
 )
+"""Replaced on CPUs without bf16 kernels of oneDNN (cpu_host/bf16.py)."""
 
-CPU_DEVICE_MODULE = Patch(
-    name="CPU device module",
-    targets=tuple(
-        Target(f"torch.cpu:{name}", may_be_absent=True)
-        for name in (
-            "get_device_name",
-            "get_device_properties",
-            "memory_stats",
-            "reset_peak_memory_stats",
-            "empty_cache",
-            "current_device",
-        )
-    ),
-    why="The trainer calls these functions of its device module, and torch.cpu lacks them. It has "
-    "current_device, but that returns a string, and a barrier needs a number.",
-    without="torchtitan's trainer fails in its first call of torch.cpu.",
-    until="torch.cpu has them.",
+
+def _cpu(*targets: Target) -> Patch:
+    """Replaces what both versions of torchtitan need on the CPU, and then `targets`."""
+    added = [
+        *("get_device_name", "get_device_properties", "memory_stats"),
+        *("reset_peak_memory_stats", "empty_cache", "current_device"),
+    ]
+    return Patch(
+        name="CPU",
+        targets=(
+            # First, since torchtitan calls it once, on import.
+            Target("torch._utils:_get_available_device_type", ()),
+            *(Target(f"torch.cpu:{name}", may_be_absent=True) for name in added),
+            Target(
+                "torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")
+            ),
+            *BF16_KERNELS,
+            *targets,
+        ),
+        why="torchtitan assumes CUDA, and cannot run on this machine, which has no accelerator.",
+        until="torchtitan trains on the CPU by itself.",
+        required=True,
+    )
+
+
+CPU_0_2 = _cpu(
+    Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),
+    Target("torch:histc"),
+    Target("torchtitan.models.moe.kernels:fill_indices_wrapper"),
 )
-
-CPU_GRADIENT_SUM = Patch(
-    name="CPU gradient sum",
-    targets=(
-        Target("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")),
-    ),
-    why="With a gradient divide factor FSDP2 reduces by PREMUL_SUM, which gloo lacks.",
-    without="FSDP2 fails in its first reduction on the CPU.",
-    until="gloo has PREMUL_SUM, or FSDP2 avoids it where the backend lacks it.",
+CPU_0_3 = _cpu(
+    Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
+    Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),
 )

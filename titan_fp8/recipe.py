@@ -13,21 +13,40 @@ and, transposed, along their columns.
 checkpointing and the benchmarks read from it; CONTRIBUTING.md says how to add one.
 """
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
-from titan_fp8.ops import direct as _ops
-from titan_fp8.ops import overload_of
-
-Op = Callable[..., Any]
+from titan_fp8.ops.registry import OPS
 
 BF16 = "bf16"
 """The value of `recipe` with which nothing is converted: the baseline."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An op by its name, with the options by which a recipe calls it.
+
+    Called, it is the op of `torch.ops.titan_fp8`.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return getattr(torch.ops.titan_fp8, self.name)(*args, **self.options, **options)
+
+    def on(self, ops: Any, *args: Any) -> Any:
+        """Calls it on any object that has the ops (`ops/registry.py`)."""
+        return getattr(ops, self.name)(*args, **self.options)
+
+    @property
+    def overload(self) -> OpOverload:
+        """What graphs of torch.compile call."""
+        return OPS[self.name].overload
 
 
 class Scaling(Enum):
@@ -43,13 +62,12 @@ class Scaling(Enum):
 class Gemm:
     """One of the three GEMMs: the scaling of both operands, and the op.
 
-    The ops of fprop and dgrad are given the weight in high precision and quantize it; `mm` of the
-    recipe is the same GEMM for a weight that is quantized already.
+    The ops of fprop and dgrad quantize the weight, unless it is in FP8 already.
     """
 
     left: Scaling
     right: Scaling
-    op: Op
+    op: Stage
 
 
 @dataclass(frozen=True)
@@ -60,15 +78,13 @@ class FeedForwardOps:
         swiglu: h of a and b, quantized along its rows.
         swiglu_backward: da, db and h, quantized as the GEMMs of backward read them.
         dgrad_pair: dx, the sum of two dgrads.
-        forward: all of forward, for grouped experts.
-        backward: all of backward, dense or grouped.
+        gather: rows and columns of x or g, for rows of experts that were quantized before.
     """
 
-    swiglu: Op
-    swiglu_backward: Op
-    dgrad_pair: Op
-    forward: Op
-    backward: Op
+    swiglu: Stage
+    swiglu_backward: Stage
+    dgrad_pair: Stage
+    gather: Stage
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,6 @@ class Recipe:
         quantize_columns: the same for wgrad.
         quantize_rows_and_columns: both from one read.
         quantize_weight, quantize_weight_t: quantize W for fprop and, transposed, for dgrad.
-        mm: the GEMM of fprop and dgrad for a weight that is quantized already.
         feed_forward: the ops of the fused feed-forward, if there are any.
     """
 
@@ -95,12 +110,11 @@ class Recipe:
     wgrad: Gemm
     scale_fmt: str
     alignment: int
-    quantize_rows: Op
-    quantize_columns: Op
-    quantize_rows_and_columns: Op
-    quantize_weight: Op
-    quantize_weight_t: Op
-    mm: Op
+    quantize_rows: Stage
+    quantize_columns: Stage
+    quantize_rows_and_columns: Stage
+    quantize_weight: Stage
+    quantize_weight_t: Stage
     feed_forward: FeedForwardOps | None
 
     @property
@@ -116,30 +130,29 @@ class Recipe:
 
 def _blockwise(name: str, scale_fmt: str) -> Recipe:
     """DeepSeek-V3's recipe (arXiv 2412.19437, §3.3): 1x128 for x and g, 128x128 for W."""
+    options = {} if scale_fmt == "fp32" else {"scale_fmt": scale_fmt}
 
-    def scaled(op: Op) -> Op:
-        return op if scale_fmt == "fp32" else functools.partial(op, scale_fmt=scale_fmt)
+    def scaled(op: str) -> Stage:
+        return Stage(op, options)
 
     left, right = Scaling.BLOCK_1X128, Scaling.BLOCK_128X128
     return Recipe(
         name,
-        fprop=Gemm(left, right, scaled(_ops.blockwise_fprop)),
-        dgrad=Gemm(left, right, scaled(_ops.blockwise_dgrad)),
-        wgrad=Gemm(left, left, _ops.blockwise_wgrad),
+        fprop=Gemm(left, right, scaled("blockwise_fprop")),
+        dgrad=Gemm(left, right, scaled("blockwise_dgrad")),
+        wgrad=Gemm(left, left, Stage("blockwise_wgrad")),
         scale_fmt=scale_fmt,
         alignment=128,
-        quantize_rows=scaled(_ops.quantize_1x128),
-        quantize_columns=scaled(_ops.quantize_128x1_t),
-        quantize_rows_and_columns=scaled(_ops.quantize_1x128_128x1_t),
-        quantize_weight=scaled(_ops.quantize_128x128),
-        quantize_weight_t=scaled(_ops.quantize_128x128_t),
-        mm=_ops.blockwise_mm,
+        quantize_rows=scaled("quantize_1x128"),
+        quantize_columns=scaled("quantize_128x1_t"),
+        quantize_rows_and_columns=scaled("quantize_1x128_128x1_t"),
+        quantize_weight=scaled("quantize_128x128"),
+        quantize_weight_t=scaled("quantize_128x128_t"),
         feed_forward=FeedForwardOps(
-            swiglu=scaled(_ops.swiglu_1x128),
-            swiglu_backward=scaled(_ops.swiglu_backward_1x128_128x1_t),
-            dgrad_pair=scaled(_ops.blockwise_dgrad_pair),
-            forward=scaled(_ops.blockwise_swiglu),
-            backward=scaled(_ops.blockwise_swiglu_backward),
+            swiglu=scaled("swiglu_1x128"),
+            swiglu_backward=scaled("swiglu_backward_1x128_128x1_t"),
+            dgrad_pair=scaled("blockwise_dgrad_pair"),
+            gather=scaled("gather_1x128_128x1_t"),
         ),
     )
 
@@ -148,17 +161,16 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
     """One scale per row of the left operand and per column of the right one."""
     return Recipe(
         name,
-        fprop=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_fprop),
-        dgrad=Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_dgrad),
+        fprop=Gemm(Scaling.ROW, Scaling.ROW, Stage("rowwise_fprop")),
+        dgrad=Gemm(Scaling.ROW, Scaling.ROW, Stage("rowwise_dgrad")),
         wgrad=wgrad,
         scale_fmt="fp32",
         alignment=16,
-        quantize_rows=_ops.quantize_row,
-        quantize_columns=_ops.quantize_col_t,
-        quantize_rows_and_columns=_ops.quantize_row_col_t,
-        quantize_weight=_ops.quantize_row,
-        quantize_weight_t=_ops.quantize_weight_col_t,
-        mm=_ops.rowwise_mm,
+        quantize_rows=Stage("quantize_row"),
+        quantize_columns=Stage("quantize_col_t"),
+        quantize_rows_and_columns=Stage("quantize_row_col_t"),
+        quantize_weight=Stage("quantize_row"),
+        quantize_weight_t=Stage("quantize_weight_col_t"),
         feed_forward=None,
     )
 
@@ -167,8 +179,8 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         _blockwise("blockwise", scale_fmt="fp32"),
-        _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, _ops.rowwise_wgrad)),
-        _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, _ops.bf16_wgrad)),
+        _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, Stage("rowwise_wgrad"))),
+        _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, Stage("bf16_wgrad"))),
         _blockwise("blockwise_pow2", scale_fmt="ue8m0"),
     )
 }
@@ -183,8 +195,3 @@ def get_recipe(name: str) -> Recipe:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe = {name!r}: allowed are {', '.join(map(repr, RECIPES))}")
     return RECIPES[name]
-
-
-def op_of(op: Op) -> OpOverload:
-    """The registered op of a stage, without the options that the recipe binds to it."""
-    return overload_of(op.func if isinstance(op, functools.partial) else op)

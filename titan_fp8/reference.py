@@ -129,7 +129,9 @@ def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tens
 def swiglu_backward_1x128_128x1_t(
     dh: Tensor, a: Tensor, b: Tensor,
     offs: Tensor | None = None, aligned: bool = False, *, scale_fmt: str = "fp32",
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """The operands of backward of a SwiGLU of a, b (M, H), given dh (M, H): ten tensors.
 
     `quantize_1x128_128x1_t` of da (4) and of db (4), `quantize_128x1_t` of h (2).
@@ -400,88 +402,30 @@ def places_of_tokens(
     return token_of_place.int(), place.int(), sizes.int()
 
 
-# The exchange of tokens between ranks. Here all ranks are in one process: a list has an element for
-# each rank, and counts (ranks, experts) are the copies that each rank has for each expert. Rank r
-# has the r-th part of the experts. docs/exchange.md describes the layout.
+def gather_1x128_128x1_t(
+    q: Tensor,
+    s: Tensor,
+    slots: Tensor,
+    offs: Tensor,
+    weight: Tensor | None = None,
+    k: int = 1,
+    *,
+    scale_fmt: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row ⌊slots[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, as GEMMs of groups read them.
 
-
-def exchange_places(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where copies go, from counts (ranks, experts) integers.
-
-    Returns:
-        offset (ranks, experts): what to add to the index of a rank's copy, sorted by expert, to get
-        its row at the expert's rank; ends and filled (ranks, local experts): the end of each group,
-        and where its padding begins.
-    """
-    counts, ranks = counts.long(), len(counts)
-    sizes = (counts.sum(0) + alignment - 1).div(alignment, rounding_mode="floor").clamp(min=1)
-    ends = (sizes * alignment).view(ranks, -1).cumsum(1)
-    begins = ends - (sizes * alignment).view(ranks, -1)
-    ahead, index = counts.cumsum(0) - counts, counts.cumsum(1) - counts
-    offset = begins.flatten() + ahead - index
-    return offset, ends, begins + counts.sum(0).view(ranks, -1)
-
-
-def exchange_send(
-    xs: list[Tensor],
-    indices: list[Tensor],
-    chosen: list[Tensor],
-    counts: Tensor,
-    alignment: int,
-    weights: list[Tensor] | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """Tokens xs (T, K) to rows in the order of each rank's experts, in groups of padded sizes.
-
-    indices, chosen (T, k): the index of each copy, sorted by expert, -1 for none; its expert.
-    weights (T, k): copies are multiplied by them, and rounded.
+    slots (C,) integers, C and all ends `offs` multiples of 128; a row of zeros where q has no such
+    row. weight (C,) FP32 multiplies the scales of the rows.
 
     Returns:
-        For each rank its rows (the end of its last group, K), zeros where there is padding, and
-        where each row came from: copy · ranks + rank, -1 for padding.
+        The rows' q (C, K) and s (C, ⌈K/128⌉); then q (K, C) and s (K, C/128) of their columns,
+        which are quantized again: `quantize_128x1_t` of the FP32 products q · s.
     """
-    offset, ends, _ = exchange_places(counts, alignment)
-    ranks, local = ends.shape
-    out = [
-        (xs[0].new_zeros(end, xs[0].shape[1]), offset.new_full((end,), -1))
-        for end in ends[:, -1].tolist()
-    ]
-    for rank, (x, index, expert) in enumerate(zip(xs, indices, chosen, strict=True)):
-        top = index.shape[1]
-        copies = (index.flatten() >= 0).nonzero().flatten()
-        rows = gather_rows(x, copies, None if weights is None else weights[rank], top)
-        expert = expert.flatten()[copies].long()
-        place = index.flatten()[copies] + offset[rank, expert]
-        for owner, (to, origin) in enumerate(out):
-            here = expert // local == owner
-            to[place[here]] = rows[here]
-            origin[place[here]] = copies[here] * ranks + rank
-    return out
-
-
-def exchange_deliver(ys: list[Tensor], origins: list[Tensor], copies: list[int]) -> list[Tensor]:
-    """Rows ys (rows, K) in expert order back to the ranks: one row for each of their copies.
-
-    origins: as `exchange_send` returns them. copies: T · k of each rank. Rows of copies that a rank
-    has not sent are zero.
-    """
-    ranks = len(ys)
-    out = [ys[0].new_zeros(count, ys[0].shape[1]) for count in copies]
-    for y, origin in zip(ys, origins, strict=True):
-        for rank, to in enumerate(out):
-            rows = ((origin >= 0) & (origin % ranks == rank)).nonzero().flatten()
-            to[origin[rows] // ranks] = y[rows]
-    return out
-
-
-def requantize_128x1_t(
-    q: Tensor, s: Tensor, offs: Tensor, weight: Tensor | None = None, *, scale_fmt: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scales and columns of x (M, K), given as rows in FP8: q (M, K) and s (M, ⌈K/128⌉).
-
-    Groups end at multiples of 128. weight (M,) FP32 multiplies the rows, or None: s times it is the
-    first output; then `quantize_128x1_t` of the FP32 product of q and that.
-    """
+    inside = _inside(slots, q.shape[0] * k)
+    source = torch.where(inside, slots // k, q.shape[0])  # a row of zeros that is appended
+    q = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, 1))[source].view(q.dtype)
+    s = torch.cat((s, scale_of(s.new_zeros(1, s.shape[1]), scale_fmt)))[source]
     if weight is not None:
-        s = s * weight[:, None]
+        s = torch.where(inside[:, None], s * weight[:, None], s)
     columns = quantize_128x1_t(dequantize_1x128(q, s), offs, True, scale_fmt=scale_fmt)
-    return to_layout_1x128(s), *columns
+    return q, to_layout_1x128(s), *columns

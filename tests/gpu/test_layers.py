@@ -21,9 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import titan_fp8
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.layouts import E4M3
 from titan_fp8.recipe import RECIPES
-from titan_fp8.swiglu import fp8_swiglu
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)

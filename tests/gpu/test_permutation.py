@@ -10,7 +10,8 @@ from gpu_utils import no_sync, poisoned_outputs
 from shapes import ODD_ROUTING, ODD_ROW_LENGTHS
 from torch import Tensor
 
-from titan_fp8 import permute, reference
+from titan_fp8 import reference
+from titan_fp8.host import permute
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -29,7 +30,7 @@ def torchtitan_moe():
 
 @pytest.fixture
 def permutation(torchtitan_moe):
-    from titan_fp8.torchtitan_0_2 import permutation
+    from titan_fp8.host.torchtitan_0_2 import permutation
 
     return permutation
 
@@ -184,7 +185,7 @@ def test_gathers_equal_torchtitans_permutation(
 def test_a_layer_with_gathers_equals_torchtitans(torchtitan_moe, permutation, top_k, before, dtype):
     from torchtitan.models.moe.moe import MoE, MoEArgs
 
-    from titan_fp8.torchtitan_0_2 import moe
+    from titan_fp8.host.torchtitan_0_2 import moe
 
     results = []
     for by_gathers in (False, True):

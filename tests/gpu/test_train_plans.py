@@ -1,7 +1,7 @@
 """Parallel plans on GPUs, compiled and launched from the command line: the losses of one GPU.
 
 Tensor, pipeline and context parallelism on two GPUs, and FlexAttention inside op-level checkpoints;
-`scripts/bench_plans.sh` measures plans at full size. All runs of a model start from the same seed
+`scripts/bench plans` measures plans at full size. All runs of a model start from the same seed
 checkpoint and see the same batches, so their losses differ by rounding only.
 """
 

@@ -6,7 +6,8 @@ a test compiles what would run. Tensors may be on the CPU: their values are not 
 of production size cost nothing if nobody writes to them.
 
 Tests share cubins through Triton's cache on disk. To disassemble one takes longer than to compile
-most kernels, so a cubin is disassembled only when a test reads its SASS, and once.
+most kernels, so a cubin is disassembled only when a test reads its SASS, and once. The PTX tells
+what Triton alone decides, as the width of an access, at no cost.
 """
 
 import functools
@@ -37,13 +38,18 @@ needs_cuobjdump = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel: registers and spilled bytes per thread, shared bytes per program, machine code."""
+    """A kernel: registers and spilled bytes per thread, shared bytes per program, code."""
 
     name: str
     registers: int
     spills: int
     shared: int
     cubin: bytes = field(repr=False)
+    ptx: str = field(repr=False)
+
+    def wide(self, access: str) -> int:
+        """The accesses to global memory, "ld" or "st", of 16 bytes per thread."""
+        return len(re.findall(rf"{access}\.global\S*\.v(4\.b32|2\.b64)", self.ptx))
 
     @property
     def sass(self) -> str:
@@ -94,7 +100,8 @@ def _measure(built: CompiledKernel) -> Compiled:
     usage = _cuobjdump("--dump-resource-usage", cubin)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     spills = int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])
-    return Compiled(built.metadata.name, registers, spills, built.metadata.shared, cubin)
+    name, shared = built.metadata.name, built.metadata.shared
+    return Compiled(name, registers, spills, shared, cubin, built.asm["ptx"])
 
 
 @functools.cache

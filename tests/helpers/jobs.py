@@ -1,13 +1,25 @@
 """Runs a training job as a command."""
 
+import contextlib
 import os
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
-from converge_jobs import kill_tree
+def kill_tree(pid: int) -> None:
+    """Kills a process and its descendants: each rank of torchrun has a session of its own."""
+    for each in (pid, *descendants(pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
 
 
 def log_of(command: list[object], timeout: float, **env: str) -> str:

@@ -105,40 +105,17 @@ def gemm_calls(m, n, k, offs, aligned, dtype):
     yield ops.blockwise_mm_pair, (*left, *left, *end)
     yield ops.rowwise_fprop, (*ops.quantize_row(x), w, *end)
     yield ops.rowwise_dgrad, (*ops.quantize_row(g), w, *end)
-    (wq, _), (_, sw_t) = ops.quantize_128x128(w), ops.quantize_128x128_t(w)
-    left = *ops.quantize_1x128(g), wq, sw_t
-    yield ops.blockwise_dgrad_fp8, (*left, *end)
-    yield ops.blockwise_dgrad_pair_fp8, (*left, *left, *end)
-    yield ops.rowwise_dgrad_fp8, (*ops.quantize_row(g), wq, ops.quantize_weight_col_t(w)[1], *end)
+    (wq, sw), (_, sw_t) = ops.quantize_128x128(w), ops.quantize_128x128_t(w)
+    end_of_fp8 = (*end, dtype)
+    left = *ops.quantize_1x128(g), wq
+    yield ops.blockwise_fprop, (*ops.quantize_1x128(x), wq, *end_of_fp8, sw)
+    yield ops.blockwise_dgrad, (*left, *end_of_fp8, sw_t)
+    yield ops.blockwise_dgrad_pair, (*left, *left, *end_of_fp8, sw_t, sw_t)
+    yield ops.rowwise_fprop, (*ops.quantize_row(x), wq, *end_of_fp8, ops.quantize_row(w)[1])
+    sw_t = ops.quantize_weight_col_t(w)[1]
+    yield ops.rowwise_dgrad, (*ops.quantize_row(g), wq, *end_of_fp8, sw_t)
     operands = *ops.quantize_128x1_t(g, *layout), *ops.quantize_128x1_t(x, *layout)
     yield ops.blockwise_wgrad, (*operands, *end)
     operands = *ops.quantize_col_t(g, *layout), *ops.quantize_col_t(x, *layout)
     yield ops.rowwise_wgrad, (*operands, *end)
     yield ops.bf16_wgrad, (g.bfloat16(), x.bfloat16(), *end)
-    yield from backward_calls(g.to(dtype), x, w, *layout)
-    weights = w, torch.randn(*w.shape[:-2], 48, n), torch.randn_like(w)
-    kept = *torch.randn(2, m, n), *ops.quantize_128x1_t(x, *layout)
-    yield ops.blockwise_swiglu_backward, (torch.randn(m, 48), *kept, *weights, *end)
-    if offs is not None:
-        yield ops.blockwise_swiglu, (x.to(dtype), *weights, *layout)
-        rows = [t for each in weights for t in ops.quantize_128x128(each)]
-        yield ops.blockwise_swiglu_fp8, (x.to(dtype), *rows, *layout)
-        for i, each in enumerate(weights):
-            rows[2 * i + 1] = ops.quantize_128x128_t(each)[1]
-        arguments = torch.randn(m, 48), *kept, *rows, *layout, dtype, dtype
-        yield ops.blockwise_swiglu_backward_fp8, arguments
-
-
-def backward_calls(g, x, w, offs, aligned):
-    """The backward of a product, for each recipe, and with a weight that is FP8 already."""
-    quantized = {
-        "blockwise": (ops.quantize_128x1_t(x, offs, aligned), ops.quantize_128x128_t(w)),
-        "rowwise": (ops.quantize_col_t(x, offs, aligned), ops.quantize_weight_col_t(w)),
-    }
-    for recipe in RECIPES:
-        columns, (_, sw_t) = quantized["rowwise" if recipe.startswith("rowwise") else "blockwise"]
-        if recipe == "rowwise_with_gw_hp":
-            columns = x.bfloat16(), None
-        layout = offs, aligned, torch.bfloat16, torch.float32, recipe
-        yield ops.product_backward, (g, w.to(g.dtype), None, *columns, *layout)
-        yield ops.product_backward, (g, w.to(E4M3), sw_t, *columns, *layout)

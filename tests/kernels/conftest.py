@@ -28,17 +28,17 @@ def stub(tmp_path_factory):
 @pytest.fixture
 def cuda(stub, monkeypatch):
     """The stub driver: its record, its contexts, and the current device and stream."""
+    stream = lambda device: state.stream + device  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     module = launch.native(stub)
-    module.load_driver(stub)
+    module.load_driver(stub, torch._C._cuda_getDevice, stream)
     library = ctypes.CDLL(stub)
     library.cuCtxSetCurrent(None)
     record = Record.in_dll(library, "record")
     ctypes.memset(ctypes.addressof(record), 0, ctypes.sizeof(record))
     state = SimpleNamespace(module=module, library=library, record=record, device=0, stream=7000)
     monkeypatch.setattr(launch, "native", lambda: module)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
-    stream = lambda device: state.stream + device  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     monkeypatch.setattr(example, "_launcher", None)
     return state
 

@@ -6,8 +6,9 @@ exactly what would run. They print registers (`pytest -s`).
 
 import pytest
 import torch
+from bench.shapes import GROUPED, LINEAR, QUANTIZE, QUANTIZE_WEIGHTS, uneven_ends
 from compile_utils import Compiler, needs_cuobjdump
-from shapes import GROUPED, LINEAR, LONG_ROWS, ODD_WEIGHTS, QUANTIZE, QUANTIZE_WEIGHTS, uneven_ends
+from shapes import LONG_ROWS, ODD_WEIGHTS
 
 from titan_fp8.kernels import hopper
 from titan_fp8.kernels.hopper import (

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from bench.shapes import GROUPED, QUANTIZE, uneven_ends
 from compile_utils import Compiler, needs_cuobjdump
-from shapes import GROUPED, QUANTIZE, uneven_ends
 
 from titan_fp8 import reference
 from titan_fp8.kernels.hopper import quantize_blockwise, swiglu_quantize

@@ -5,8 +5,9 @@ The tests print registers (`pytest -s`).
 
 import pytest
 import torch
+from bench.shapes import GROUPED, SWIGLU, uneven_ends
 from compile_utils import Compiler, needs_cuobjdump
-from shapes import GROUPED, ODD_SWIGLU, SWIGLU, uneven_ends
+from shapes import ODD_SWIGLU
 
 from titan_fp8.kernels.hopper import swiglu_quantize as swiglu
 

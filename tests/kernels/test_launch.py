@@ -189,7 +189,7 @@ def test_an_error_of_the_driver_is_named(cuda, compilations, call, code, message
 )
 def test_a_driver_that_does_not_load_is_named(cuda, driver, message):
     with pytest.raises(RuntimeError, match=f"titan_fp8: no CUDA driver: .*{message}"):
-        cuda.module.load_driver(driver)
+        cuda.module.load_driver(driver, None, None)
 
 
 @pytest.mark.parametrize("given, used", [(None, 1003), (7, 7)])

@@ -14,11 +14,11 @@ from launch_utils import only
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from titan_fp8 import functional, gemms
+from titan_fp8.functional import gemms
 from titan_fp8.kernels import gradients, hopper, launch, replay
 from titan_fp8.kernels.hopper import gemm_blockwise
 from titan_fp8.kernels.replay import replayed
-from titan_fp8.ops import gemm, registry, swiglu
+from titan_fp8.ops.registry import Implementation
 from titan_fp8.ops.sequence import Place, Step, encode, run_steps
 
 
@@ -63,8 +63,9 @@ def kernels(cuda, monkeypatch):
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a @ b).to(out_dtype))
     monkeypatch.setattr(GluonJITFunction, "run", run)
     monkeypatch.setattr(gemm_blockwise, "multiprocessors", lambda device: 132)
-    for module in (registry, gemm, swiglu):
-        monkeypatch.setattr(module, "implementation", lambda x, emulate: hopper)
+
+
+OPS = Implementation(hopper)
 
 
 def test_copies_of_gradients_are_replayed(history, kernels):
@@ -116,39 +117,49 @@ def launched(history, function, args) -> tuple[list, tuple]:
     return launches, result if isinstance(result, tuple) else (result,)
 
 
-def product(recipe: str, ends: tuple | None, aligned: bool = False):
+def product(recipe: str, ends: tuple | None, aligned: bool = False, gathered: bool = False):
     """Forward and backward of a product, and what makes their arguments."""
-    spec = functional.Spec(recipe, False, aligned, torch.bfloat16)
+    spec = gemms.Spec(recipe, False, aligned, torch.bfloat16)
     lead = () if ends is None else (len(ends),)
+    in_bf16 = spec.recipe.wgrad_in_bf16
+    dtypes = torch.bfloat16, torch.bfloat16 if in_bf16 else torch.float32
 
-    def both(x, g, w, offs):
-        y, *columns = functional._forward.__wrapped__(x, w, offs, True, spec)
-        in_bf16 = recipe == "rowwise_with_gw_hp"
-        dtypes = torch.bfloat16, torch.bfloat16 if in_bf16 else torch.float32
-        columns = (x, None) if in_bf16 else columns
-        layout = offs, aligned, *dtypes, recipe
-        return y, *gemms.product_backward(g, w, None, *columns, *layout)
+    def both(x, g, offs, *weights):
+        w, s, s_t = weights if gathered else (*weights, None, None)
+        y, *columns = gemms.product(OPS, x, w, s, offs, True, spec)
+        columns = columns or (x,)
+        return y, *gemms.product_backward(OPS, g, w, s_t, offs, dtypes, spec, *columns)
 
     def make():
-        shapes = (320, 384), (320, 272), (*lead, 272, 384)
         offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-        return *(torch.randn(shape).bfloat16() for shape in shapes), offs
+        x, g, w = (
+            torch.randn(shape).bfloat16() for shape in ((320, 384), (320, 272), (*lead, 272, 384))
+        )
+        if not gathered:
+            return x, g, offs, w
+        (q, s), (_, s_t) = (
+            f(w) for f in (spec.recipe.quantize_weight, spec.recipe.quantize_weight_t)
+        )
+        return x, g, offs, q, s, s_t
 
     return both, make
 
 
 def experts():
     """The fused forward and backward of experts, and what makes their arguments."""
+    spec = gemms.Spec("blockwise", False, True, torch.bfloat16)
 
-    def both(x, w1, w2, w3, g, offs):
-        y, a, b, *columns = swiglu.blockwise_swiglu(x, w1, w2, w3, offs, True)
-        tensors = g, a, b, *columns, w1, w2, w3
-        return y, *swiglu.blockwise_swiglu_backward(*tensors, offs, True)
+    def both(x, g, offs, w1, w2, w3):
+        weights = w1, None, w2, None, w3, None
+        y, a, b, *columns = gemms.feed_forward(OPS, x, *weights, offs, True, spec)
+        dtypes = (torch.bfloat16,) * 4
+        tensors = g, *weights, offs
+        return y, *gemms.feed_forward_backward(OPS, *tensors, dtypes, spec, a, b, *columns)
 
     def make():
-        shapes = (256, 128), (2, 256, 128), (2, 128, 256), (2, 256, 128), (256, 128)
-        offs = torch.tensor([128, 256], dtype=torch.int32)
-        return *(torch.randn(shape).bfloat16() for shape in shapes), offs
+        shapes = (256, 128), (256, 128), (2, 256, 128), (2, 128, 256), (2, 256, 128)
+        x, g, *weights = (torch.randn(shape).bfloat16() for shape in shapes)
+        return x, g, torch.tensor([128, 256], dtype=torch.int32), *weights
 
     return both, make
 
@@ -164,7 +175,7 @@ def three_layers():
         shapes = (320, 384), (272, 384), (128, 384), (128, 384)
         return tuple(torch.randn(shape).bfloat16() for shape in shapes)
 
-    return lambda *tensors: run_steps(*tensors, run), make
+    return lambda *tensors: run_steps(OPS, *tensors, run), make
 
 
 HOPPER = {
@@ -174,6 +185,8 @@ HOPPER = {
     "rowwise": product("rowwise", None),
     "rowwise_with_gw_hp, which calls torch.mm": product("rowwise_with_gw_hp", None),
     "rowwise, groups": product("rowwise", (128, 320)),
+    "blockwise, gathered in FP8": product("blockwise", None, gathered=True),
+    "rowwise, gathered in FP8": product("rowwise", None, gathered=True),
     "experts": experts(),
     "a sequence": three_layers(),
 }

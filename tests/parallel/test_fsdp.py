@@ -1,19 +1,33 @@
 """FP8 modules under FSDP2: how gradients are copied, and loading into its modules."""
 
+from pathlib import Path
+
 import gloo
 import pytest
 import torch
 from gradient_kernel import CopyGradient, Experts
-from titan import CONVERTERS, LINEAR, build, convert, job, one_process
+from titan import (
+    CONVERTERS,
+    LINEAR,
+    build,
+    convert,
+    job,
+    loss_and_gradients,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from titan_fp8 import convert_linears, gradient_copies
-from titan_fp8.gradient_copies import copy_by_kernel, fits_kernel
+from titan_fp8 import convert_linears
+from titan_fp8.host import gradient_copies
+from titan_fp8.host.gradient_copies import copy_by_kernel, fits_kernel
 from titan_fp8.kernels import gradients as kernels
-from titan_fp8.patches import GRADIENT_COPIES
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -30,9 +44,10 @@ def gradients(ranks: int) -> list[Tensor]:
 
 def compare_gradients(rank: int, ranks: int) -> None:
     expected = gradients(ranks)
-    for _ in range(2):
-        assert GRADIENT_COPIES.apply(copy_by_kernel)
     with pytest.MonkeyPatch.context() as monkeypatch:
+        name = "foreach_reduce_scatter_copy_in"
+        ours = copy_by_kernel(_fsdp_collectives.foreach_reduce_scatter_copy_in)
+        monkeypatch.setattr(_fsdp_collectives, name, ours)
         # The CPU takes the GPU path, with PyTorch ops in place of the kernel.
         calls: list[int] = []
 
@@ -98,16 +113,40 @@ def test_a_checkpoint_loads_into_fsdp2_shards_of_any_size():
         assert model[0].weight.to_local().shape == (4, 64)
 
 
+FSDP = ("--parallelism.data_parallel_shard_degree", 2)
+
+
 @pytest.mark.parametrize(
     "flags, replaced",
     [
-        (("--parallelism.data_parallel_shard_degree", 2), True),
-        (("--parallelism.data_parallel_shard_degree", 2, f"--{LINEAR}.recipe", "bf16"), False),
+        (FSDP, True),
+        ((*FSDP, f"--{LINEAR}.recipe", "bf16"), False),
+        ((*FSDP, f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.host_speedups", "True"), True),
+        ((*FSDP, f"--{LINEAR}.host_speedups", "False"), False),
         (("--parallelism.data_parallel_replicate_degree", 2), False),
     ],
 )
-def test_gradient_copies_are_replaced_where_fp8_runs_under_fsdp(tmp_path, flags, replaced):
+def test_gradient_copies_are_replaced_where_the_key_says_so_under_fsdp(tmp_path, flags, replaced):
     original = _fsdp_collectives.foreach_reduce_scatter_copy_in
     config = job(tmp_path, "llama3", *flags, converters=CONVERTERS["llama3"])
     convert(config, build(config), ranks=2)
     assert (_fsdp_collectives.foreach_reduce_scatter_copy_in is not original) == replaced
+
+
+def train_both_ways(rank: int, folder: Path, text: Path) -> None:
+    """On one of two ranks, in bf16."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    flags = (*training(text, folder), *FSDP, f"--{LINEAR}.recipe", "bf16")
+    results = []
+    for speedups in ("False", "True"):
+        own = (*flags, f"--{LINEAR}.host_speedups", speedups)
+        with trainer(parse(folder, toml("llama3", CONVERTERS["llama3"]), *own)) as t:
+            results.append(loss_and_gradients(t))
+    want, got = results
+    assert want.keys() == got.keys()
+    assert not [name for name in want if not torch.equal(want[name], got[name])]
+
+
+def test_a_dense_bf16_job_computes_the_same_with_the_key(tmp_path, text):
+    gloo.spawn(train_both_ways, 2, tmp_path, text)

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from titan_fp8 import convert_linears, fsdp, sharded_weight
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.linear import FP8Linear
-from titan_fp8.ops import direct
+from titan_fp8 import convert_linears, fsdp
+from titan_fp8.fsdp import sharded_weight
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.modules.linear import FP8Linear
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import get_recipe
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 
@@ -79,7 +80,7 @@ def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
     q, s_t = w.for_dgrad
     for got, want in zip((w.q, w.s), ops.quantize_weight(whole)):
         assert_equal(got, want, what)
-    for got, want in zip((direct.transpose_fp8(q), s_t), ops.quantize_weight_t(whole)):
+    for got, want in zip((torch.ops.titan_fp8.transpose_fp8(q), s_t), ops.quantize_weight_t(whole)):
         assert_equal(got, want, what)
     layer.reshard()
 
@@ -117,7 +118,7 @@ def assert_gathered_as_before(layer: nn.Module, whole: Tensor) -> None:
 
 
 def test_one_rank_copies_a_rowwise_weight_in_high_precision(caplog):
-    sharded_weight._warn.cache_clear()
+    log_once.cache_clear()
     with one_process():
         layer = Layer((48, 32), "rowwise")
         whole = layer.weight.detach().to(BF16)
@@ -141,7 +142,7 @@ def test_a_weight_whose_last_dimension_is_sharded_is_gathered_in_high_precision(
 
 
 def test_weights_that_are_offloaded_to_the_cpu_are_gathered_in_high_precision(caplog):
-    sharded_weight._warn.cache_clear()
+    log_once.cache_clear()
     with one_process():
         layer = Layer((48, 32), "blockwise")
         whole = layer.weight.detach().clone()

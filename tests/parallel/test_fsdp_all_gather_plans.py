@@ -29,8 +29,8 @@ if torch.cuda.is_available():
 
 import plan_ranks
 
-from titan_fp8 import sharded_weight
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.fsdp import sharded_weight
+from titan_fp8.functional.weights import GatheredWeight
 
 
 class LongPlan(Plan):

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.experiments.simple_fsdp import simple_fsdp
 
 from titan_fp8 import convert_linears, fsdp
-from titan_fp8.linear import FP8Linear
-from titan_fp8.requantize import quantized, requantize
-from titan_fp8.sharded_weight import gathers_of
-from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.fsdp.requantize import quantized, requantize
+from titan_fp8.fsdp.sharded_weight import gathers_of
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.modules.linear import FP8Linear
 
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 
@@ -286,7 +286,7 @@ def gather_some_in_fp8(recipe: str, fp8: bool) -> list[Tensor]:
     found = []
     for others in (["w2"], ["w3"], ["w1", "w2"]):
         torch.manual_seed(0)
-        model = convert_and_gather(FeedForward(fused=fp8), recipe, fp8)
+        model = convert_and_gather(FeedForward(fused=True), recipe, fp8)
         in_high_precision = [model.get_submodule(name).weight for name in others]
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -300,7 +300,7 @@ def choose(last_dimension: list[nn.Parameter], param: nn.Parameter) -> Shard:
     return Shard(1 if any(param is each for each in last_dimension) else 0)
 
 
-def test_feed_forwards_with_some_weights_gathered_in_fp8_are_three_products():
+def test_feed_forwards_with_some_weights_gathered_in_fp8():
     gloo.spawn(compare, 2, gather_some_in_fp8)
 
 

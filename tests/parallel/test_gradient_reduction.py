@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from titan_fp8 import gradient_reduction
+from titan_fp8.host import gradient_reduction
 from titan_fp8.kernels import gradients as kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from titan_fp8 import convert_linears, fsdp
-from titan_fp8.linear import FP8Linear
+from titan_fp8.modules.linear import FP8Linear
 
 DIM, STEPS = 64, 4
 

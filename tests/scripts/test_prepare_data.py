@@ -1,6 +1,7 @@
 """prepare_data.py with folders of text: what it takes, what it leaves out, and what it reports."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -82,8 +83,6 @@ def test_the_held_out_part_comes_from_other_folders(package, other, tmp_path, pr
     assert "".join(pieces(out, "validation")).count("int apart") == 30
     assert "def function_5" not in "".join(pieces(out, "validation"))
     assert "Held out: other\n  1 files" in report and "left out: 1 copies" in report
-    assert "source code 98%, prose 2%, other 0%" in report  # 614 characters of 25,000 are prose
-    assert "source code 100%, prose 0%, other 0% (by suffix: .c 100%)" in report
 
 
 def test_no_file_is_in_both_parts(package, tmp_path, prepare):
@@ -111,38 +110,16 @@ def test_the_result_does_not_depend_on_where_the_text_is(package, tmp_path, prep
     assert 500 < max(map(len, pieces(first, "train"))) < 550
 
 
-@pytest.mark.parametrize("change", ["folder", "held-out folder", "suffix"])
-def test_names_change_the_report_alone(package, other, tmp_path, prepare, change):
-    out, arguments = tmp_path / "out", ("--vocab-size", VOCABULARY)
-    prepare(out, "--from", package, "--held-out", other, *arguments)
-    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    if change == "folder":
-        package = package.rename(tmp_path / "renamed")
-    elif change == "held-out folder":
-        other = other.rename(tmp_path / "renamed")
-    else:
-        (package / "module_0.py").rename(package / "module_0.renamed")
-    assert "is new" in prepare(out, "--from", package, "--held-out", other, *arguments)
-    report = (out / "report.txt").read_text()
-    assert "renamed" in report
-    changed = {file.name for file, content in before.items() if file.read_bytes() != content}
-    assert changed == {"report.txt", "stamp"}
-
-
 def test_names_that_are_not_utf_8_are_reported(package, other, tmp_path, prepare):
     """With a code for each such byte."""
     package = package.rename(tmp_path / os.fsdecode(b"d\xe9"))
     other = other.rename(tmp_path / os.fsdecode(b"\xe9t"))
-    (package / "module_0.py").rename(package / os.fsdecode(b"m.\xe9t\xe9"))
     out = tmp_path / os.fsdecode(b"\xe9")
     call = out, "--from", package, "--held-out", other, "--vocab-size", VOCABULARY
     report = prepare(*call)
     assert f"data: {tmp_path}/\\udce9 is new\n" in report
     assert "Training: d\\udce9\n" in report and "Held out: \\udce9t\n" in report
-    assert ".\\udce9t\\udce9 3%" in report
     assert "is prepared" in prepare(*call)
-    (package / os.fsdecode(b"m.\xe9t\xe9")).rename(package / os.fsdecode(b"m.\xe8t\xe8"))
-    assert "is new" in prepare(*call)
 
 
 def test_a_file_that_is_left_out_leaves_the_data_alone(package, tmp_path, prepare):
@@ -153,36 +130,28 @@ def test_a_file_that_is_left_out_leaves_the_data_alone(package, tmp_path, prepar
     assert "is prepared" in prepare(*call)
 
 
-def test_copies_count_in_the_order_of_the_folders(package, tmp_path, prepare):
-    """Wherever the folders are: the suffix of the first of two copies is in the report."""
-    copy = tmp_path / "z" / "copy"
-    copy.mkdir(parents=True)
-    for file in package.glob("*.py"):
-        (copy / file.with_suffix(".txt").name).write_bytes(file.read_bytes())
-    call = "--from", copy, package, "--vocab-size", VOCABULARY
-    first = prepare(tmp_path / "first", *call)
-    (tmp_path / "a").mkdir()
-    call = "--from", copy.rename(tmp_path / "a/copy"), package, "--vocab-size", VOCABULARY
-    assert "is prepared" in prepare(tmp_path / "first", *call) and "prose 100%" in first
-
-
-def test_another_version_of_tokenizers_makes_it_anew(package, tmp_path, prepare, monkeypatch):
-    call = tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY
-    prepare(*call)
-    monkeypatch.setattr("tokenizers.__version__", "0.1")
-    assert "is new" in prepare(*call)
-
-
-@pytest.mark.parametrize("change", ["text", "--vocab-size", "--piece"])
-def test_another_text_or_option_makes_it_anew(package, tmp_path, prepare, change):
-    out, arguments = tmp_path / "out", {"--vocab-size": VOCABULARY, "--piece": 400}
-    flags = [word for pair in arguments.items() for word in pair]
-    prepare(out, "--from", package, *flags)
+@pytest.mark.parametrize(
+    "change", ["text", "folder", "held-out folder", "--vocab-size", "--piece", "version"]
+)
+def test_what_determines_the_data_makes_it_anew(
+    package, other, tmp_path, prepare, change, monkeypatch
+):
+    out, options = tmp_path / "out", {"--vocab-size": VOCABULARY, "--piece": 400}
+    flags = [word for pair in options.items() for word in pair]
+    prepare(out, "--from", package, "--held-out", other, *flags)
+    assert "is prepared" in prepare(out, "--from", package, "--held-out", other, *flags)
     if change == "text":
         (package / "module_0.py").write_text("x = 1\n")
+    elif change == "folder":
+        package = package.rename(tmp_path / "renamed")
+    elif change == "held-out folder":
+        other = other.rename(tmp_path / "renamed")
+    elif change == "version":
+        monkeypatch.setattr("tokenizers.__version__", "0.1")
     else:
         flags[flags.index(change) + 1] += 10
-    assert "is new" in prepare(out, "--from", package, *flags)
+    assert "is new" in prepare(out, "--from", package, "--held-out", other, *flags)
+    assert ("renamed" in (out / "report.txt").read_text()) == ("folder" in change)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +160,12 @@ def test_another_text_or_option_makes_it_anew(package, tmp_path, prepare, change
         (["--from", "nowhere"], "no such folder: nowhere"),
         (["--held-out", "."], "--held-out needs --from"),
         (["--vocab-size", "257"], "--vocab-size must be 258 to 2147483647, not 257"),
-        (["--vocab-size", "9" * 20], f"--vocab-size must be 258 to 2147483647, not {'9' * 20}"),
         (["--piece", "0"], "--piece must be at least 1, not 0"),
-        ([__file__], f"OUT is a file, {__file__}"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, prepare, capsys, arguments, message):
-    out = [] if __file__ in arguments else [tmp_path / "out"]
     with pytest.raises(SystemExit) as stop:
-        prepare(*out, *arguments)
+        prepare(tmp_path / "out", *arguments)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -212,27 +178,19 @@ def test_a_part_without_text_is_refused(package, tmp_path, prepare):
         prepare(tmp_path / "out", "--from", package, "--held-out", copies)
 
 
-def test_a_file_that_cannot_be_read_is_refused(package, tmp_path, prepare, monkeypatch):
-    def deny(path: Path) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_bytes", deny)
-    with pytest.raises(SystemExit, match="prepare_data: .*package.*: Permission denied"):
-        prepare(tmp_path / "out", "--from", package)
-
-
-@pytest.mark.parametrize("call", ["scandir", "stat"])
-def test_a_folder_that_cannot_be_read_is_refused(package, tmp_path, prepare, monkeypatch, call):
-    """scandir fails without read permission, stat of what is in it without search permission."""
-    denied = {"scandir": package / "docs", "stat": package / "docs/manual.rst"}[call]
-    real = getattr(os, call)
+@pytest.mark.parametrize("call", ["scandir", "open"])
+def test_what_cannot_be_read_is_named(package, tmp_path, prepare, monkeypatch, call):
+    """This user may read everything, so the system's answer is replaced."""
+    denied = {"scandir": package / "docs", "open": package / "docs/manual.rst"}[call]
+    module = os if call == "scandir" else io
+    real = getattr(module, call)
 
     def deny(path: Path | str, *args: object, **kwargs: object) -> object:
         if str(path) == str(denied):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, call, deny)
+    monkeypatch.setattr(module, call, deny)
     with pytest.raises(SystemExit) as stop:
         prepare(tmp_path / "out", "--from", package)
     assert stop.value.code == f"prepare_data: {denied}: Permission denied"
@@ -280,32 +238,25 @@ def test_what_a_failed_call_left_behind_is_made_anew(package, tmp_path, prepare)
     assert (tmp_path / "out/tokenizer/tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [("stamp.part", 9), ("corpus/train/text.jsonl", 1000), ("tokenizer/tokenizer.json", 3000)],
-)
-def test_a_file_that_cannot_be_written_is_named(package, other, tmp_path, prepare, name, limit):
+def test_a_call_that_cannot_write_is_made_up_for(package, other, tmp_path, prepare):
     """A limit on the size of files acts like a full disk."""
     out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
     call = out, "--from", other, "--held-out", package / "docs", "--vocab-size", VOCABULARY
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(SystemExit, match="prepare_data: .*/out: File too large"):
             prepare(*call)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert stop.value.code == f"prepare_data: {out / name}: File too large"
     assert not (out / "stamp").exists()
     assert "is new" in prepare(*call)
 
 
-def test_an_out_that_cannot_be_filled_is_refused(package, tmp_path, prepare):
+def test_an_out_that_cannot_be_filled_is_named(package, tmp_path, prepare):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="prepare_data: .*/file/out: Not a directory"):
-        prepare(tmp_path / "file/out", "--from", package)
-    (tmp_path / "out/lock").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="prepare_data: .*/out/lock: Is a directory"):
-        prepare(tmp_path / "out", "--from", package)
+    for out, message in (("file", "File exists"), ("file/out", "Not a directory")):
+        with pytest.raises(SystemExit, match=f"prepare_data: .*/{out}: {message}"):
+            prepare(tmp_path / out, "--from", package)
 
 
 def test_only_its_own_files_are_deleted(package, tmp_path, prepare):
@@ -318,44 +269,13 @@ def test_only_its_own_files_are_deleted(package, tmp_path, prepare):
         assert (tmp_path / "out" / name).read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["report.txt", "tokenizer/tokenizer.json"])
-def test_files_of_others_in_the_place_of_its_own_are_kept(package, tmp_path, prepare, name):
-    mine = tmp_path / "out" / name
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
-    with pytest.raises(SystemExit, match=f"{mine} is of others"):
+@pytest.mark.parametrize("name", ["notes", "report.txt", "stamp"])
+def test_a_folder_of_others_is_refused(package, tmp_path, prepare, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(SystemExit, match=f"{tmp_path}/out/{name} was not written by this script"):
         prepare(tmp_path / "out", "--from", package, "--vocab-size", VOCABULARY)
-    assert mine.read_text() == "mine"
-
-
-@pytest.mark.parametrize("text", ["", "mine", "Python is fun, tokenizers are, too"])
-@pytest.mark.parametrize("name", ["stamp", "stamp.part"])
-def test_a_stamp_of_others_permits_nothing(package, tmp_path, prepare, name, text):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / name).write_text(text)
-    (out / "report.txt").write_text("mine")
-    with pytest.raises(SystemExit, match=f"{out / name} is of others"):
-        prepare(out, "--from", package, "--vocab-size", VOCABULARY)
-    assert (out / "report.txt").read_text() == "mine" and (out / name).read_text() == text
-
-
-@pytest.mark.parametrize("name", ["lock", "stamp", "stamp.part", "report.txt", "corpus/train"])
-def test_a_link_out_of_the_folder_is_not_followed(package, tmp_path, prepare, name):
-    """Even to a file or folder that another call of the script wrote, and to nothing."""
-    theirs, out = tmp_path / "theirs", tmp_path / "out"
-    arguments = "--from", package, "--vocab-size"
-    for folder in (theirs, out):
-        prepare(folder, *arguments, VOCABULARY)
-    (theirs / "stamp.part").write_bytes((theirs / "stamp").read_bytes())
-    (theirs / "lock").unlink()
-    before = {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()}
-    if (out / name).exists():
-        (out / name).rename(tmp_path / "old")
-    (out / name).symlink_to(theirs / name)
-    with pytest.raises(SystemExit, match=f"{out / name} is a link: move it"):
-        prepare(out, *arguments, VOCABULARY + 1)
-    assert before == {file: file.read_bytes() for file in theirs.rglob("*") if file.is_file()}
+    assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])

@@ -1,10 +1,9 @@
-"""The scripts: arguments that they refuse, the data they prepare, and the README's commands."""
+"""The scripts: arguments that they refuse, the data they prepare, and what README and docs name."""
 
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,8 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"]
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
@@ -44,10 +44,10 @@ def texts(data: Path, split: str) -> list[str]:
     ("arguments", "message"),
     [
         (["llama4"], "unknown argument 'llama4'"),
-        (["--steps"], "--steps needs a number"),
+        (["--steps"], "--steps needs a positive number, not ''"),
         (["--steps", "0"], "--steps needs a positive number, not '0'"),
-        (["llama3", "--steps=ten"], "--steps needs a positive number, not 'ten'"),
-        (["--torchtitan"], "--torchtitan needs a version"),
+        (["llama3", "--steps", "ten"], "--steps needs a positive number, not 'ten'"),
+        (["--torchtitan"], "--torchtitan must be 0.2 or 0.3, not ''"),
         (["--torchtitan", "0.4"], "--torchtitan must be 0.2 or 0.3, not '0.4'"),
     ],
 )
@@ -56,36 +56,6 @@ def test_quickstart_refuses(arguments: list[str], message: str) -> None:
     assert result.returncode == 2
     assert message in result.stderr
     assert "usage: ./scripts/quickstart.sh [llama3|deepseek_v3] [--steps N]" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("model", "torchtitan", "capability"),
-    [("deepseek_v3", "0.2", 8), ("deepseek_v3", "0.3", 8), ("llama3", "0.2", 9)],
-)
-def test_quickstart_emulates_on_a_gpu_that_is_no_hopper(
-    model: str, torchtitan: str, capability: int, tmp_path: Path
-) -> None:
-    for folder in ("scripts", "configs"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    calls, python = tmp_path / "calls", tmp_path / "python"
-    python.write_text(f"""#!/bin/sh
-        case "$*" in
-            *capability*) echo {capability} ;;
-            *device_count*) echo 1 ;;
-            *distributed.run*) echo "$*" >>{calls} ;;
-        esac""")
-    python.chmod(0o755)
-    arguments = [model, "--torchtitan", torchtitan]
-    run(str(tmp_path / "scripts/quickstart.sh"), *arguments, TITAN_FP8_PYTHON=str(python))
-    emulating = {
-        Path(call.partition("dump_folder ")[2].split()[0]).name: len(
-            re.findall(r'\.emulate|"emulate": true', call)
-        )
-        for call in calls.read_text().splitlines()
-    }
-    sections = 2 if (model, torchtitan) == ("deepseek_v3", "0.2") else 1
-    assert emulating.pop("blockwise") == (sections if capability == 8 else 0)
-    assert "bf16" in emulating and not any(emulating.values())
 
 
 @pytest.mark.parametrize(
@@ -128,25 +98,6 @@ def test_scripts_name_an_unusable_python() -> None:
     assert "TITAN_FP8_PYTHON=/bin/false" in result.stderr
 
 
-@pytest.mark.parametrize("text", [None, "of the user"])
-def test_train_prepares_data_only_if_there_is_none(tmp_path: Path, text: str | None) -> None:
-    for name in ("train.sh", "env.sh"):
-        (tmp_path / "scripts").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    (tmp_path / "m.toml").write_text('dataset_path = "./data/corpus/train"')
-    if text:
-        (tmp_path / "data").mkdir()
-        (tmp_path / "data/stamp").write_text(text)
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$1" != -c ] && echo "$@" || echo 0\n')
-    python.chmod(0o755)
-    config = str(tmp_path / "m.toml")
-    result = run(str(tmp_path / "scripts/train.sh"), config, TITAN_FP8_PYTHON=str(python))
-    calls = result.stdout.splitlines()
-    assert ("scripts/prepare_data.py data" in calls) == (text is None)
-    assert calls[-1].startswith("-m torch.distributed.run")
-
-
 def test_a_finished_corpus_is_kept(data: Path) -> None:
     assert "is prepared" in prepare_data(data)
 
@@ -182,29 +133,33 @@ def test_torchtitan_reads_the_corpus(data: Path, split: str) -> None:
     assert first[0] == tokenizer.bos_id
 
 
-def readme_commands() -> list[list[str]]:
-    """The commands of the README's shell blocks, continued lines joined, comments dropped."""
-    blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", README, re.DOTALL)
+def commands_of(page: Path) -> list[list[str]]:
+    """The commands of a page's shell blocks, continued lines joined, comments dropped."""
+    blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", page.read_text(), re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
     return [command for command in commands if command]
 
 
 def test_readme_has_the_two_commands() -> None:
-    commands = readme_commands()
+    commands = commands_of(ROOT / "README.md")
     assert ["./scripts/quickstart.sh"] in commands
     assert ["./scripts/test.sh"] in commands
 
 
-@pytest.mark.parametrize("command", readme_commands(), ids=" ".join)
-def test_readme_names_what_exists(command: list[str]) -> None:
-    for word in command:
-        if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
-            path, _, function = word.partition(":")
-            assert (ROOT / path).exists(), word
-            assert not function or f"def {function}(" in (ROOT / path).read_text(), word
-
-
-def test_readme_links_exist() -> None:
-    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_what_exists(page: Path) -> None:
+    for command in commands_of(page):
+        for word in command:
+            if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
+                path, _, function = word.partition(":")
+                assert (ROOT / path).exists(), word
+                assert not function or f"def {function}(" in (ROOT / path).read_text(), word
+    for link in re.findall(r"\]\((?!https?://)([^)]*)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else ()
+        assert not anchor or anchor in [
+            re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
+        ], link

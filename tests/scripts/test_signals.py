@@ -27,15 +27,14 @@ def start(tmp_path):
     python = tmp_path / "python"
     python.write_text(f"""#!/bin/sh
         case "$*" in
-            *"$HANGS"*) exec sleep 300 ;;
             *distributed.run*) exec {sys.executable} -m torch.distributed.run \
                 --nproc_per_node 2 {tmp_path}/rank.py ;;
             *device_count*) echo 0 ;;
         esac""")
     python.chmod(0o755)
 
-    def call(*command: str, hangs: str = "nothing") -> subprocess.Popen:
-        variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank", "HANGS": hangs}
+    def call(*command: str) -> subprocess.Popen:
+        variables = {"TITAN_FP8_PYTHON": python, "RANKS": tmp_path / "rank"}
         script = [tmp_path / "scripts" / command[0], *command[1:]]
         return subprocess.Popen(
             script,
@@ -70,13 +69,6 @@ def running(folder: Path) -> list[int]:
     return found
 
 
-def name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:  # It has ended since `running` found it.
-        return ""
-
-
 def wait_until(happened: Callable[[], object]) -> None:
     end = time.monotonic() + 60
     while not happened():
@@ -84,23 +76,31 @@ def wait_until(happened: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path, number):
-    script = start("quickstart.sh")
-    wait_until(lambda: len([*tmp_path.glob("rank.[0-9]*")]) == 2)
-    assert len(running(tmp_path)) > 5  # ranks, torchrun, tee, sed and shells
+def end(script: subprocess.Popen, folder: Path, number: int) -> None:
+    """Sends a signal when both ranks run."""
+    wait_until(lambda: len([*folder.glob("rank.[0-9]*")]) == 2)
+    assert len(running(folder)) > 5  # ranks, torchrun, tee, sed and shells
     script.send_signal(number)
     assert script.wait(60) == 128 + number
-    wait_until(lambda: not running(tmp_path))
+    wait_until(lambda: not running(folder))
 
 
-@pytest.mark.parametrize("hangs", ["import torch, torchtitan", "device_count", "prepare_data"])
-def test_train_ends_what_prepares_it(start, tmp_path, hangs):
-    script = start("train.sh", str(ROOT / "configs/llama3_debug.toml"), hangs=hangs)
-    wait_until(lambda: "sleep" in map(name, running(tmp_path)))
-    script.terminate()
-    assert script.wait(10) == 128 + signal.SIGTERM
-    wait_until(lambda: not running(tmp_path))
+def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path):
+    end(start("quickstart.sh"), tmp_path, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_quickstart_ends_what_takes_no_signal(start, tmp_path, number):
+    """torchrun that has lost the signal, and ranks in sessions of their own."""
+    (tmp_path / "python").write_text(f"""#!/bin/bash
+        case "$*" in
+            *distributed.run*)
+                trap '' TERM
+                for _ in 1 2; do setsid {sys.executable} {tmp_path}/rank.py & done
+                wait ;;
+            *device_count*) echo 0 ;;
+        esac""")
+    end(start("quickstart.sh"), tmp_path, number)
 
 
 def test_a_second_quickstart_is_refused(start, tmp_path):

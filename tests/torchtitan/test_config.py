@@ -24,6 +24,7 @@ SECTIONS = f"""
 recipe = "rowwise"
 filter_fqns = ["output", "wkv_a"]
 emulate = true
+host_speedups = false
 
 [{GROUPED_MM}]
 recipe = "rowwise_with_gw_hp"
@@ -35,7 +36,7 @@ FLAGS = (
     *(f"--{LINEAR}.recipe", "rowwise", f"--{LINEAR}.filter_fqns", "output,wkv_a"),
     *(f"--{LINEAR}.emulate", f"--{GROUPED_MM}.recipe", "rowwise_with_gw_hp"),
     *(f"--{GROUPED_MM}.fqns", "layers.1.moe.experts", f"--{GROUPED_MM}.emulate"),
-    *(f"--{GROUPED_MM}.permutation", "host"),
+    *(f"--{GROUPED_MM}.permutation", "host", f"--{LINEAR}.host_speedups", "False"),
 )
 NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -44,13 +45,13 @@ def sections(config):
     """The settings of both sections as plain values."""
     linear, experts = config.quantize.linear.titan_fp8, config.quantize.grouped_mm.titan_fp8
     return (
-        (linear.recipe, linear.filter_fqns, linear.emulate),
+        (linear.recipe, linear.filter_fqns, linear.emulate, linear.host_speedups),
         (experts.recipe, experts.fqns, experts.emulate, experts.permutation),
     )
 
 
 ALL_SET = (
-    ("rowwise", ["output", "wkv_a"], True),
+    ("rowwise", ["output", "wkv_a"], True, False),
     ("rowwise_with_gw_hp", ["layers.1.moe.experts"], True, "host"),
 )
 
@@ -58,16 +59,24 @@ ALL_SET = (
 def test_one_line_loads_the_plugin_with_its_documented_defaults(tmp_path):
     config = parse(tmp_path, HEAD)
     assert sections(config) == (
-        ("blockwise", ["output", "router.gate"], False),
+        ("blockwise", ["output", "router.gate"], False, None),
         (None, ["experts"], False, None),
     )
 
 
-def test_the_readme_shows_the_defaults(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+def test_the_docs_show_the_defaults(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     config = parse(tmp_path, block.replace("[model]", '[model]\nname = "deepseek_v3"'))
     assert sections(config) == sections(parse(tmp_path, HEAD))
+
+
+def test_the_lines_of_the_readme_convert_a_dense_model(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    config = parse(tmp_path, block.replace("[model]", '[model]\nname = "llama3"'))
+    linear, _ = sections(config)
+    assert config.model.converters == [LINEAR] and linear[0] == "blockwise"
 
 
 def test_every_key_is_read_from_the_toml(tmp_path):
@@ -81,7 +90,7 @@ def test_every_key_is_a_flag(tmp_path):
 def test_flags_override_the_toml_key_by_key(tmp_path):
     flags = (f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.no-emulate", f"--{GROUPED_MM}.fqns", "moe")
     linear, experts = sections(parse(tmp_path, HEAD + SECTIONS, *flags))
-    assert linear == ("bf16", ["output", "wkv_a"], False)
+    assert linear == ("bf16", ["output", "wkv_a"], False, False)
     assert experts == ("rowwise_with_gw_hp", ["moe"], True, "host")
 
 
@@ -106,6 +115,7 @@ LIST_MISTAKES = (('"output"', LIST), ("true", LIST), ("[1]", LIST), ('["output",
 MISTAKES = [
     *((section, "recipe", value, RECIPES) for section in BOTH for value in RECIPE_MISTAKES),
     *((section, "emulate", value, BOOL) for section in BOTH for value in ('"yes"', "1", "[]")),
+    *((LINEAR, "host_speedups", value, BOOL) for value in ('"yes"', "1", "[]")),
     *((LINEAR, "filter_fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     *((GROUPED_MM, "fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     (GROUPED_MM, "fqns", "[]", ("convert nothing",)),
@@ -333,8 +343,10 @@ def manager(tmp_path, monkeypatch):
 def test_torchtitans_config_manager_shows_the_sections(manager, capsys):
     manager(HEAD + SECTIONS)
     shown = "".join(capsys.readouterr().out.split())
-    assert "titan_fp8=TitanFP8Linear(recipe='rowwise',filter_fqns=['output','wkv_a']" in shown
-    assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',fqns=['layers.1.moe.experts']" in shown
+    assert "titan_fp8=TitanFP8Linear(recipe='rowwise',emulate=True," in shown
+    assert "filter_fqns=['output','wkv_a']" in shown
+    assert "TitanFP8GroupedMM(recipe='rowwise_with_gw_hp',emulate=True," in shown
+    assert "fqns=['layers.1.moe.experts']" in shown
 
 
 def test_torchtitans_config_manager_refuses_what_training_refuses(manager):

@@ -9,16 +9,19 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from titan import BOTH, GROUPED_MM, LINEAR, build, convert, converted, job, of_type
+from titan import BOTH, CONVERTERS, GROUPED_MM, LINEAR, build, convert, converted, job, of_type
 from torch import nn
-from torchtitan.distributed import activation_checkpoint, expert_parallel
+from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 
 import titan_fp8
-from titan_fp8.torchtitan_0_2 import permutation
+from titan_fp8.host.torchtitan_0_2 import token_exchange
+from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
+from titan_fp8.host.torchtitan_0_2.moe_block import MoEBlock
+from titan_fp8.patches import Patch
+from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
-from titan_fp8.torchtitan_0_2.moe import GatherMoE
 
 ALIGNMENT = {"blockwise": 128, "rowwise": 16, "rowwise_with_gw_hp": 16}
 DENSE = [
@@ -206,6 +209,11 @@ def test_experts_may_have_a_recipe_of_their_own(tmp_path):
     assert not of_type(model, titan_fp8.FP8Linear)
 
 
+def replaced(group: tuple[Patch, ...]) -> set[str]:
+    """The names of those of these patches that have replaced something."""
+    return {p.name for p in group if any(getattr(*t.locate()) != t.original() for t in p.targets)}
+
+
 def test_bf16_leaves_modules_alignment_checkpointing_and_compiler_alone(tmp_path, caplog):
     compilers = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
     flags = (f"--{LINEAR}.recipe", "bf16", "--compile.enable")
@@ -213,19 +221,42 @@ def test_bf16_leaves_modules_alignment_checkpointing_and_compiler_alone(tmp_path
     model = build(config)
     modules = {name: (module, type(module)) for name, module in model.named_modules()}
     settings = [compiler.get_config_copy() for compiler in compilers]
-    wrapper = activation_checkpoint.ptd_checkpoint_wrapper
 
-    convert(config, model)
+    with torch.autograd.set_multithreading_enabled(True):
+        convert(config, model)
+        assert torch._C._is_multithreading_enabled()
 
     assert {name: (module, type(module)) for name, module in model.named_modules()} == modules
     assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 8
     assert [compiler.get_config_copy() for compiler in compilers] == settings
-    assert activation_checkpoint.ptd_checkpoint_wrapper is wrapper
+    assert not replaced(patches.ON_CONVERSION)
     assert "emulated" not in caplog.text
     assert {outcome for _, outcome in report(caplog.text).values()} == {'- recipe = "bf16"'}
 
 
 EP = ("--parallelism.expert_parallel_degree", 2)
+SPEEDUPS = f"--{LINEAR}.host_speedups"
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+@pytest.mark.parametrize("recipe, speedups", [("bf16", "True"), ("rowwise", "False")])
+def test_the_key_decides_about_all_that_is_not_fp8(tmp_path, name, recipe, speedups):
+    """On one of two ranks, which have FSDP and, with experts, expert parallelism."""
+    flags = (f"--{LINEAR}.recipe", recipe, SPEEDUPS, speedups, "--compile.enable")
+    flags += ("--parallelism.data_parallel_shard_degree", 2)
+    is_moe = name == "deepseek_v3"
+    config = job(tmp_path, name, *flags, *EP * is_moe, converters=CONVERTERS[name])
+    with torch.autograd.set_multithreading_enabled(True):
+        model = convert(config, build(config), ranks=2)
+        assert torch._C._is_multithreading_enabled() == (speedups == "False")
+    gains = {"gradient reduction", "profiler ranges", *["token exchange"] * is_moe}
+    assert replaced(patches.FOR_HOST) == (gains if speedups == "True" else set())
+    assert bool(of_type(model, MoEBlock)) == (speedups == "True" and is_moe)
+    # Compiled MoE blocks take a checkpoint's mode away, which the policy allows.
+    policy, of_fp8 = {"selective checkpointing policy"}, replaced(patches.FOR_FP8)
+    assert of_fp8 - policy if recipe != "bf16" else of_fp8 == (policy if is_moe else set())
+
+
 DEEPEP = (*EP, "--parallelism.expert_parallel_comm_backend", "deepep")
 NO_EP = ()
 
@@ -238,15 +269,16 @@ def test_the_permutation_is_replaced_where_there_is_one(
 ):
     monkeypatch.setitem(sys.modules, "torchtitan.distributed.deepep", MagicMock())
     flags = () if setting is None else (f"--{GROUPED_MM}.permutation", setting)
-    before = expert_parallel._permute, expert_parallel._unpermute
+    exchange = expert_parallel.ExpertParallel
+    before = exchange._token_dispatch, exchange._token_combine
     config = job(tmp_path, "deepseek_v3", f"--{LINEAR}.recipe", recipe, *flags, *plan)
     for _ in range(2):
         layers = of_type(converted(config), MoE)
     by_gathers = setting == "gather" or (setting is None and recipe != "bf16")
     replaced = by_gathers and plan is not DEEPEP
     assert all((type(layer) is GatherMoE) == replaced for layer in layers.values()) and layers
-    ours = permutation.permute, permutation.unpermute
-    there = expert_parallel._permute, expert_parallel._unpermute
+    ours = token_exchange.token_dispatch, token_exchange.token_combine
+    there = exchange._token_dispatch, exchange._token_combine
     assert there == (ours if replaced and plan is EP else before)
     assert (f"{len(layers)} MoE layers permute their tokens by gathers" in caplog.text) == replaced
     warned = any('permutation = "gather"' in r.message for r in caplog.records)

@@ -8,18 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_fp8 import cpu_bf16
+from titan_fp8 import cpu_host
+from titan_fp8.cpu_host import bf16
+from titan_fp8.patches import BF16_KERNELS
 
 NAMES = ("mm", "addmm", "bmm", "baddbmm")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def overridden() -> Iterator[None]:
-    """FP32 products on every CPU; where `prepare` has chosen them, they run inside of these."""
-    library = torch.library.Library("aten", "IMPL")
-    cpu_bf16.override(library)
+    """FP32 products on every CPU."""
+    for kernel in BF16_KERNELS:
+        kernel.replace(bf16.in_fp32(kernel.path))
     yield
-    library._destroy()
+    for kernel in BF16_KERNELS:
+        kernel.replace(cpu_host._in_fp32(kernel.path))
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -161,18 +164,24 @@ def test_attention_multiplies_in_fp32_in_backward(masked: bool) -> None:
 def test_only_cpus_without_bf16_kernels_change() -> None:
     code = """
 import torch
-from titan_fp8 import cpu_bf16
+from titan_fp8 import cpu_host
+from titan_fp8.cpu_host import bf16
+from titan_fp8.patches import CPU_0_2, BF16_KERNELS, restore
 operands = [torch.randn(5, 5, dtype=dtype) for dtype in (torch.float32, torch.float64)]
 products = [operand @ operand for operand in operands]
-ops = [name + out for name in cpu_bf16._MATRIX_OPS for out in ("", ".out")]
+
+def changed():
+    return {"/patches.py" in torch._C._dispatch_dump(kernel.path) for kernel in BF16_KERNELS}
+
 for native in (True, False):
-    cpu_bf16._has_bf16_kernels = lambda: native
-    cpu_bf16.use_fp32_products.cache_clear()
+    bf16.has_bf16_kernels = lambda: native
     for _ in range(2):
-        cpu_bf16.use_fp32_products()
+        for kernel in BF16_KERNELS:
+            kernel.replace(cpu_host._in_fp32(kernel.path))
     assert all(before.equal(a @ a) for before, a in zip(products, operands))
-    for op in [*ops, *cpu_bf16._ATTENTION_OPS]:
-        assert ("/cpu_bf16.py" in torch._C._dispatch_dump("aten::" + op)) is not native, op
+    assert changed() == {not native}
+restore([CPU_0_2])
+assert changed() == {False}
 """
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,5 +1,6 @@
 """What each patch of cpu_host enables. Other tests run whole trainings on the CPU."""
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import torch
 import torchtitan.train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import build_device_memory_monitor
+from torchtitan.config import JobConfig
 from torchtitan.models.moe.kernels import generate_permute_indices
 
 from titan_fp8 import cpu_host
+from titan_fp8.torchtitan_0_2.cpu import check_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -27,7 +30,7 @@ titan_fp8.fp8_linear(torch.ones(1, 16), weight).sum().backward()
 assert not {"torchtitan", "triton"} & set(sys.modules)
 assert torch._utils._get_available_device_type() is None
 assert set(dir(torch.cpu)) == known and torch.histc is histc
-assert "/cpu_bf16.py" not in torch._C._dispatch_dump("aten::mm")
+assert "/patches.py" not in torch._C._dispatch_dump("aten::mm")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -47,7 +50,7 @@ def test_prepare_twice_patches_once() -> None:
 
 def test_prepare_replaces_bf16_products_that_onednn_lacks() -> None:
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert native != ("/cpu_bf16.py" in torch._C._dispatch_dump("aten::mm"))
+    assert native != ("/patches.py" in torch._C._dispatch_dump("aten::mm"))
 
 
 def test_monitor_reads_the_machine() -> None:
@@ -112,3 +115,15 @@ def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     with pytest.raises(SystemExit, match="AMD GPU, which titan_fp8 does not support: hide it"):
         cpu_host.main()
+
+
+@pytest.mark.parametrize(
+    "name, flavor, gib",
+    [("llama3", "70B", "1,051"), ("llama3", "debugmodel", ""), ("deepseek_v3", "debugmodel", "")],
+)
+def test_a_model_that_does_not_fit_is_refused(name: str, flavor: str, gib: str) -> None:
+    config = JobConfig()
+    config.model.name, config.model.flavor = name, flavor
+    message = f"llama3 70B needs {gib} GiB without activations, and this machine has no GPU and"
+    with contextlib.nullcontext() if not gib else pytest.raises(SystemExit, match=message):
+        check_memory(config)

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from exports import SHARD_BYTES, config_of, toml, write_checkpoint
+from safetensors import SafetensorError
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.llama3 import llama3_args
 
 from titan_fp8.export import __main__ as command
-from titan_fp8.export import files
+from titan_fp8.export import exporter
 from titan_fp8.export.checkpoint import Checkpoint
 from titan_fp8.export.exporter import export
 from titan_fp8.export.run import Run
@@ -54,19 +55,19 @@ def read_header(path: Path) -> dict:
 
 def check_whole(folder: Path) -> bool:
     """Every file with a final name must be whole. Returns whether the export looks finished."""
-    names = {path.name for path in folder.iterdir() if path.suffix != files.PARTIAL}
+    names = {path.name for path in folder.iterdir() if path.suffix != exporter.PARTIAL}
     found = set()
     for name in names:
         if name.endswith(".safetensors"):
             found |= read_header(folder / name).keys()
         elif name.endswith(".json"):
             json.loads((folder / name).read_text())
-    if files.INDEX in names:
-        index = json.loads((folder / files.INDEX).read_text())["weight_map"]
+    if exporter.INDEX in names:
+        index = json.loads((folder / exporter.INDEX).read_text())["weight_map"]
         assert found == index.keys() and names >= set(index.values())
-    if files.CONFIG in names:
-        assert names >= {files.INDEX, "tokenizer.json", "tokenizer_config.json"}
-    return files.CONFIG in names
+    if exporter.CONFIG in names:
+        assert names >= {exporter.INDEX, "tokenizer.json", "tokenizer_config.json"}
+    return exporter.CONFIG in names
 
 
 def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_path, text):
@@ -86,7 +87,7 @@ def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_pa
             return call_or_die
 
         def run() -> None:
-            for owner, name in ((os, "fsync"), (os, "rename"), (files, "open"), (Path, "mkdir")):
+            for owner, name in ((os, "fsync"), (os, "rename"), (exporter, "open"), (Path, "mkdir")):
                 setattr(owner, name, dying(getattr(owner, name, open)))
             export(checkpoint, out, config, shard_bytes=1_500_000, log=lambda line: None)
 
@@ -103,7 +104,7 @@ def test_whenever_an_export_is_killed_what_is_there_is_whole(monkeypatch, tmp_pa
         if out.exists() and not looks_finished[-1]:
             with pytest.raises(FileExistsError, match="without config.json: not a complete export"):
                 export(checkpoint, out, config)
-    assert check_whole(out) and not list(out.glob(f"*{files.PARTIAL}"))
+    assert check_whole(out) and not list(out.glob(f"*{exporter.PARTIAL}"))
     (tmp_path / "file").touch()
     assert {path.stat().st_mode for path in [tmp_path / "file", *out.iterdir()]} == {
         (tmp_path / "file").stat().st_mode
@@ -198,12 +199,6 @@ def test_the_module_is_the_command(capsys, monkeypatch, tmp_path, text):
     assert done.value.code == 0 and "has no tokenizer" in shown
     assert "42 weights in FP8, 15 tensors in high precision" in shown
     assert (tmp_path / "out/config.json").exists()
-
-
-def test_the_command_without_a_model_says_what_would_fit(capsys, tmp_path, text):
-    checkpoint = write_debug_checkpoint(tmp_path, text)
-    status, _, errors = run_command(capsys, checkpoint, tmp_path / "out")
-    assert status == 2 and "; it has the dimensions of llama3 debugmodel, " in errors
 
 
 def write_debug_checkpoint(folder: Path, text: Path) -> Path:
@@ -359,25 +354,51 @@ def test_errors_name_the_thing_and_what_is_allowed(capsys, monkeypatch, mistaken
     assert not Path("out").exists()
 
 
+INCOMPLETE = "titan_fp8.export: OUT = {} is incomplete, delete it: "
+
+
 @pytest.mark.parametrize(
     "model, name, message",
     [
         ("llama3", "layers.1.attention.wo.weight", "layers.1.attention.wo.weight has NaN or inf"),
-        ("llama3", "norm.weight", "norm.weight has NaN or infinite elements"),
+        ("llama3", "norm.weight", INCOMPLETE + "norm.weight has NaN or infinite elements"),
         ("qwen3_moe", "layers.0.moe.experts.w2", "layers.0.moe.experts.w2 of expert 3 has NaN"),
         ("qwen3_moe", "layers.0.moe.expert_bias", "layers.0.moe.expert_bias is not zero, and Hu"),
     ],
 )
-def test_values_that_cannot_be_exported(tmp_path, text, model, name, message):
+def test_values_that_cannot_be_exported(capsys, tmp_path, text, model, name, message):
     config = config_of(model, tmp_path, text)
     checkpoint = write_checkpoint(tmp_path / "step-1", config)
     state = {n: torch.zeros(t.shape) for n, t in Run(config).state.items()}
     dcp.load(state, checkpoint_id=checkpoint)
     state[name].view(-1)[-1] = torch.nan
     dcp.save(state, checkpoint_id=tmp_path / "step-2")
-    with pytest.raises(ValueError, match=message):
-        export(tmp_path / "step-2", tmp_path / "out", config)
-    assert not (tmp_path / "out" / files.CONFIG).exists()
+    out, flags = tmp_path / "out", ("--config", tmp_path / "job.toml")
+    status, _, errors = run_command(capsys, tmp_path / "step-2", out, *flags)
+    assert status == 2 and message.format(out) in errors
+    assert out.exists() == ("incomplete" in errors) and not (out / exporter.CONFIG).exists()
+
+
+def test_too_little_space(monkeypatch, tmp_path, text):
+    config = config_of("llama3", tmp_path, text)
+    checkpoint = write_checkpoint(tmp_path / "step-1", config)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"needs 3\.7 MB, and .* has 1\.0 MB left"):
+        export(checkpoint, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up(capsys, monkeypatch, tmp_path, text):
+    def save_file(*_, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    checkpoint = write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
+    monkeypatch.setattr(exporter, "save_file", save_file)
+    out, flags = tmp_path / "out", ("--config", tmp_path / "job.toml")
+    status, _, errors = run_command(capsys, checkpoint, out, *flags)
+    assert status == 2 and INCOMPLETE.format(out) in errors and "No space left" in errors
+    assert out.exists() and not (out / exporter.CONFIG).exists()
 
 
 def test_a_checkpoint_with_gaps(tmp_path, text):
@@ -394,20 +415,12 @@ def test_a_checkpoint_with_a_missing_or_damaged_file(capsys, tmp_path, text, nam
     folder = write_checkpoint(tmp_path / "step-1", config_of("llama3", tmp_path, text))
     file = folder / name
     file.unlink() if size is None else os.truncate(file, size)
-    flags = "--config", tmp_path / "job.toml"
-    status, _, errors = run_command(capsys, folder, tmp_path / "out", *flags)
+    out, flags = tmp_path / "out", ("--config", tmp_path / "job.toml")
+    status, _, errors = run_command(capsys, folder, out, *flags)
     message = "has no .metadata" if (name, size) == (".metadata", None) else "is missing or damaged"
-    assert (
-        status == 2 and f"CHECKPOINT = {folder}" in errors and message in " ".join(errors.split())
-    )
-
-
-def warnings_of(tmp_path: Path, text: Path, model: str, *flags: object) -> str:
-    config = config_of(model, tmp_path, text, *flags)
-    checkpoint = write_checkpoint(tmp_path / "step-1", config)
-    lines: list[str] = []
-    export(checkpoint, tmp_path / "out", config, log=lines.append)
-    return "\n".join(line for line in lines if line.startswith("warning: "))
+    assert status == 2 and f"CHECKPOINT = {folder}" in errors and message in errors
+    assert out.exists() == (INCOMPLETE.format(out) in errors) == (name != ".metadata")
+    assert not (out / exporter.CONFIG).exists()
 
 
 @pytest.mark.parametrize(
@@ -423,7 +436,12 @@ def warnings_of(tmp_path: Path, text: Path, model: str, *flags: object) -> str:
     ],
 )
 def test_warnings(tmp_path, text, model, flags, message):
-    warnings = warnings_of(tmp_path, text, model, *flags).splitlines()
+    config = config_of(model, tmp_path, text, *flags)
+    lines: list[str] = []
+    export(
+        write_checkpoint(tmp_path / "step-1", config), tmp_path / "out", config, log=lines.append
+    )
+    warnings = [line for line in lines if line.startswith("warning: ")]
     (warning,) = (line for line in warnings if "vLLM and SGLang refuse" not in line)
     assert message in warning
 

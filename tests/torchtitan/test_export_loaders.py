@@ -236,7 +236,7 @@ def test_transformers_and_a_short_last_block(tmp_path, text):
     (warning,) = exported(tmp_path / "as_asked", text, "deepseek_v3", *flavor(model))
     assert "transformers dequantizes to wrong values, without an error" in warning
     assert "kv_a_proj_with_mqa 288 x 128) in 2 layers" in warning
-    assert 'filter_fqns = ["output", "router.gate", "wq_a", "wkv_a"]' in warning
+    assert 'filter_fqns = ["output", "router.gate", "attention.wkv_a", "attention.wq_a"]' in warning
     check_engines_accept(tmp_path / "as_asked/out")
     kv_a = {f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight" for i in range(2)}
     assert misread(tmp_path / "as_asked") == kv_a

@@ -19,8 +19,9 @@ from titan import (
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
+from titan_fp8.host.torchtitan_0_2.input_stream import Streams as Replacements
 from titan_fp8.patches import _module
-from titan_fp8.torchtitan_0_2 import input_stream
+from titan_fp8.torchtitan_0_2 import patches
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -63,6 +64,11 @@ def streams(monkeypatch):
     return streams
 
 
+def install() -> None:
+    replacements = Replacements()
+    patches.INPUT_STREAM.apply(replacements.train_step, replacements.forward_backward_step)
+
+
 @pytest.fixture
 def titan(text, tmp_path):
     """A trainer of two micro-batches a step."""
@@ -74,7 +80,7 @@ def titan(text, tmp_path):
 
 
 def test_only_batches_are_prepared_on_the_stream_for_inputs(streams, titan, monkeypatch):
-    input_stream.install()
+    install()
     assert titan.gradient_accumulation_steps == 2
     streams.note(titan, "post_dataloading_process", monkeypatch)
     streams.note(titan.optimizers, "step", monkeypatch)
@@ -124,21 +130,21 @@ def test_between_micro_batches_the_stream_is_that_for_inputs(streams, titan, mon
             )
         ),
     )
-    input_stream.install()
+    install()
     titan.step = 1
     titan.train_step(titan.batch_generator(titan.dataloader))
     assert after == ["inputs", "main"]
 
 
 def test_the_stream_is_the_main_one_again_after_an_error(streams, titan):
-    input_stream.install()
+    install()
     with pytest.raises(ZeroDivisionError):
         titan.train_step(iter([1 / 0] for _ in range(1)))
     assert streams.current is streams.main
 
 
 def test_trainers_with_a_forward_of_their_own_stay_on_the_main_stream(streams, titan):
-    input_stream.install()
+    install()
     seen = []
 
     class Own(Trainer):
@@ -163,7 +169,7 @@ class OnGPU(torch.Tensor):
 def test_the_memory_of_a_batch_is_kept_for_the_main_stream(streams):
     """The inputs, the labels, and the count of tokens where only one rank has data."""
     inputs, labels, tokens = (torch.ones(2).as_subclass(OnGPU) for _ in range(3))
-    pair = input_stream._Streams()
+    pair = Replacements()
     pair.micro_batches = 1
     step = pair.forward_backward_step(lambda trainer, **inputs: torch.ones(()))
     step(None, input_dict={"input": inputs, "n": 3}, labels=labels, global_valid_tokens=tokens)
@@ -171,7 +177,7 @@ def test_the_memory_of_a_batch_is_kept_for_the_main_stream(streams):
 
 
 def test_a_forward_outside_a_step_leaves_the_stream_alone(streams, titan):
-    input_stream.install()
+    install()
     inputs, labels = next(titan.batch_generator(titan.dataloader))
     titan.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=9.0)
     assert streams.current is streams.main and not streams.main.waited_for
@@ -187,11 +193,18 @@ def test_a_module_that_runs_as_the_main_program_is_that_program(monkeypatch):
 
 @pytest.mark.parametrize(
     "device, flags, installed",
-    [("cuda", (), True), ("cuda", (f"--{LINEAR}.recipe", "bf16"), False), ("cpu", (), False)],
+    [
+        ("cuda", (), True),
+        ("cuda", (f"--{LINEAR}.recipe", "bf16"), False),
+        ("cuda", (f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.host_speedups", "True"), True),
+        ("cuda", (f"--{LINEAR}.host_speedups", "False"), False),
+        ("cpu", (), False),
+    ],
 )
-def test_fp8_runs_on_gpus_install_it(tmp_path, monkeypatch, device, flags, installed):
-    calls = []
-    monkeypatch.setattr(input_stream, "install", lambda: calls.append(1))
+def test_runs_on_gpus_install_it_where_the_key_says_so(
+    tmp_path, monkeypatch, streams, device, flags, installed
+):
+    original = Trainer.train_step
     monkeypatch.setattr(utils, "device_type", device)
     converted(job(tmp_path, "llama3", *flags, converters=CONVERTERS["llama3"]))
-    assert calls == [1] * installed
+    assert (Trainer.train_step is not original) == installed

@@ -1,4 +1,4 @@
-"""Every patch of `patches.py`: its targets are here, and without them it does what it says.
+"""What a patch is, and that the targets of every patch of `patches.py` are here.
 
 A missing or changed target ends the run if the patch is required. Otherwise it leaves a warning,
 and training goes on with the same results. What each patch brings is tested with its replacement.
@@ -16,7 +16,6 @@ from titan import (
     AC,
     CHECKPOINTING,
     CONVERTERS,
-    LINEAR,
     converted,
     job,
     loss_and_gradients,
@@ -27,8 +26,8 @@ from titan import (
     trainer,
     training,
 )
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.tools import utils
 
 import titan_fp8
 from titan_fp8.patches import Patch, Target, restore
@@ -38,8 +37,6 @@ from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 EP = ("--parallelism.expert_parallel_degree", 2)
-ALL = (*EP, "--compile.enable", f"--{LINEAR}.health_freq", 2)
-"""What all patches of a conversion take, but for one mode of checkpointing or another."""
 
 
 def remove(monkeypatch, target: Target) -> None:
@@ -73,7 +70,7 @@ VALUE = f"{__name__}:Owner.value"
 
 def patch_of(target: Target, relies_on: tuple[Target, ...] = (), required: bool = False) -> Patch:
     fields = {"targets": (target,), "relies_on": relies_on, "required": required}
-    return dataclasses.replace(patches.CPU_HISTC, name="test", **fields)
+    return dataclasses.replace(patches.INPUT_STREAM, name="test", **fields)
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -102,7 +99,7 @@ def test_a_target_that_does_not_fit(caplog, path, parameters, problem, required)
             (record,) = caplog.records
             assert record.levelno == logging.WARNING
             message = record.getMessage()
-        assert all(text in message for text in ("'test'", f"{path} {problem}", patch.without))
+        assert all(text in message for text in ("'test'", f"{path} {problem}", patch.why))
         assert Owner.value == "original"
 
 
@@ -125,6 +122,13 @@ def test_the_last_replacement_counts_and_starts_from_the_original():
     assert Owner.value == "original"
 
 
+def test_targets_are_replaced_together_or_not_at_all():
+    patch = patch_of(Target(VALUE))
+    patch = dataclasses.replace(patch, targets=(*patch.targets, Target("torch:none")))
+    assert not patch.apply(lambda value: "replaced", lambda value: "replaced")
+    assert Owner.value == "original"
+
+
 def test_what_was_absent_is_absent_again():
     patch = patch_of(Target(f"{__name__}:Owner.new", may_be_absent=True))
     for _ in range(2):
@@ -139,41 +143,24 @@ def test_no_target_is_replaced_by_two_patches():
     assert len(set(paths)) == len(paths)
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """The converters take this machine for one with a GPU, whose streams are any objects."""
-    monkeypatch.setattr(utils, "device_type", "cuda")
-    monkeypatch.setattr(torch.cuda, "current_stream", object)
-    monkeypatch.setattr(torch.cuda, "Stream", object)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_the_log_names_each_patch_once(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    config = job(tmp_path, "deepseek_v3", *ALL)
-    for _ in range(2):
-        converted(config)
-    for patch in patches.ON_CONVERSION:
-        assert caplog.text.count(f"patch {patch.name!r} replaces {patch.targets[0].path}") == 1
-
-
 def test_the_plugin_does_not_load_without_its_check(monkeypatch):
     remove(monkeypatch, *patches.CONFIG_CHECK.targets)
     with pytest.raises(RuntimeError, match="^titan_fp8: patch 'config check'"):
         runpy.run_module("titan_fp8.plugin")
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_conversion_goes_on_without_patches(monkeypatch, tmp_path, caplog):
-    for patch in patches.ON_CONVERSION:
-        change(monkeypatch, patch.targets[-1])
-    # Quantizers are recomputed by their own patch only where blocks are not checkpointed.
-    for checkpointing in ("op", "layer 2"):
-        config = job(tmp_path, "deepseek_v3", *ALL, *CHECKPOINTING[checkpointing])
+@pytest.mark.parametrize("change", [remove, change])
+def test_a_conversion_goes_on_without_a_patch_and_says_so_once(
+    monkeypatch, tmp_path, caplog, change
+):
+    change(monkeypatch, patches.TOKEN_EXCHANGE.targets[0])
+    caplog.set_level(logging.INFO)
+    config = job(tmp_path, "deepseek_v3", *EP)
+    for _ in range(2):
         model = converted(config)
-        assert of_type(model, titan_fp8.FP8Linear) and of_type(model, FP8GroupedExperts)
-    for patch in patches.ON_CONVERSION:
-        assert caplog.text.count(f"patch {patch.name!r} does not apply") == 1
+    assert of_type(model, titan_fp8.FP8Linear) and of_type(model, FP8GroupedExperts)
+    assert caplog.text.count("patch 'token exchange' does not apply") == 1
+    assert caplog.text.count("patch 'selective checkpointing policy' replaces torchtitan") == 1
 
 
 def without(monkeypatch, left_out: Patch) -> None:
@@ -183,9 +170,6 @@ def without(monkeypatch, left_out: Patch) -> None:
         return patch is not left_out and apply_patch(patch, *makes)
 
     monkeypatch.setattr(Patch, "apply", apply_others)
-
-
-EXPERTS = (patches.TOKEN_GROUP_ALIGNMENT, patches.PERMUTATION, patches.GRADIENT_COPIES)
 
 
 def gradients(folder: Path, text: Path, model: str, *flags: object) -> dict[str, torch.Tensor]:
@@ -206,24 +190,23 @@ def test_checkpointed_training_is_the_same_without(monkeypatch, tmp_path, text):
         assert same(gradients(tmp_path, text, "llama3", *CHECKPOINTING["op"]), expected)
 
 
-def train_without_each(rank: int, folder: Path, text: Path) -> None:
+def train_without(rank: int, folder: Path, text: Path) -> None:
     """On one of two ranks."""
     folder = folder / str(rank)
     folder.mkdir()
     expected = gradients(folder, text, "deepseek_v3", *EP, f"{AC}.mode", "none")
-    for patch in EXPERTS:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            without(monkeypatch, patch)
-            got = gradients(folder, text, "deepseek_v3", *EP, f"{AC}.mode", "none")
-        assert same(got, expected), patch.name
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without(monkeypatch, patches.TOKEN_EXCHANGE)
+        got = gradients(folder, text, "deepseek_v3", *EP, f"{AC}.mode", "none")
+    assert same(got, expected)
 
 
 def test_expert_parallel_training_is_the_same_without(tmp_path, text):
-    gloo.spawn(train_without_each, 2, tmp_path, text)
+    gloo.spawn(train_without, 2, tmp_path, text)
 
 
 def test_experts_run_where_torchtitan_has_no_alignment(monkeypatch):
-    remove(monkeypatch, patches.TOKEN_GROUP_ALIGNMENT.targets[0])
+    monkeypatch.delattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M")
     model = torch.nn.Sequential(GroupedExperts(64, 96, 4, use_grouped_mm=True))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -1,8 +1,7 @@
-"""The trainings of `python -m titan_fp8.plan --train` and of bench_plans.py."""
+"""The trainings of `python -m titan_fp8.plan --train` and of scripts/bench/plans.py."""
 
 import argparse
-import gzip
-import json
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,9 +9,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.autograd import DeviceType
 
+from titan_fp8.modules.report import text_table
 from titan_fp8.plan import command, train
 from titan_fp8.recipe import BF16
 
@@ -25,10 +28,14 @@ def config_of(name, *flags):
     return command.parse(str(ROOT / "configs" / f"{name}.toml"), flags)
 
 
-def test_compute_is_counted_once_and_without_collectives():
-    def event(begin, us, name="gemm", cat="kernel"):
-        return {"cat": cat, "name": name, "ts": begin, "dur": us}
+def event(begin, us, name="gemm", device=DeviceType.CUDA, is_user_annotation=False):
+    span = SimpleNamespace(start=begin, end=begin + us)
+    return SimpleNamespace(
+        time_range=span, name=name, device_type=device, is_user_annotation=is_user_annotation
+    )
 
+
+def test_compute_is_counted_once_and_without_collectives():
     events = [
         event(30, 10),
         event(0, 10),
@@ -36,38 +43,28 @@ def test_compute_is_counted_once_and_without_collectives():
         event(8, 4),  # overlaps with it
         event(0, 100, "ncclDevKernel_SendRecv"),
         event(50, 5, "multimem_all_reduce_kernel"),
-        event(60, 5, cat="gpu_memcpy"),
-        event(70, 5, cat="cpu_op"),
+        event(60, 5, "Memcpy HtoD (Pinned -> Device)"),
+        event(70, 5, device=DeviceType.CPU),
+        event(70, 5, "FSDP::all_gather", is_user_annotation=True),
     ]
-    assert train.busy_us(train.compute_kernels(events)) == 12 + 10
+    assert train.busy_us(events) == 12 + 10
     assert train.busy_us([]) == 0
 
 
-def finished(folder, *lines, kernels_us=None):
-    """The folder of a job that logged these (step, loss, GiB, tokens/s)."""
-    folder.mkdir(parents=True)
-    text = "\n".join(
-        f"\x1b[31mstep: {step:2}  \x1b[32mloss: {loss:8.5f}  grad_norm:  1.0  "
-        f"memory: {gib:5.2f}GiB(60.00%)  tps: {tps:,}  tflops: 1.00  mfu: 1.00%"
-        for step, loss, gib, tps in lines
-    )
-    (folder / "train.log").write_text(text)
-    if kernels_us is not None:
-        trace = folder / "traces" / "iteration_26" / "rank0_trace.json.gz"
-        trace.parent.mkdir(parents=True)
-        event = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": kernels_us}
-        trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [event]}).encode()))
-    return folder
-
-
-def test_what_a_job_logged_and_traced(tmp_path):
-    lines = [(1, 9.0, 70.0, 10), (5, 8.0, 60.0, 20), (10, 5.0, 61.0, 1000), (15, 4.0, 62.0, 3000)]
-    lines += [(20, 3.0, 62.0, 2000), (20, -1.0, 65.0, 2000), (25, 1.0, 99.0, 9999)]
-    folder = finished(tmp_path / "a", *lines, kernels_us=600_000)
-    row = train.read(folder, 20, tokens=2000)  # A step takes a second.
-    assert row == {"tokens/s": 2000, "GiB": 70, "compute": pytest.approx(0.6), "loss": 4.0}
-    with pytest.raises(ValueError, match="no steps with a loss after step 5"):
-        train.read(finished(tmp_path / "b", *lines[:2]), 20, 2000)
+def test_on_a_gpu_one_step_more_is_traced(monkeypatch):
+    steps, trace = [], SimpleNamespace(events=lambda: [event(0, 10)])
+    host = train.train.Trainer
+    monkeypatch.setattr(host, "train_step", lambda self, data: steps.append(self.step))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(train, "profile", lambda **_: contextlib.nullcontext(trace))
+    trainer = object.__new__(train.Trainer)
+    trainer.job_config = SimpleNamespace(training=SimpleNamespace(steps=2))
+    for kind, expected in (("cpu", [1, 2]), ("cuda", [1, 2, 3])):
+        trainer.device, trainer.busy_us = torch.device(kind), None
+        steps.clear()
+        for trainer.step in (1, 2):
+            trainer.train_step(None)
+        assert steps == expected and trainer.busy_us == (10 if kind == "cuda" else None)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +75,15 @@ def test_what_a_job_logged_and_traced(tmp_path):
         ("llama3_8b", (), 16, {}),  # eight of them
         ("llama3_debug", (), 4, {"shard": 4}),
         ("llama3_8b", (P + "data_parallel_replicate_degree", "2"), 8,
-         {"replicate": 1, "batch": 16}),
+         {"shard": 4, "batch": 16}),
         ("deepseek_v3_16b", (), 4, {"shard": 4, "expert": 4}),
         ("deepseek_v3_16b", (P + "tensor_parallel_degree", "2"), 4, {"shard": 2, "expert": 4}),
     ],
 )  # fmt: skip
 def test_the_plan_is_fitted_to_the_gpus(name, flags, gpus, changed):
     config = config_of(name, *flags)
-    p, keys = config.parallelism, ("replicate", "shard", "expert", "batch")
+    p, keys = config.parallelism, ("shard", "expert", "batch")
     before = (
-        p.data_parallel_replicate_degree,
         p.data_parallel_shard_degree,
         p.expert_parallel_degree,
         config.training.global_batch_size,
@@ -97,15 +93,22 @@ def test_the_plan_is_fitted_to_the_gpus(name, flags, gpus, changed):
 
 
 def test_too_few_gpus_for_a_replica():
-    with pytest.raises(ValueError, match="need more GPUs together than the 4 there are"):
+    with pytest.raises(ValueError, match="need more GPUs than the 4 there are"):
         train.fitted(config_of("llama3_70b"), 4)
+
+
+def row(tokens_per_second=100):
+    return {"tokens/s": tokens_per_second, "GiB": 60.0, "loss": 4.0, "compute": 0.75}
 
 
 def compared(monkeypatch, tmp_path, run, *flags, recipes="blockwise,rowwise"):
     monkeypatch.setattr(train, "run", run)
     config = str(ROOT / "configs/deepseek_v3_16b.toml")
     options = argparse.Namespace(config=config, recipes=recipes, ngpu=8)
-    return train.compare(options, ["--job.dump_folder", str(tmp_path), *flags], command.parse)
+    flags = ["--job.dump_folder", str(tmp_path), *flags]
+    table, is_slower = train.compare(options, flags, command.parse)
+    print(text_table(table))
+    return int(is_slower)
 
 
 @pytest.mark.parametrize(
@@ -117,22 +120,26 @@ def test_the_arms_and_the_exit_status(speeds, status, tmp_path, monkeypatch, cap
     runs, left = [], iter(speeds)
 
     def run(config, flags, ranks, blocks, steps, folder):
-        parsed = command.parse(config, flags)
-        quantize = parsed.quantize
-        grouped = quantize.grouped_mm.titan_fp8
-        runs.append((quantize.linear.titan_fp8.recipe, grouped.recipe, grouped.permutation))
+        quantize = command.parse(config, flags).quantize
+        linear, grouped = quantize.linear.titan_fp8, quantize.grouped_mm.titan_fp8
+        runs.append((linear.recipe, grouped.recipe, linear.host_speedups, grouped.permutation))
         assert (ranks, blocks, steps) == (8, 27, 20)
-        finished(folder, (20, 4.0, 60.0, next(left)), kernels_us=1e6)
+        return row(next(left))
 
     assert compared(monkeypatch, tmp_path, run) == status
-    recipes = [(recipe, recipe, None) for recipe in ("blockwise", "rowwise")]
-    assert runs == [(BF16, BF16, None), (BF16, BF16, "gather"), *recipes]
+    recipes = [(recipe, recipe, None, None) for recipe in ("blockwise", "rowwise")]
+    assert runs == [(BF16, BF16, False, "host"), (BF16, BF16, True, "gather"), *recipes]
     title, header, *rows = capsys.readouterr().out.splitlines()
     assert title == "27 of 27 blocks on 8 GPUs" and len(rows) == 4
-    # 131,072 tokens a step on 8 GPUs, of which kernels took a second.
-    compute = f"{speeds[2] / 16384:.0%}"
-    cells = [f"{speeds[2]}", f"{speeds[2] / speeds[0]:.2f}", "60.0", compute, "4.0000"]
+    cells = [f"{speeds[2]}", f"{speeds[2] / speeds[0]:.2f}", "60.0", "75%", "4.0000"]
     assert rows[2].split() == ["blockwise", *cells]
+
+
+def test_bf16_is_tuned_in_a_config_that_lists_only_experts():
+    flags = train.arm_flags(train.TUNED, [train.GROUPED_MM])
+    config = config_of("deepseek_v3_16b", "--model.converters", train.GROUPED_MM, *flags)
+    assert config.quantize.linear.titan_fp8.host_speedups is True
+    assert sorted(config.model.converters) == [train.GROUPED_MM, train.LINEAR]
 
 
 def test_without_recipes_it_is_the_config_that_trains(tmp_path, monkeypatch):
@@ -141,7 +148,7 @@ def test_without_recipes_it_is_the_config_that_trains(tmp_path, monkeypatch):
     def run(config, flags, ranks, blocks, steps, folder):
         quantize = command.parse(config, flags).quantize
         runs.append((quantize.linear.titan_fp8.recipe, quantize.grouped_mm.titan_fp8.recipe))
-        finished(folder, (20, 4.0, 60.0, 100))
+        return row()
 
     own = "--quantize.grouped_mm.titan_fp8.recipe"
     compared(monkeypatch, tmp_path, run, own, "rowwise", recipes=None)
@@ -156,8 +163,8 @@ def test_depth_is_halved_until_every_arm_fits(tmp_path, monkeypatch, capsys):
         recipe = command.parse(config, flags).quantize.linear.titan_fp8.recipe
         runs.append((recipe, blocks))
         if blocks > (13 if recipe == BF16 else 6):
-            return "torch.OutOfMemoryError: CUDA out of memory."
-        finished(folder, (20, 4.0, 60.0, 100))
+            raise RuntimeError("torch.OutOfMemoryError: CUDA out of memory.")
+        return row()
 
     compared(monkeypatch, tmp_path, run, recipes="blockwise")
     tried = [(BF16, 27), (BF16, 13), (BF16, 13), ("blockwise", 13)]
@@ -167,54 +174,62 @@ def test_depth_is_halved_until_every_arm_fits(tmp_path, monkeypatch, capsys):
 
 def test_a_job_that_fails_and_one_that_never_fits(tmp_path, monkeypatch):
     for error in ("RuntimeError: no", "torch.OutOfMemoryError: CUDA out of memory."):
+
+        def run(*_, error=error):
+            raise RuntimeError(error)
+
         with pytest.raises(ValueError, match=f"in bf16 with {27 if 'no' in error else 2} blocks"):
-            compared(monkeypatch, tmp_path, lambda *_, error=error: error)
+            compared(monkeypatch, tmp_path, run)
 
 
 def test_a_bf16_config_needs_recipes(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="recipe of CONFIG is bf16"):
-        compared(monkeypatch, tmp_path, None, recipes="bf16")
+    with pytest.raises(ValueError, match="CONFIG trains in bf16"):
+        recipe = ("--quantize.linear.titan_fp8.recipe", BF16)
+        compared(monkeypatch, tmp_path, None, *recipe, recipes=None)
 
 
 def test_a_training_on_the_cpu(text, tmp_path):
-    """Two of the debug model's six blocks, in the module that each rank runs on a GPU, too."""
+    """Two of the debug model's six blocks, in the process that each rank runs on a GPU, too."""
     flags = ["--model.hf_assets_path", str(text), "--training.dataset_path", str(text / "corpus")]
     flags += ["--training.seq_len", "32", "--training.local_batch_size", "1"]
     config = str(ROOT / "configs/llama3_debug.toml")
     flags += [P + "data_parallel_shard_degree", "1", *train.arm_flags("rowwise", [train.LINEAR])]
-    assert train.run(config, flags, 1, 2, 10, tmp_path) is None
-    row = train.read(tmp_path, 10, 32)
+    row = train.run(config, flags, 1, 2, 10, tmp_path)
     assert row["tokens/s"] > 0 and 5 < row["loss"] < 10 and row["compute"] is None
-    log = (tmp_path / "train.log").read_text()
+    log = "".join(file.read_text() for file in tmp_path.rglob("std*.log"))
     assert '"n_layers": 2' in log and "converted 14 of 15 linears, rowwise" in log
-    error = train.run(config, [*flags, "--training.seq_len", "-1"], 1, 2, 10, tmp_path)
-    assert "Error" in error
+    with pytest.raises(RuntimeError, match="Error: .*bound"):
+        train.run(config, [*flags, "--training.seq_len", "-1"], 1, 2, 10, tmp_path)
 
 
-def test_a_job_ends_with_its_parent(tmp_path, monkeypatch):
+def test_a_job_ends_with_its_parent(tmp_path):
     """torchrun and its rank, which would sleep for minutes."""
-    rank = tmp_path / "torchtitan_rank.py"
-    rank.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(300)\n")
+    rank = tmp_path / "sleeping_rank.py"
+    rank.write_text(
+        "import os, time\n"
+        "with open(__file__ + '.pid', 'w') as file:\n"
+        "    print(os.getpid(), file=file)\n"
+        "time.sleep(300)\n"
+    )
     parent = textwrap.dedent(f"""
-        import subprocess
         from pathlib import Path
         from titan_fp8.plan import train
-        start = subprocess.Popen
-        def popen(command, **options):
+        start = train.torchrun
+        def torchrun(command):
             at = command.index("titan_fp8.plan.train") - 1
-            return start([*command[:at], {str(rank)!r}], **options)
-        subprocess.Popen = popen
+            start([*command[:at], {str(rank)!r}])
+        train.torchrun = torchrun
         train.run("", [], 1, 0, 5, Path({str(tmp_path)!r}))
     """)
     job = subprocess.Popen(
         [sys.executable, "-c", parent], env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    log, deadline = tmp_path / "train.log", time.monotonic() + 60
-    while not log.exists() or "pid" not in log.read_text():
+    file, deadline = tmp_path / "sleeping_rank.py.pid", time.monotonic() + 60
+    while not file.exists() or "\n" not in file.read_text():
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-    pid = int(log.read_text().partition("pid ")[2].split()[0])
+    time.sleep(1)  # torchrun knows its ranks
     job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 128 + signal.SIGTERM
+    assert job.wait(60) != 0
     with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        os.kill(int(file.read_text()), 0)

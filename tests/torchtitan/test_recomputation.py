@@ -1,28 +1,19 @@
-"""What compiled layers keep for backward with the patches of `recomputation.py`.
+"""What compiled layers keep for backward with the patch of `recomputation.py`.
 
 The partitioner decides that before Inductor generates code, so most tests do without the code.
 """
 
-import operator
-
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils.checkpoint import CheckpointPolicy
 from torchtitan.models.moe.moe import FeedForward
 
 import titan_fp8
+from titan_fp8.compile.recomputation import with_recomputable_quantizers
 from titan_fp8.layouts import E4M3
 from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, restore
-from titan_fp8.recomputation import (
-    CompleteMarks,
-    with_recomputable_quantizers,
-)
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.patches import CHECKPOINT_MARKS
 
 PARTITIONED = "aot_eager_decomp_partition"
 """The backend that decomposes and partitions as Inductor does, and runs the graphs as they are."""
@@ -44,7 +35,7 @@ class SwiGLU(nn.Module):
 def fresh_compiler(fresh_graphs):
     """No graphs from before, and no patch at first."""
     yield
-    restore([RECOMPUTABLE_QUANTIZERS, CHECKPOINT_MARKS])
+    restore([RECOMPUTABLE_QUANTIZERS])
 
 
 @pytest.fixture
@@ -90,36 +81,6 @@ def test_a_graphs_own_input_is_kept_in_fp8(installed):
     assert shapes == [(64, 128)]
 
 
-def test_ops_that_checkpointing_left_unmarked_are_marked():
-    """torch 2.11 leaves the ops of an autograd.Function unmarked; those in forward are meant."""
-    graph = torch.fx.Graph()
-    region = {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 3}
-
-    def node(target, *args, tag="is_forward", **meta):
-        made = graph.call_function(target, args)
-        made.meta.update(partitioner_tag=tag, **meta)
-        return made
-
-    x, w = graph.placeholder("x"), graph.placeholder("w")
-    inside = node(torch.ops.aten.mul.Tensor, x, x, **region)
-    cast = node(torch.ops.aten._to_copy.default, inside)
-    rows = node(torch.ops.titan_fp8.quantize_1x128.default, cast)
-    parts = [node(operator.getitem, rows, i) for i in range(2)]
-    product = node(torch.ops.titan_fp8.blockwise_fprop.default, *parts, w)
-    end = node(torch.ops.aten.mul.Tensor, product, product, **region)
-    behind = node(torch.ops.titan_fp8.quantize_1x128.default, end)
-    between = node(operator.getitem, behind, 0)
-    next_region = region | {"ac_graph_id": 4}
-    node(torch.ops.aten.mul.Tensor, between, between, **next_region)
-    outside = node(torch.ops.titan_fp8.quantize_1x128.default, x)
-    backward = node(torch.ops.titan_fp8.quantize_1x128.default, product, tag="is_backward")
-    CompleteMarks()(graph)
-    for marked in (cast, rows, *parts, product):
-        assert region.items() <= marked.meta.items()
-    for left in (behind, between, outside, backward):
-        assert "recompute" not in left.meta
-
-
 def bytes_kept(module: nn.Module, compiled: bool) -> int:
     """The bytes saved for backward of 256 tokens, without the parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -148,22 +109,3 @@ def test_a_fused_feed_forward_keeps_no_more_than_an_ordinary_one(installed, comp
     # The copies have one scale for each 128 tokens.
     spared = 256 * 96 * 2 + (256 + 2 * 4) * 96 + (256 + 2 * 4) * 64
     assert fused == ordinary if compiled else ordinary - fused == spared
-
-
-def test_other_passes_still_run():
-    class Other(CustomGraphPass):
-        runs = 0
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            Other.runs += 1
-
-        def uuid(self) -> str:
-            return "other"
-
-    with inductor_config.patch(joint_custom_pre_pass=Other()):
-        CHECKPOINT_MARKS.apply(CompleteMarks.after)
-        CHECKPOINT_MARKS.apply(CompleteMarks.after)
-        mine = inductor_config.joint_custom_pre_pass
-        assert isinstance(mine, CompleteMarks) and len(mine.before) == 1
-        kept_in_fp8(nn.Sequential(nn.Linear(64, 96)), torch.randn(32, 64), "inductor")
-    assert Other.runs

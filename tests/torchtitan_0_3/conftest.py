@@ -11,12 +11,10 @@ def fresh():
     """What conversions change is put back."""
     import torch
 
-    from titan_fp8.conversion import warn_of_emulation
-    from titan_fp8.patches import restore
-    from titan_fp8.torchtitan_0_3 import linear, patches
+    from titan_fp8.patches import log_once, restore
+    from titan_fp8.torchtitan_0_3 import patches
 
-    warn_of_emulation.cache_clear()
-    linear.warn_without_fsdp.cache_clear()
+    log_once.cache_clear()
     yield
     restore(patches.ON_CONVERSION)
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from titan_fp8.torchtitan_0_3.experts import FP8Experts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
 ADAPTER = "titan_fp8.torchtitan_0_3"
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/torchtitan_0_3.md"
 
 
 def test_the_documented_defaults():
@@ -31,8 +31,8 @@ def test_the_documented_defaults():
     assert isinstance(experts.build(), QuantizationConverter)
 
 
-def test_the_readme_shows_the_defaults():
-    text = README.read_text(encoding="utf-8")
+def test_the_docs_show_the_defaults():
+    text = PAGE.read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(from titan_fp8.torchtitan_0_3 .*?)```", text, re.DOTALL)
     names: dict = {}
     exec(block, names)
@@ -56,7 +56,7 @@ MISTAKES = [
     *(
         (converter, field, value, BOOL)
         for converter in (FP8LinearConverter, FP8GroupedExpertsConverter)
-        for field in ("emulate", "fsdp_all_gather")
+        for field in ("emulate", "fsdp_all_gather", "host_speedups")
         for value in ("yes", 1, [])
     ),
     *(
@@ -115,7 +115,7 @@ def test_an_override_takes_the_fields_of_the_converters():
         "filter_fqns": ["wo"],
         "emulate": True,
         "fqns": ["layers.1"],
-        "permutation": "host",
+        "host_speedups": False,
     }
     model = overridden("deepseek_v3", (f"{ADAPTER}.rowwise", arguments))
     left = [n for n, c, *_ in model.traverse(Linear.Config) if type(c) is Linear.Config]

@@ -24,9 +24,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
+from titan_fp8.host.torchtitan_0_3.dispatcher import GatherTokenDispatcher
 from titan_fp8.recipe import RECIPE_NAMES, RECIPES
-from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
-from titan_fp8.torchtitan_0_3.dispatcher import GatherTokenDispatcher
+from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter, patches
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
@@ -237,13 +237,16 @@ def dispatchers(config: Module.Config) -> list[token_dispatcher.LocalTokenDispat
     return [routed.token_dispatcher for _, routed, *_ in config.traverse(RoutedExperts.Config)]
 
 
+@pytest.mark.parametrize("speedups", [None, True, False])
 @pytest.mark.parametrize("permutation", [None, "gather", "host"])
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_the_dispatcher_permutes_by_gathers_and_pads(caplog, recipe, permutation):
-    converter = FP8GroupedExpertsConverter.Config(recipe=recipe, permutation=permutation)
+def test_the_dispatcher_permutes_by_gathers_and_pads(caplog, recipe, permutation, speedups):
+    settings = {"recipe": recipe, "permutation": permutation, "host_speedups": speedups}
+    converter = FP8GroupedExpertsConverter.Config(**settings)
     config = registry("deepseek_v3", converters=[converter])
     found = dispatchers(config)
-    gathers = permutation == "gather" or (permutation is None and recipe != "bf16")
+    on = recipe != "bf16" if speedups is None else speedups
+    gathers = permutation == "gather" or (permutation is None and on)
     assert {type(d) is GatherTokenDispatcher.Config for d in found} == {gathers}
     alignment = RECIPES[recipe].alignment if recipe in RECIPES else 1
     assert all(d.pad_multiple == alignment for d in found if gathers)
@@ -272,10 +275,8 @@ def test_other_dispatchers_stay_and_pad_if_they_can(caplog, backend, pads):
 
 
 def test_bf16_leaves_every_config_and_patch_alone(caplog):
-    from torchtitan import trainer
-    from torchtitan.distributed import activation_checkpoint
-
-    before = trainer.has_quantization, activation_checkpoint.ptd_checkpoint_wrapper
+    targets = [target for patch in patches.ON_CONVERSION for target in patch.targets]
+    before = [getattr(*target.locate()) for target in targets]
     config = registry("deepseek_v3", converters=titan_0_3.converters("deepseek_v3", recipe="bf16"))
     plain = registry("deepseek_v3")
     types = [
@@ -283,19 +284,22 @@ def test_bf16_leaves_every_config_and_patch_alone(caplog):
         for tree in (config, plain)
     ]
     assert types[0] == types[1]
-    assert before == (trainer.has_quantization, activation_checkpoint.ptd_checkpoint_wrapper)
+    assert before == [getattr(*target.locate()) for target in targets]
     assert "emulated" not in caplog.text
     assert {outcome for _, outcome in report(caplog.text).values()} == {'- recipe = "bf16"'}
 
 
+@pytest.mark.parametrize("recipe, speedups", [("bf16", True), ("rowwise", False)])
 @pytest.mark.parametrize("model", titan_0_3.MODELS)
-def test_no_mfu_is_printed_for_fp8(model):
-    from torchtitan import trainer
+def test_the_key_decides_about_all_that_is_not_fp8(model, recipe, speedups):
+    def replaced(group) -> bool:
+        targets = [target for patch in group for target in patch.targets]
+        return any(getattr(*target.locate()) != target.original() for target in targets)
 
-    plain = registry(model)
-    converted = registry(model, converters=titan_0_3.converters(model, recipe="rowwise")[-1:])
-    assert trainer.has_quantization(converted)
-    assert not trainer.has_quantization(plain)
+    fields = {"recipe": recipe, "host_speedups": speedups}
+    registry(model, converters=titan_0_3.converters(model, **fields))
+    assert replaced(patches.FOR_HOST) == speedups
+    assert replaced(patches.FOR_FP8) == (recipe != "bf16")
 
 
 def test_a_second_conversion_changes_nothing(caplog):
@@ -378,7 +382,7 @@ def test_a_gpu_without_kernels_is_an_error_unless_emulated(monkeypatch, caplog, 
     monkeypatch.setattr("torchtitan.tools.utils.device_type", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr("titan_fp8.conversion.kernels_for", kernels_for)
+    monkeypatch.setattr("titan_fp8.modules.conversion.kernels_for", kernels_for)
     config = registry("llama3")
     if emulate:
         FP8LinearConverter.Config(emulate=True).build().convert(config)

@@ -11,10 +11,10 @@ import torch
 from gloo import spawn
 from torchtitan.models import gpt_oss, qwen3
 
-import titan_fp8.sharded_weight
-from titan_fp8.gathered_weight import GatheredWeight
+import titan_fp8.fsdp.sharded_weight
+from titan_fp8.fsdp.sharded_weight import marks
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.health import observer
-from titan_fp8.sharded_weight import marks
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 
 EP = ("--parallelism.expert_parallel_degree", 2)
@@ -27,7 +27,7 @@ class Counts:
     """The weights that FSDP2 has gathered in FP8, and the collective quantizations of shards."""
 
     def __enter__(self) -> "Counts":
-        new, quantize = GatheredWeight.__new__, titan_fp8.sharded_weight.quantize_shards
+        new, quantize = GatheredWeight.__new__, titan_fp8.fsdp.sharded_weight.quantize_shards
         self.gathered = 0
 
         def gather(*args):
@@ -36,7 +36,7 @@ class Counts:
 
         self.patches = (
             mock.patch.object(GatheredWeight, "__new__", gather),
-            mock.patch.object(titan_fp8.sharded_weight, "quantize_shards", wraps=quantize),
+            mock.patch.object(titan_fp8.fsdp.sharded_weight, "quantize_shards", wraps=quantize),
         )
         _, self.quantize = (patch.start() for patch in self.patches)
         return self

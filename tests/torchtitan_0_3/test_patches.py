@@ -1,4 +1,4 @@
-"""Every patch of the adapter: its targets are here, and without them training goes on or stops.
+"""Every patch of the adapter: its targets are here, and those of this adapter alone do their work.
 
 `tests/torchtitan/test_patches.py` tests the machinery and the patches that both adapters share.
 """
@@ -17,23 +17,11 @@ from torchtitan.trainer import Trainer
 
 from titan_fp8 import cpu_host
 from titan_fp8.torchtitan_0_3 import FP8LinearConverter, patches
-from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
 
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)
 def test_targets_are_here_and_take_what_the_replacement_relies_on(patch):
     assert not [t.problem() for t in (*patch.targets, *patch.relies_on) if t.problem()]
-
-
-def test_a_conversion_goes_on_without_patches(monkeypatch, caplog):
-    optional = [patch for patch in patches.ON_CONVERSION if not patch.required]
-    for patch in optional:
-        monkeypatch.delattr(*patch.targets[0].locate())
-    config = titan_0_3.small("llama3", [FP8LinearConverter.Config(health_freq=1)]).model_spec.model
-    assert any(config.traverse(FP8Linear.Config))
-    for patch in optional:
-        assert f"patch {patch.name!r} does not apply" in caplog.text
-        assert patch.without in caplog.text
 
 
 NO_GRAPHS = [("fsdp_all_gather", True), ("health_freq", 10)]

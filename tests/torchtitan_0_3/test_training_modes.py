@@ -10,14 +10,13 @@ import torch.distributed as dist
 from count import Count
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.tools.utils import set_default_dtype
 
+from titan_fp8.host.torchtitan_0_3.dispatcher import GatherTokenDispatcher
 from titan_fp8.patches import SAC_POLICY, Patch, restore
 from titan_fp8.torchtitan_0_3 import patches
-from titan_fp8.torchtitan_0_3.dispatcher import GatherTokenDispatcher
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +40,6 @@ def step(config: str, text, folder, *flags: object, checkpointing=None) -> tuple
             input_dict=inputs, labels=labels, global_valid_tokens=torch.tensor(64.0)
         )
         result = {"loss": loss.detach(), **titan_0_3.gradients(trainer.model_parts[0])}
-    # As the trainer asked, and as torchtitan's own check would have answered.
-    assert trainer.metrics_processor.has_quantization
-    assert not has_quantization(trainer.model_config)
     wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
     for wrapper in wrappers:
         result = {name.replace(wrapper, ""): value for name, value in result.items()}

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import (
 )
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear
-from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.recipe import RECIPES as STAGES
 
 
 class Graphs:
@@ -144,7 +145,8 @@ def test_compiled_linears_share_the_quantized_input(recipe, parameters):
     assert graphs.frames == len(graphs.forward) == len(graphs.backward) == 1
     kind = recipe.split("_")[0]
     assert count_ops(graphs.forward[0]) == {quantizer(recipe): 1, f"{kind}_fprop": 3}
-    assert count_ops(graphs.backward[0]) == {"product_backward": 3}
+    of_g, gemms = quantizer(recipe), (f"{kind}_dgrad", STAGES[recipe].wgrad.op.name)
+    assert count_ops(graphs.backward[0]) == dict.fromkeys((of_g, *gemms), 3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -246,7 +248,7 @@ def test_what_torch_func_cannot_do_is_an_error_in_words(name):
     for argument in (0, 1):
         gradient = torch.func.grad(lambda x, w: product(x, w).sum(), argnums=argument)
         compiled = torch.compile(gradient, backend="eager")
-        with pytest.raises(RuntimeError, match="no gradient inside transforms of torch.func: use"):
+        with pytest.raises(RuntimeError, match="inside transforms of torch.func: use"):
             compiled(x.detach(), w.detach())
     several = torch.randn(3, 8, 16)
     with pytest.raises(RuntimeError, match="is_grads_batched must be False"):

@@ -13,7 +13,7 @@ from titan_fp8 import (
     fp8_linear,
     quantize_weight,
 )
-from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.functional.swiglu import fp8_swiglu
 
 
 def linear(x=(4, 32), w=(16, 32), bias=None, dtypes=(torch.float32,) * 3, **options):

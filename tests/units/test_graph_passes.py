@@ -13,11 +13,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
-from titan_fp8 import chained_pass
-from titan_fp8.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
-from titan_fp8.ops import sequence
+from titan_fp8.compile import chained_pass
+from titan_fp8.compile.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
+from titan_fp8.ops import registry, sequence
 from titan_fp8.ops.sequence import Place, Step, encode
-from titan_fp8.recipe import RECIPES, op_of
+from titan_fp8.recipe import RECIPES
 
 fp8 = torch.ops.titan_fp8
 M, N, K = 160, 96, 144
@@ -62,7 +62,7 @@ def test_a_quantizer_writes_what_is_read(recipe, read, ends):
         return [outputs[i].view(torch.uint8) if i % 2 == 0 else outputs[i] for i in READ[read]]
 
     kinds = {"columns": stages.quantize_columns, "both": stages.quantize_rows_and_columns}
-    expected = op_of(kinds.get(read, stages.quantize_rows))._opname
+    expected = kinds.get(read, stages.quantize_rows).name
     assert check(quantize, [*tensors((M, K)), *offs], narrow_quantizers)[0] == {expected: 1}
 
 
@@ -79,15 +79,16 @@ def test_layers_that_share_an_input_become_one_sequence():
 def test_backward_products_of_one_input_become_one_sequence():
     def backward(x, w1, w2, g1, g2):
         columns = fp8.quantize_1x128_128x1_t(x)[2:]
-        layout = None, False, torch.bfloat16, torch.float32, "blockwise"
-        first = fp8.product_backward(g1, w1, None, *columns, *layout)
-        g2 = g2 * first[0].sum()  # An op between them, which needs the first.
-        return *first, *fp8.product_backward(g2, w2, None, *columns, *layout)
+        results = []
+        for g, w in ((g1, w1), (g2, w2)):
+            q, s, *g_columns = fp8.quantize_1x128_128x1_t(g)
+            results += fp8.blockwise_dgrad(q, s, w), fp8.blockwise_wgrad(*g_columns, *columns)
+        return results
 
     inputs = tensors((M, K), (N, K), (N, K), (M, N), (M, N))
     ops, sequences = check(backward, inputs, FewerOps())
-    assert ops == {"sequence": 1, "product_backward": 1}
-    assert sequences == [["quantize_128x1_t", "product_backward"]]
+    product = ["quantize_1x128_128x1_t", "blockwise_dgrad", "blockwise_wgrad"]
+    assert ops == {"sequence": 1} and sequences == [["quantize_128x1_t", *product, *product]]
 
 
 def test_layers_one_after_the_other_stay_apart():
@@ -115,11 +116,11 @@ def test_sequences_have_a_limit():
         q, s = fp8.quantize_1x128(x)
         return [fp8.blockwise_fprop(q, s, w) for w in weights]
 
-    _, sequences = check(many, tensors((M, K), *[(N, K)] * 10), merge_ops)
+    _, sequences = check(many, tensors((M, K), *[(N, K)] * 18), merge_ops)
     assert [*map(len, sequences)] == [MAX_STEPS, 3]
 
 
-def test_a_sequence_frees_what_no_later_step_reads(monkeypatch):
+def test_a_sequence_frees_what_no_later_step_reads():
     made, alive = [], []
 
     def step(x, *_):
@@ -128,10 +129,14 @@ def test_a_sequence_frees_what_no_later_step_reads(monkeypatch):
         made.append(weakref.ref(y))
         return y
 
-    monkeypatch.setattr(sequence.registry, "direct", SimpleNamespace(a=step, b=step, c=step))
-    steps = [Step("a", (Place(0, 0),), {}), Step("b", (Place(1, 0), Place(0, 1)), {})]
-    steps.append(Step("c", (Place(2, 0), None, torch.float32, 1.5, "text", True), {}))
-    (result,) = sequence.run_steps(*torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
+    ops = SimpleNamespace(quantize_row=step, transpose_fp8=step, blockwise_mm=step)
+    steps = [
+        Step("quantize_row", (Place(0, 0),), {}),
+        Step("transpose_fp8", (Place(1, 0), Place(0, 1)), {}),
+    ]
+    constants = 1.5, None, "text", None, True, torch.float32
+    steps.append(Step("blockwise_mm", (Place(2, 0), *constants), {}))
+    (result,) = sequence.run_steps(ops, *torch.zeros(2, 3), encode(steps, [Place(3, 0)]))
     assert torch.equal(result, torch.full((3,), 3.0))
     assert alive == [[], [True], [False, True]]
 
@@ -157,10 +162,17 @@ def test_outputs_that_are_read_as_two_nodes():
 
 
 def test_the_string_of_a_sequence_can_stand_in_c():
-    step = Step("op", (Place(0, 0), None, True, torch.float32, "text"), {"scale_fmt": "ue8m0"})
+    arguments = Place(0, 0), None, True, torch.float32, "text"
+    step = Step("quantize_row", arguments, {"scale_fmt": "ue8m0"})
     string = encode([step], [Place(1, 0)])
     assert not set(string) & set('"\\\n')
     assert sequence._decode(string) == ((step,), (Place(1, 0),), ([],))
+
+
+def test_a_sequence_refuses_fp16():
+    string = encode([Step("quantize_row", (Place(0, 0),), {})], [Place(1, 0)])
+    with pytest.raises(ValueError, match="titan_fp8::sequence: tensors are .torch.float16"):
+        fp8.sequence([torch.zeros(2, 16).half()], string)
 
 
 class Other(CustomGraphPass):
@@ -214,8 +226,13 @@ class Block(nn.Module):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
     calls = []
-    run = sequence._run
-    monkeypatch.setattr(sequence, "_run", lambda *args: calls.append(args[1]) or run(*args))
+    run = sequence.run_steps
+
+    def run_steps(ops, *args):
+        calls.extend(args[-1:] if ops is not registry.DISPATCHED else ())
+        return run(ops, *args)
+
+    monkeypatch.setattr(sequence, "run_steps", run_steps)
     block = Block().bfloat16()
     titan_fp8.convert_linears(block, recipe=recipe, filter_fqns=())
     x = torch.randn(256, 64).bfloat16().requires_grad_()
@@ -227,6 +244,6 @@ def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
             y = torch.compile(block, fullgraph=True)(x)
             gradients = torch.autograd.grad(y, (x, *block.parameters()), g)
         results.append((y, *gradients))
-    # Forward has two, backward that of wq and wk, if it reads FP8 columns that they share.
-    assert len(calls) == (2 if RECIPES[recipe].wgrad_in_bf16 else 3)
+    # Forward and backward have two each: wo's, and that of wq and wk, which share x.
+    assert len(calls) == 4
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -71,11 +71,12 @@ def test_tokens_per_expert_are_of_all_experts():
     assert not [tag for tag in metrics if "wq" in tag and "spread" not in tag]  # nothing was seen
 
 
-def test_every_quantizer_and_fp8_gemm_is_watched():
-    stubs = vars(registry._fakes).items()
-    fp8 = {name for name, stub in stubs if stub.__module__ != "titan_fp8.ops.permute"}
-    shards = {"quantize_shard_row", "quantize_shard_col"}  # sampled by health/shards.py
-    assert fp8 - {"bf16_wgrad"} - shards == watch._WATCHED.keys()
+def test_every_quantizer_and_fp8_product_is_watched():
+    fp8 = {name for name, op in registry.OPS.items() if op.replays}
+    in_products = {"blockwise_mm", "blockwise_mm_pair", "rowwise_mm", "transpose_fp8"}
+    shards = {"quantize_shard_row", "quantize_shard_col"}  # sampled before the step
+    unseen = in_products | shards | {"bf16_wgrad"}
+    assert fp8 - unseen == watch.WATCHED.keys()
 
 
 def test_where_scalars_are_written(tmp_path):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import titan_fp8
 import titan_fp8.recipe
 from titan_fp8 import FP8Linear, convert_linears, fp8_linear, reference
-from titan_fp8.gathered_weight import GatheredWeight
+from titan_fp8.functional.weights import GatheredWeight
 
 RECIPES = tuple(titan_fp8.recipe.RECIPES)
 

@@ -1,5 +1,6 @@
 """The ops as PyTorch sees them: schemas, fakes, functional behavior and input checks."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
+from titan_fp8.compile.graph_passes import FewerOps
+from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.kernels import hopper
-from titan_fp8.ops import DTYPES, NAMES, direct, registry
+from titan_fp8.ops import DTYPES, OPS, call, registry
 
 
 def outputs(op, args):
@@ -25,7 +28,7 @@ def outputs(op, args):
 
 def test_every_op_is_called():
     called = {op.__name__ for op, _ in calls()}
-    assert called == {name.split("::")[1] for name in registered()} - {"sequence"} == set(NAMES)
+    assert called == {name.split("::")[1] for name in registered()} - {"sequence"} == set(OPS)
 
 
 def registered() -> set[str]:
@@ -44,7 +47,7 @@ def form(op, args) -> str:
     return ", ".join([op.__name__, *(words.get(type(a), str)(a) for a in args)])
 
 
-CHECKED = {form(*call): call for call in calls(tokens=[(257, 48)], gemms=[(257, 32, 48)])}
+CHECKED = {form(*case): case for case in calls(tokens=[(257, 48)], gemms=[(257, 32, 48)])}
 """One call of each form."""
 
 
@@ -63,9 +66,9 @@ def requiring_grad(args) -> list:
     return args
 
 
-@pytest.mark.parametrize("call", CHECKED.values(), ids=CHECKED)
-def test_opcheck(call):
-    op, args = call
+@pytest.mark.parametrize("case", CHECKED.values(), ids=CHECKED)
+def test_opcheck(case):
+    op, args = case
     args = requiring_grad(args)
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if not any(isinstance(a, torch.Tensor) and a.dtype == E4M3 for a in args):
@@ -75,11 +78,11 @@ def test_opcheck(call):
     torch.library.opcheck(op.default, args, keywords, test_utils=tests)
 
 
-@pytest.mark.parametrize("call", CHECKED.values(), ids=CHECKED)
-def test_no_output_has_a_gradient(call):
+@pytest.mark.parametrize("case", CHECKED.values(), ids=CHECKED)
+def test_no_output_has_a_gradient(case):
     """Neither of backward nor of forward mode: that of the reference would skip the casts."""
-    op, args = call
-    for function in (op, op.default, getattr(direct, op.__name__)):
+    op, args = case
+    for function in (op, op.default, functools.partial(call, op.__name__)):
         assert not any(y.requires_grad for y in outputs(function, requiring_grad(args)))
         with forward_ad.dual_level():
             duals = [
@@ -90,20 +93,6 @@ def test_no_output_has_a_gradient(call):
             ]
             for y in outputs(function, duals):
                 assert y.dtype == E4M3 or forward_ad.unpack_dual(y).tangent is None
-
-
-def test_transforms_of_torch_func_get_no_zeros():
-    x, quantize = torch.randn(4, 16), ops.quantize_row.default
-    with pytest.raises(RuntimeError, match="no gradient inside transforms of torch.func"):
-        torch.func.grad(lambda x: quantize(x)[1].sum())(x)
-    assert torch.func.vmap(quantize)(x[None])[1].shape == (1, 4)
-
-
-@pytest.mark.parametrize("function", [ops.quantize_row.default, direct.quantize_row])
-@pytest.mark.parametrize("x", [None, 3.0])
-def test_what_is_no_tensor_is_named(function, x):
-    with pytest.raises(ValueError, match=f"quantize_row: x is {x}: allowed is a tensor"):
-        function(x)
 
 
 def refused(op, name, t, is_first):
@@ -126,7 +115,7 @@ def refused(op, name, t, is_first):
 def ways_to_call(op, args):
     yield lambda: op(*args)
     yield lambda: op.default(*args)
-    yield lambda: getattr(direct, op.__name__)(*args)
+    yield lambda: call(op.__name__, *args)
     yield lambda: under(Count(), op, args)
     yield lambda: under(FakeTensorMode(allow_non_fake_inputs=True), op, args)
 
@@ -143,16 +132,16 @@ def test_what_a_kernel_would_misread_is_refused():
         for at in [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]:
             for bad in refused(op, names[at], args[at], not at):
                 words = f"titan_fp8::{op.__name__}: {names[at]} is {bad.dtype} of shape "
-                calls = [*ways_to_call(op, (*args[:at], bad, *args[at + 1 :]))]
-                for call in calls if bad.dtype == torch.float16 else calls[:1]:
+                ways = [*ways_to_call(op, (*args[:at], bad, *args[at + 1 :]))]
+                for way in ways if bad.dtype == torch.float16 else ways[:1]:
                     with pytest.raises(ValueError, match=re.escape(words) + ".*: allowed is "):
-                        call()
+                        way()
 
 
 def test_constants_are_checked():
     x = torch.randn(32, 48)
     q, s = ops.quantize_row(x)
-    for call, words in (
+    for way, words in (
         (lambda: ops.quantize_1x128(x, scale_fmt="e8m0"), "scale_fmt = 'e8m0': allowed are 'fp32'"),
         (
             lambda: ops.rowwise_mm(q, s, q, s, out_dtype=torch.half),
@@ -160,7 +149,7 @@ def test_constants_are_checked():
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            call()
+            way()
 
 
 def test_the_compiler_refuses_what_a_kernel_would_misread():
@@ -223,53 +212,62 @@ def dispatched(function) -> set[str]:
         return profiled(function)
 
 
-def test_the_profiler_sees_the_ops_of_a_layer():
+FORWARD = {"titan_fp8::quantize_1x128_128x1_t", "titan_fp8::blockwise_fprop"}
+BACKWARD = {"titan_fp8::quantize_1x128_128x1_t", "titan_fp8::blockwise_dgrad"}
+BACKWARD |= {"titan_fp8::blockwise_wgrad"}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_the_profiler_sees_the_ops_of_a_layer(backend):
+    """Also those that compiled code calls as one sequence."""
     layer = torch.nn.Sequential(torch.nn.Linear(48, 32))
     titan_fp8.convert_linears(layer)
     x = torch.randn(5, 48, requires_grad=True)
-    for run in (layer, torch.compile(layer, backend="aot_eager")):
+    with torch._inductor.config.patch(post_grad_custom_post_pass=FewerOps()):
+        run = torch.compile(layer, backend=backend) if backend else layer
         run(x).sum().backward()
-        forward = {"titan_fp8::quantize_1x128_128x1_t", "titan_fp8::blockwise_fprop"}
-        assert profiled(lambda: run(x)) == forward  # noqa: B023
+        assert profiled(lambda: run(x)) - {"titan_fp8::sequence"} == FORWARD
         y = run(x).sum()
-        assert "titan_fp8::product_backward" in profiled(y.backward)
+        assert profiled(y.backward) - {"titan_fp8::sequence"} == BACKWARD
 
 
 class Subclass(torch.Tensor):
     pass
 
 
-def test_direct_calls_use_the_dispatcher_where_something_needs_it():
-    x = torch.randn(32, 48)
-    want = ops.quantize_row(x)
+def test_layers_use_the_dispatcher_where_something_needs_it():
+    x, w = torch.randn(32, 48), torch.randn(16, 48)
+    want = titan_fp8.fp8_linear(x, w)
+    ops_of_layer = {"titan_fp8::quantize_1x128", "titan_fp8::blockwise_fprop"}
 
     def compare():
-        got = direct.quantize_row(x)
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want, strict=True))
+        assert torch.equal(titan_fp8.fp8_linear(x, w), want)
 
     def under_a_mode():
         with torch.utils.flop_counter.FlopCounterMode(display=False):
             compare()
 
-    assert dispatched(compare) == set()
-    assert dispatched(under_a_mode) == {"titan_fp8::quantize_row"}
-    mode = Count()
-    with mode:
-        direct.quantize_row(x)
-    assert mode.calls == {"quantize_row": 1}
-    mode = Count()
-    mode.ignores_fp8_ops = True  # as the modes of a checkpoint that saves none of them
-    with mode:
-        direct.quantize_row(x)
-        assert not mode.calls
-        torch.ops.titan_fp8.quantize_row(x)
-    assert mode.calls == {"quantize_row": 1}
-    with torch.utils.flop_counter.FlopCounterMode(display=False), mode:
-        assert dispatched(compare) == {"titan_fp8::quantize_row"}  # for the other mode
-    of_subclass = lambda: direct.quantize_row(x.as_subclass(Subclass))  # noqa: E731
-    assert dispatched(of_subclass) == {"titan_fp8::quantize_row"}
-    compiled = torch.compile(direct.quantize_row, backend="aot_eager", fullgraph=True)
-    assert dispatched(lambda: compiled(x)) == {"titan_fp8::quantize_row"}
+    with torch.no_grad():
+        assert dispatched(compare) == set()
+        assert dispatched(under_a_mode) == ops_of_layer
+        mode = Count()
+        with mode:
+            compare()
+        assert mode.calls == {"quantize_1x128": 1, "blockwise_fprop": 1}
+        mode = Count()
+        registry.modes_that_ignore_ops.add(mode)  # as those of a checkpoint that saves no FP8 op
+        with mode:
+            compare()
+            assert not mode.calls
+            ops.quantize_row(x)
+        assert mode.calls == {"quantize_row": 1}
+        with torch.utils.flop_counter.FlopCounterMode(display=False), mode:
+            assert dispatched(compare) == ops_of_layer  # for the other mode
+        of_subclass = lambda: titan_fp8.fp8_linear(x.as_subclass(Subclass), w)  # noqa: E731
+        assert dispatched(of_subclass) == ops_of_layer
+        (q, scale), (_, of_columns) = ops.quantize_128x128(w), ops.quantize_128x128_t(w)
+        gathered = GatheredWeight(q, scale, None, of_columns, w.dtype)
+        assert dispatched(lambda: titan_fp8.fp8_linear(x, gathered)) == set()
 
 
 def test_compiled_code_is_cached_for_these_schemas_only():
@@ -279,7 +277,8 @@ import os, torch
 infer = torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
-from titan_fp8.graph_passes import FewerOps
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.compile.graph_passes import FewerOps
 from torch._inductor import config
 from torch._inductor.codecache import compiled_fx_graph_hash
 if fork and os.wait()[1]:
@@ -301,36 +300,10 @@ def state():
     configs = torch._dynamo, torch._functorch, torch._inductor, torch.compiler
     return [module.config.save_config() for module in configs], dict(os.environ)
 before = state()
-import titan_fp8.gathered_weight, titan_fp8.graph_passes, titan_fp8.recomputation, titan_fp8.swiglu
+import titan_fp8.functional, titan_fp8.compile.graph_passes, titan_fp8.compile.recomputation
 assert state() == before
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@torch.no_grad()
-def test_code_from_the_compiler_skips_the_dispatcher():
-    """It names arguments that have defaults, and passes PyTorch's number for a default dtype."""
-    op = ops.blockwise_fprop.default
-    (number,) = (a.default_value for a in op._schema.arguments if a.name == "out_dtype")
-    x, w = torch.randn(5, 144).bfloat16(), torch.randn(32, 144).bfloat16()
-    operands = *ops.quantize_1x128(x), w
-
-    def is_dispatched(out_dtype, emulate) -> bool:
-        def call():
-            y = op(*operands, aligned=False, offs=None, out_dtype=out_dtype, emulate=emulate)
-            assert y.dtype == torch.bfloat16
-            return y
-
-        assert torch.equal(call(), op(*operands))
-        return "titan_fp8::blockwise_fprop" in dispatched(call)
-
-    assert not is_dispatched(number, True) and not is_dispatched(torch.bfloat16, False)
-    with torch.enable_grad():
-        assert not is_dispatched(number, True)
-    with Count():
-        assert is_dispatched(number, True)
-    with pytest.raises(RuntimeError, match="missing value for argument 'w'"):
-        op(*operands[:2])
 
 
 @torch.no_grad()

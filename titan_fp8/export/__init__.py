@@ -11,22 +11,14 @@ gets what `transformers` loads:
     config.json                         the model's dimensions and its quantization_config
     tokenizer.json, ...                 copies from model.hf_assets_path
 
-The FP8 weights are those that the GEMMs of a blockwise run read, unless tensor parallelism cuts the
-blocks or rows change their order (wq and wk of a llama3 whose head_dim does not divide 128): they
-are brought to Hugging Face's order, rounded to the run's `training.mixed_precision_param`, as FSDP2
-and autocast do, and quantized by `titan_fp8.reference.quantize_128x128`. The same modules as in
-training stay in high precision because of `filter_fqns` or `fqns`. Weights that training did not
-quantize in such blocks because of a `recipe`, rowwise or bf16, or without a converter, are
-quantized all the same, with a warning.
+Weights are brought to Hugging Face's order, rounded to the run's `training.mixed_precision_param`,
+as FSDP2 and autocast do, and quantized by `titan_fp8.reference.quantize_128x128`. The README says
+when these are the weights that the run's GEMMs read, and which modules stay in high precision.
 
-Some loaders refuse or misread such weights; `loaders.py` has their rules. The export warns and says
-which `filter_fqns` avoid that; with `--fuse` it writes these weights in high precision.
-
-`exporter.py` runs the export. `run.py` finds out which model the run has, and `tensors.py` which
-tensors to write and from which of the checkpoint. `checkpoint.py` reads, `files.py` writes, and
-`hf_config.py` has the fields of config.json.
-
-This module imports none of them: the command line prepares torchtitan before it is imported.
+`exporter.py` runs the export and writes the files. `run.py` finds out which model the run has, and
+`tensors.py` which tensors to write and from which of the checkpoint, which `checkpoint.py` reads.
+`loaders.py` has the rules of other software, `hf_config.py` the fields of config.json. This module
+imports none of them: the command line prepares torchtitan before it is imported.
 
 Memory: the checkpoint is never loaded as a whole. The tensors of one file are read and converted
 one by one and written together; stacked weights of experts are read in parts of at most one file's

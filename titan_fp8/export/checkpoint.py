@@ -7,8 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 METADATA = ".metadata"
@@ -38,19 +42,17 @@ class Checkpoint:
         The parts that ranks have saved are read one at a time, each as a whole.
         """
         saved = self.tensors[name]
-        start, stop = (rows.start, rows.stop) if rows is not None else (0, saved.size[0])
-        wanted = ChunkStorageMetadata(
-            offsets=torch.Size((start, *[0] * (len(saved.size) - 1))),
-            sizes=torch.Size((stop - start, *saved.size[1:])),
-        )
+        shape, offsets = list(saved.size), [0] * len(saved.size)
+        if rows is not None:
+            shape[0], offsets[0] = len(rows), rows.start
+        target = torch.empty(shape, dtype=saved.properties.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(offsets), target.shape)
         items = create_read_items_for_chunk_list(name, saved, [wanted])
-        found = sum(item.lengths.numel() for item in items)
-        if found != wanted.sizes.numel():
+        if (found := sum(item.lengths.numel() for item in items)) != target.numel():
             raise ValueError(
-                f"CHECKPOINT = {self.folder}: {name} has {found} of {wanted.sizes.numel()} "
-                "elements: the checkpoint is incomplete; export another step"
+                f"CHECKPOINT = {self.folder}: {name} has {found} of {target.numel()} elements: the "
+                "checkpoint is incomplete; export another step"
             )
-        target = torch.empty(wanted.sizes, dtype=saved.properties.dtype)
         with self._readable(name):
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         return target
@@ -75,26 +77,16 @@ class _Into(DefaultLoadPlanner):
         super().__init__()
         self.target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self.target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            target = target.narrow(dim, offset, length)
-        return target
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.target
 
 
 def _why_not(folder: Path) -> str:
     """What is wrong with a folder that has no DCP metadata."""
     if not folder.is_dir():
         return "is not a folder"
-    steps = sorted(
-        (child.parent.name for child in folder.glob(f"step-*/{METADATA}")),
-        key=lambda name: int(name.rpartition("-")[2]) if name[5:].isdecimal() else -1,
-    )
-    if steps:
-        which = "it" if len(steps) == 1 else "one of them"
-        return f"is not the folder of a step but has {', '.join(steps)}; name {which}"
-    if any(folder.glob("*.safetensors")):
-        return (
-            "has safetensors already; allowed is a DCP checkpoint, as torchtitan saves by default"
-        )
-    return f"has no {METADATA}; allowed is the folder of one step, such as checkpoint/step-1000"
+    if steps := [child.parent.name for child in folder.glob(f"step-*/{METADATA}")]:
+        steps.sort(key=lambda name: (len(name), name))  # by number
+        return f"is not the folder of a step but has {', '.join(steps)}; name one of them"
+    saved = "safetensors already, and no " if any(folder.glob("*.safetensors")) else "no "
+    return f"has {saved}{METADATA}; allowed is the folder of one step, such as checkpoint/step-1000"

@@ -4,10 +4,11 @@ The fields are those of LlamaConfig, Qwen3Config, Qwen3MoeConfig and DeepseekV3C
 `rope_theta` and `rope_scaling` apart, as in DeepSeek-V3's own file; transformers 5 reads that, too.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan_fp8.export.loaders import MERGED, layers_of
+from titan_fp8.export.loaders import MERGED, in_fp8, layers_of
 from titan_fp8.export.run import Run
 from titan_fp8.export.tensors import HFTensor
 from titan_fp8.layouts import BLOCK
@@ -47,14 +48,14 @@ def warnings_of(run: Run) -> list[str]:
             " DeepseekV3ForCausalLM of transformers ignores that and computes sigmoid scores. "
             "Load the export with software that reads scoring_func, as vLLM does"
         )
-    if run.name == "llama3" and BLOCK % (head_dim := run.args.dim // run.args.n_heads):
-        moved = sorted(name for name in run.quantized if name.endswith(("wq.weight", "wk.weight")))
-        if moved:
-            found.append(
-                f"{len(moved)} weights, {moved[0]} first, are quantized in other blocks than in "
-                f"training: Hugging Face's model has the rows of each head in another order, and "
-                f"the {head_dim} rows of a head do not divide {BLOCK}"
-            )
+    head_dim = run.args.dim // run.args.n_heads
+    moved = sorted(name for name in run.quantized if name.endswith(("wq.weight", "wk.weight")))
+    if run.name == "llama3" and BLOCK % head_dim and moved:
+        found.append(
+            f"{len(moved)} weights, {moved[0]} first, are quantized in other blocks than in "
+            f"training: Hugging Face's model has the rows of each head in another order, and the "
+            f"{head_dim} rows of a head do not divide {BLOCK}"
+        )
     return found
 
 
@@ -62,10 +63,8 @@ def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     left = ["lm_head"] if run.tied else []
     for tensor in tensors:
         if tensor.source in run.linears and not tensor.quantized:
-            module = tensor.name.removesuffix(".weight")
-            left.append(
-                module if tensor.expert is None else module.rpartition(".experts.")[0] + ".experts"
-            )
+            module, of_expert, _ = tensor.name.removesuffix(".weight").partition(".experts.")
+            left.append(f"{module}.experts" if of_expert else module)
     config: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -74,7 +73,8 @@ def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
         "modules_to_not_convert": list(dict.fromkeys(left)),
     }
     # SGLang knows which parts a layer has left out only from here.
-    names = {layer.name.rpartition(".")[2] for layer in layers_of(run, tensors) if layer.is_left}
+    layers = layers_of(run, tensors).items()
+    names = {name.rpartition(".")[2] for name, layer in layers if not in_fp8(layer)}
     if merged := {name: list(parts) for name, parts in MERGED.items() if name in names}:
         config["packed_modules_mapping"] = merged
     if run.scale_fmt == "ue8m0":
@@ -82,12 +82,13 @@ def _quantization(run: Run, tensors: Sequence[HFTensor]) -> dict[str, Any]:
     return config
 
 
-def _require(run: Run, key: str, value: object, *allowed: object) -> None:
-    if value not in allowed:
-        raise ValueError(
-            f"{run.description} has {key} = {value!r}, and Hugging Face's model supports only "
-            f"{' or '.join(map(repr, allowed))}: it cannot be exported"
-        )
+def _require(run: Run, settings: Mapping[str, object]) -> None:
+    for key, allowed in settings.items():
+        if (value := operator.attrgetter(key)(run.args)) != allowed:
+            raise ValueError(
+                f"{run.description} has {key} = {value!r}, and Hugging Face's model supports only "
+                f"{allowed!r}: it cannot be exported"
+            )
 
 
 def _llama(run: Run) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def _llama(run: Run) -> dict[str, Any]:
 
 def _qwen3(run: Run) -> dict[str, Any]:
     args = run.args
-    _require(run, "qk_norm", args.qk_norm, True)
+    _require(run, {"qk_norm": True})
     fields = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -125,11 +126,9 @@ def _qwen3(run: Run) -> dict[str, Any]:
     if not args.moe_enabled:
         return fields
     moe = args.moe_args
-    _require_moe(run)
-    _require(run, "moe_args.score_func", moe.score_func, "softmax")
-    _require(run, "moe_args.route_scale", moe.route_scale, 1.0)
-    _require(run, "moe_args.num_shared_experts", moe.num_shared_experts, 0)
-    _require(run, "moe_args.num_expert_groups", moe.num_expert_groups, None)
+    only = {"score_before_experts": False, "score_func": "softmax", "route_scale": 1.0}
+    only |= {"num_shared_experts": 0, "num_expert_groups": None}
+    _require(run, {f"moe_args.{key}": value for key, value in only.items()})
     return fields | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -144,7 +143,7 @@ def _qwen3(run: Run) -> dict[str, Any]:
 
 def _deepseek_v3(run: Run) -> dict[str, Any]:
     args, moe = run.args, run.args.moe_args
-    _require_moe(run)
+    _require(run, {"moe_args.score_before_experts": False})
     # torchtitan applies YaRN only to runs with longer sequences than this.
     yarn = None
     if args.max_seq_len > args.original_seq_len:
@@ -183,8 +182,3 @@ def _deepseek_v3(run: Run) -> dict[str, Any]:
         "routed_scaling_factor": moe.route_scale,
         "rope_scaling": yarn,
     }
-
-
-def _require_moe(run: Run) -> None:
-    """ValueError unless scores weigh the experts' outputs, as in both of Hugging Face's models."""
-    _require(run, "moe_args.score_before_experts", run.args.moe_args.score_before_experts, False)

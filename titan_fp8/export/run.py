@@ -1,7 +1,11 @@
-"""What an export needs to know about a run, from its JobConfig: the model and its names."""
+"""What an export needs to know about a run: its JobConfig, the model and its names."""
 
+import argparse
 import copy
+import dataclasses
 import json
+import sys
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,38 +13,100 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
-from titan_fp8.recipe import BF16, RECIPES
-from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe
+from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
+from titan_fp8.recipe import RECIPES
+from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe, import_named
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-_VOCABULARIES = ("tokenizer.", "vocab")
+
+
+def job_config(file: str | None, flags: list[str]) -> JobConfig:
+    """torchtitan's JobConfig from the TOML `file` of the run, if given, and torchtitan's `flags`.
+
+    Raises:
+        ValueError: there is no such file, neither says which model the checkpoint has, or a value
+            is not allowed.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model.flavor", dest="flavor")
+    # Both spellings are torchtitan's.
+    parser.add_argument("--job.custom_config_module", "--job.custom-config-module", dest="module")
+    given, _ = parser.parse_known_args(flags)
+    module = given.module
+    if file is None and given.flavor is None:
+        raise ValueError(
+            "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
+            "the model by --model.name and --model.flavor"
+        )
+    try:
+        if file is not None:
+            flags = ["--job.config_file", file, *flags]
+            content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+            _check_types("", content, JobConfig)
+            module = module or content.get("job", {}).get("custom_config_module")
+    except FileNotFoundError:
+        raise ValueError(f"--config = {file}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config = {file}: {error}") from None
+    # As torchtitan does next, whose error would not name the key.
+    import_named("job.custom_config_module", module)
+    try:
+        return ConfigManager().parse_args(flags)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"--config = {file}: {error!r}") from error
+
+
+def _check_types(section: str, content: Mapping[str, Any], settings: type) -> None:
+    """ValueError if a setting has a value of another type; torchtitan takes any.
+
+    Settings that torchtitan does not know, such as titan_fp8's own, are not checked here.
+    """
+    hints = typing.get_type_hints(settings)
+    for key in filter(hints.__contains__, content):
+        value, hint, name = content[key], hints[key], f"{section}{key}"
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} = {value!r}: allowed is a section, [{name}]")
+            _check_types(f"{name}.", value, typing.cast(type, hint))
+        elif not _fits(value, hint):
+            allowed = str(hint) if typing.get_args(hint) else hint.__name__
+            raise ValueError(f"{name} = {value!r}: allowed is {allowed.removeprefix('typing.')}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value of a TOML has the type `hint`, of those that torchtitan's settings have."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if kind is typing.Literal:
+        return value in args
+    if kind is list:
+        return isinstance(value, list) and all(_fits(element, args[0]) for element in value)
+    if args:
+        return any(_fits(value, arg) for arg in args)
+    return type(value) in ((int, float) if hint is float else (hint,))  # true is no int
 
 
 class Run:
     """The model of a run.
 
     Attributes:
-        name, flavor: of the model, in torchtitan.
-        args: the model's arguments, with what the config sets in them.
+        name, args: torchtitan's; the arguments have what the config sets in them.
         flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
@@ -49,9 +115,9 @@ class Run:
             it had both converters, with FP8 recipes.
         buffers: names of tensors that are no parameters and keep their dtype.
         dtype: in which the run computes, and of exported tensors that are not quantized.
-        scale_fmt: the format of the scales, as in `titan_fp8.reference.scale_of`.
+        scale_fmt: as in `titan_fp8.reference.scale_of`.
         tied: whether the output layer shares the weight of the embedding.
-        bos_id, eos_id: of the tokenizer, None if there is none.
+        bos_id, eos_id: None without a tokenizer.
         tokenizer_files: the files to copy.
         warnings: what the user should know before the export.
 
@@ -64,28 +130,32 @@ class Run:
         custom_import(config)
         if not 1 <= (length := config.training.seq_len) < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
-        self.name, self.flavor = config.model.name, config.model.flavor
-        spec = _spec(self.name, self.flavor)
-        self.args: Any = copy.deepcopy(spec.model_args[self.flavor])
+        self.name, flavor = config.model.name, config.model.flavor
+        if self.name not in MODELS:
+            allowed = ", ".join(map(repr, MODELS))
+            raise ValueError(f"model.name = {self.name!r}: allowed are {allowed}")
+        spec: Any = get_train_spec(self.name)
+        if flavor not in spec.model_args:
+            allowed = ", ".join(map(repr, spec.model_args))
+            raise ValueError(f"model.flavor = {flavor!r}: allowed for {self.name} are {allowed}")
+        self.description = f"{self.name} {flavor}"
+        self.args: Any = copy.deepcopy(spec.model_args[flavor])
         self.flavor_seq_len = self.args.max_seq_len
         self.args.update_from_config(config)
         self.tied = getattr(self.args, "enable_weight_tying", False)
         self.dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
-        assert spec.state_dict_adapter is not None
         self._adapter: Any = spec.state_dict_adapter(self.args, None)
 
         with torch.device("meta"):
-            model = spec.model_cls(self.args)
-        assert isinstance(model, nn.Module)
+            model: nn.Module = spec.model_cls(self.args)
         self.state: dict[str, Tensor] = model.state_dict()
         self.buffers = {name for name, _ in model.named_buffers()}
-        self._read_modules(config, model)
-        self.scale_fmt = self._read_recipes(config)
+        linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
+        self._read_modules(model, linear, grouped)
+        self.scale_fmt = self._format_of(
+            linear and linear.recipe, grouped and experts_recipe(config.quantize)
+        )
         self._read_tokenizer(Path(config.model.hf_assets_path))
-
-    @property
-    def description(self) -> str:
-        return f"{self.name} {self.flavor}"
 
     def to_hf(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """The tensor or, of stacked experts, the tensors that Hugging Face's model has for one."""
@@ -97,114 +167,74 @@ class Run:
                 "so the model cannot be exported"
             ) from None
 
-    def _read_modules(self, config: Any, model: nn.Module) -> None:
+    def _read_modules(self, model: nn.Module, linear: Any, grouped: Any) -> None:
         """Converts the model, to see which modules are converted."""
-        linears = [name for name, m in model.named_modules() if type(m) is nn.Linear]
-        section = _section(config, "linear")
-        self.filter_fqns = list(DEFAULT_FILTER_FQNS if section is None else section.filter_fqns)
-        convert_linears(model, filter_fqns=self.filter_fqns)
-        experts = {name.rpartition(".")[0] for name, t in self.state.items() if t.dim() == 3}
-        if experts:
-            section = _section(config, "grouped_mm")
-            convert_experts(model, fqns=["experts"] if section is None else section.fqns)
-        converted = (FP8Linear, FP8GroupedExperts)
-        names = {name for name, module in model.named_modules() if isinstance(module, converted)}
-        self.linears = self._weights({*linears, *experts})
-        self.quantized = self._weights(names)
 
-    def _read_recipes(self, config: Any) -> str:
+        def weights(*kinds: type[nn.Module]) -> set[str]:
+            found = {name for name, module in model.named_modules() if type(module) in kinds}
+            return {
+                n for n, t in self.state.items() if t.dim() > 1 and n.rpartition(".")[0] in found
+            }
+
+        experts = {name for name, tensor in self.state.items() if tensor.dim() == 3}
+        self.linears = weights(nn.Linear) | experts
+        self.filter_fqns = list(linear.filter_fqns if linear else DEFAULT_FILTER_FQNS)
+        convert_linears(model, filter_fqns=self.filter_fqns)
+        if experts:
+            convert_experts(model, fqns=grouped.fqns if grouped else ["experts"])
+        self.quantized = weights(FP8Linear, FP8GroupedExperts)
+
+    def _format_of(self, linears: str | None, experts: str | None) -> str:
         """The format of the scales. Warns of recipes whose GEMMs read other weights.
 
-        Only recipes of weights in `quantized` count.
+        The recipes are None without a converter. Only those of weights in `quantized` count.
         """
-        kinds = {"experts" if self.state[name].dim() == 3 else "linears" for name in self.quantized}
-        linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
-        recipes = {
-            "linears": None if linear is None else linear.recipe,
-            "experts": None if grouped is None else experts_recipe(config.quantize),
-        }
-        users: dict[str | None, list[str]] = {}
-        for kind in sorted(kinds, reverse=True):
-            users.setdefault(recipes[kind], []).append(kind)
-
-        uses, formats = [], set()
+        dims = {self.state[name].dim() for name in self.quantized}
+        used = {"linears": linears} if 2 in dims else {}
+        used |= {"experts": experts} if 3 in dims else {}
+        formats = {name: r.scale_fmt for name, r in RECIPES.items() if r.has_weight_blocks}
         compare = "compare the exported model's loss with the run's"
-        for name, modules in users.items():
-            who = " and ".join(modules)
-            recipe = None if name in (None, BF16) else RECIPES[name]
-            if recipe is not None and recipe.has_weight_blocks:
-                uses.append(f'"{name}" for {who}')
-                formats.add(recipe.scale_fmt)
-                continue
-            what = "no converter of titan_fp8" if name is None else f'recipe "{name}"'
+        for name in dict.fromkeys(used.values()):
+            if name not in formats:
+                what = f'recipe "{name}"' if name else "no converter of titan_fp8"
+                who = " and ".join(kind for kind in used if used[kind] == name)
+                self.warnings.append(
+                    f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
+                    f"128x128 blocks, as they are exported: {compare}"
+                )
+        found = {formats[name] for name in used.values() if name in formats}
+        if len(found) > 1:
+            uses = " and ".join(f'"{name}" for {kind}' for kind, name in used.items())
             self.warnings.append(
-                f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
-                f"128x128 blocks, as they are exported: {compare}"
+                f"the run has recipes {uses}, whose scales have different formats, and an export "
+                f"has one: all its scales are FP32; {compare}"
             )
-        if len(formats) > 1:
-            self.warnings.append(
-                f"the run has recipes {' and '.join(uses)}, whose scales have different formats, "
-                f"and an export has one: all its scales are FP32; {compare}"
-            )
-        return formats.pop() if len(formats) == 1 else "fp32"
-
-    def _weights(self, modules: set[str]) -> set[str]:
-        return {
-            name
-            for name, tensor in self.state.items()
-            if tensor.dim() >= 2 and name.rpartition(".")[0] in modules
-        }
+        return found.pop() if len(found) == 1 else "fp32"
 
     def _read_tokenizer(self, folder: Path) -> None:
         self.bos_id = self.eos_id = None
-        self.tokenizer_files = [
-            folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()
-        ]
-        if any(file.name.startswith(_VOCABULARIES) for file in self.tokenizer_files):
-            tokenizer = _tokenizer(folder, self.tokenizer_files)
-            self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
-        else:
+        files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+        self.tokenizer_files = files
+        vocabulary = next((f for f in files if f.name.startswith(("tokenizer.", "vocab"))), None)
+        if vocabulary is None:
             self.warnings.append(
                 f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
                 "none, and no bos_token_id and eos_token_id in its config.json"
             )
-
-
-def _tokenizer(folder: Path, files: list[Path]) -> HuggingFaceTokenizer:
-    """torchtitan's tokenizer.
-
-    Raises:
-        ValueError: a file is damaged. The message names it.
-    """
-    for file in files:
-        if file.suffix == ".json":
-            try:
-                json.loads(file.read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{file}: {error}") from None
-    tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-    try:
-        HuggingFaceTokenizer.__init__(tokenizer, str(folder))
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers package raises no other class
-        read = [next(file for file in files if file.name.startswith(_VOCABULARIES))]
-        if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and then reads its settings.
-            read = [folder / "tokenizer_config.json"]
-        elif read[0].stem == "vocab":
-            read += [file for file in files if file.name == "merges.txt"]
-        raise ValueError(f"{' or '.join(map(str, read))}: {error}") from error
-    return tokenizer
-
-
-def _spec(name: str, flavor: str) -> TrainSpec:
-    if name not in MODELS:
-        raise ValueError(f"model.name = {name!r}: allowed are {', '.join(map(repr, MODELS))}")
-    spec = get_train_spec(name)
-    if flavor not in spec.model_args:
-        allowed = ", ".join(map(repr, spec.model_args))
-        raise ValueError(f"model.flavor = {flavor!r}: allowed for {name} are {allowed}")
-    return spec
+            return
+        tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
+        try:
+            for read in (file for file in files if file.suffix == ".json"):
+                json.loads(read.read_bytes())
+            read = vocabulary
+            HuggingFaceTokenizer.__init__(tokenizer, str(folder))
+        except OSError:
+            raise
+        except Exception as error:  # the tokenizers package raises no other class
+            if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and reads its settings.
+                read = folder / "tokenizer_config.json"
+            raise ValueError(f"{read}: {error}") from error
+        self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
 
 
 def _section(config: Any, name: str) -> Any:

@@ -11,16 +11,16 @@ Validation is not observed, nor is anything else that runs while the model is no
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from titan_fp8.fsdp.requantize import quantized
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report, union_of_names
 from titan_fp8.ops import observe
-from titan_fp8.requantize import quantized
 
 _logger = logging.getLogger()  # torchtitan's own
 
@@ -29,72 +29,77 @@ class Monitor:
     """Observes the steps of one run; ends what an earlier one in this process has left.
 
     Args:
-        freqs: those of all layers of the model, on whatever ranks they are; 0: never.
-        freq_of: that of a module on this rank, 0 for all but FP8 layers, which have an `fqn`.
+        freqs: those of all layers of the model, on whatever ranks they are; 0: never. A layer has
+            an `fqn` and a `health_freq`.
         last_step: of the run; there is none after it to observe.
     """
 
-    def __init__(self, freqs: Iterable[int], freq_of: Callable[[nn.Module], int], last_step: int):
-        self.freqs, self.freq_of, self.last_step = {*freqs} - {0}, freq_of, last_step
-        self.observer: Observer | None = None
-        self.names: list[str] = []
+    def __init__(self, freqs: Iterable[int], last_step: int):
+        self.freqs, self.last_step = {*freqs} - {0}, last_step
+        self._observer: Observer | None = None
+        self._names: list[str] = []
         self._names_of: dict[frozenset[int], list[str]] = {}
         observe(None)
 
     def after_step(
-        self,
-        step: int,
-        models: Sequence[nn.Module],
-        log: Callable[[dict[str, float], int], Any],
-        device: torch.device,
+        self, step: int, models: Sequence[nn.Module], logger: Any, device: torch.device
     ) -> None:
         """Reports `step` if it was observed, and observes the next one if it is due.
 
         Args:
             models: the parts of the model on this rank.
-            log: writes scalars, by tag, of a step.
+            logger: torchtitan's, for `write_scalars`.
             device: one that the process group can reduce on.
         """
-        if self.observer is not None:
+        if self._observer is not None:
             observe(None)
-            _report(self.observer, self.names, step, log, device)
-            self.observer = None
+            own = [layer.name for layer in self._observer.layers]
+            report = Report.of_rank(self._names, own, *self._observer.table()).over_ranks(device)
+            self._observer = None
+            write_scalars(logger, report.metrics(), step)
+            title = f"FP8 health of step {step}, each figure for the worst operand"
+            _logger.info(f"titan_fp8: {title}\n{report}")
+            for warning in report.warnings(step):
+                _logger.warning(f"titan_fp8: {warning}")
         due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
         if due and step < self.last_step:
-            layers = list(layers_of(models, lambda module: self.freq_of(module) in due))
+            layers = list(_layers_of(models, due))
             if due not in self._names_of:
                 self._names_of[due] = union_of_names([layer.name for layer in layers])
-            self.names = self._names_of[due]
+            self._names = self._names_of[due]
             with quantized(models):  # The observer samples the shards.
-                self.observer = Observer(layers, lambda: models[0].training, phase=step)
-            observe(self.observer.wrap)
+                self._observer = Observer(layers, lambda: models[0].training, phase=step)
+            observe(self._observer.wrap)
 
 
-def _report(
-    observer: Observer,
-    names: list[str],
-    step: int,
-    log: Callable[[dict[str, float], int], Any],
-    device: torch.device,
-) -> None:
-    own = [layer.name for layer in observer.layers]
-    report = Report.of_rank(names, own, *observer.table()).over_ranks(device)
-    log(report.metrics(), step)
-    _logger.info(
-        f"titan_fp8: FP8 health of step {step}, each figure for the worst operand\n{report}"
-    )
-    for warning in report.warnings(step):
-        _logger.warning(f"titan_fp8: {warning}")
-
-
-def layers_of(
-    models: Sequence[nn.Module], observed: Callable[[nn.Module], bool]
-) -> Iterator[Layer]:
-    """The weights of the observed modules: of a linear (N, K) and of experts (E, N, K)."""
+def _layers_of(models: Sequence[nn.Module], freqs: Collection[int]) -> Iterator[Layer]:
+    """The weights of modules with such a `health_freq`: of linears (N, K), of experts (E, N, K)."""
     for model in models:
-        for module in filter(observed, model.modules()):
+        for module in model.modules():
+            if getattr(module, "health_freq", 0) not in freqs:
+                continue
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "weight":
                     yield Layer(str(module.fqn), module, name)
                 elif parameter.dim() == 3:
                     yield Layer(f"{module.fqn}.{name}", module, name)
+
+
+def write_scalars(logger: Any, scalars: dict[str, float], step: int) -> None:
+    """Writes what was measured in `step`.
+
+    A TensorBoard logger would make an event for each of a thousand scalars; they go into one.
+
+    Args:
+        logger: of torchtitan, 0.2 or 0.3: one logger or a container of several.
+    """
+    for each in getattr(logger, "_loggers", [logger]):
+        if not hasattr(each, "writer"):
+            each.log(scalars, step)
+            continue
+        # Imported here, since torchtitan, too, imports TensorBoard only for a run that uses it.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        prefix = "" if each.tag is None else f"{each.tag}/"
+        values = [Summary.Value(tag=prefix + tag, simple_value=v) for tag, v in scalars.items()]
+        each.writer._get_file_writer().add_summary(Summary(value=values), step)

@@ -7,6 +7,7 @@ scales is over all ranks, and tokens per expert are those of all experts.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import MAXIMA, SUMS, Stat
+from titan_fp8.modules.report import text_table
 
 UNDERFLOW_BOUND = 0.05
 """A warning names the layers in which more than this share of an operand's elements became zero."""
@@ -57,73 +59,59 @@ class Report:
         cls, names: list[str], own: Sequence[str], table: Tensor, sizes: Iterable[list[Tensor]]
     ) -> "Report":
         """What `Observer.table` has returned for the layers `own`, as a report on `names`."""
-        rows = [names.index(name) for name in own]
-        report = cls(
-            names,
-            torch.zeros(len(names), len(OPERANDS), len(Stat), dtype=torch.float64),
-            torch.zeros(len(names), 4, dtype=torch.float64),
-        )
+        shapes = (len(names), len(OPERANDS), len(Stat)), (len(names), 4)
+        report = cls(names, *(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
         report.table[..., MAXIMA] = report.tokens[:, 2:] = -torch.inf
-        report.table[rows] = table
-        for row, counts in zip(rows, sizes, strict=True):
+        for name, statistics, counts in zip(own, table, sizes, strict=True):
+            row = names.index(name)
+            report.table[row] = statistics
             if counts:
                 each = torch.cat(counts).double()
-                report.tokens[row] = torch.stack(
-                    [each.sum(), torch.tensor(float(len(each))), each.max(), -each.min()]
-                )
+                tokens = each.sum(), len(each), each.max(), -each.min()
+                report.tokens[row] = torch.tensor(tokens, dtype=torch.float64)
         return report
 
     def over_ranks(self, device: torch.device) -> "Report":
-        """The report of all ranks together, by two all-reduces of tensors on `device`."""
+        """This report, now that of all ranks, by two all-reduces of tensors on `device`."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
-        sums = torch.cat([self.table[..., SUMS].flatten(), self.tokens[:, :2].flatten()])
-        maxima = torch.cat([self.table[..., MAXIMA].flatten(), self.tokens[:, 2:].flatten()])
-        sums, maxima = sums.to(device), maxima.to(device)
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        sums, maxima = sums.cpu(), maxima.cpu()
-        combined = Report(self.names, self.table.clone(), self.tokens.clone())
-        for part, table, tokens in (
-            (sums, combined.table[..., SUMS], combined.tokens[:, :2]),
-            (maxima, combined.table[..., MAXIMA], combined.tokens[:, 2:]),
+        for op, of_table, of_tokens in (
+            (dist.ReduceOp.SUM, SUMS, slice(0, 2)),
+            (dist.ReduceOp.MAX, MAXIMA, slice(2, 4)),
         ):
-            table.copy_(part[: table.numel()].view(table.shape))
-            tokens.copy_(part[table.numel() :].view(tokens.shape))
-        return combined
+            table, tokens = self.table[..., of_table], self.tokens[:, of_tokens]
+            both = torch.cat([table.flatten(1), tokens], 1).to(device)
+            dist.all_reduce(both, op)
+            table.copy_(both[:, :-2].view(table.shape))
+            tokens.copy_(both[:, -2:])
+        return self
 
     # Shares and errors
 
     def kinds(self) -> dict[str, list[int]]:
         """The rows of the layers of each kind."""
-        kinds: dict[str, list[int]] = {}
+        kinds = defaultdict(list)
         for row, name in enumerate(self.names):
-            kinds.setdefault(kind_of(name), []).append(row)
+            kinds[kind_of(name)].append(row)
         return kinds
 
     def metrics(self) -> dict[str, float]:
         """The scalars for TensorBoard, by tag. What nothing was seen of is left out."""
         scalars: dict[str, float] = {}
-        kinds, spreads = self.kinds(), _spread(self.table).amax(1)
-        operands = [operand.replace(" ", "_") for operand in OPERANDS]
-        for name, values in _ratios(self._sums(kinds.values())).items():
-            for kind, shares in zip(kinds, values.tolist()):
-                scalars |= {f"health_{name}/{kind}/{of}": v for of, v in zip(operands, shares)}
-        for kind, rows in kinds.items():
+        spreads = _spread(self.table).amax(1)
+        for kind, rows in self.kinds().items():
+            for name, shares in _ratios(self.table[rows].sum(0)).items():
+                for operand, share in zip(OPERANDS, shares.tolist()):
+                    scalars[f"health_{name}/{kind}/{operand.replace(' ', '_')}"] = share
             scalars[f"health_scale_spread/{kind}"] = spreads[rows].max().item()
-        of_layers = {name: _worst(values) for name, values in _ratios(self.table).items()}
-        for name, values in (*of_layers.items(), ("scale_spread", spreads)):
+        of_layers = {name: _worst(shares) for name, shares in _ratios(self.table).items()}
+        for name, values in (of_layers | {"scale_spread": spreads}).items():
             for layer, value in zip(self.names, values.tolist()):
                 scalars[f"health_layer_{name}/{layer}"] = value
-        for layer, (mean, most, fewest) in self.tokens_per_expert().items():
-            for name, value in (("mean", mean), ("max", most), ("min", fewest)):
-                scalars[f"health_tokens_per_expert/{layer}/{name}"] = value
+        for module, (mean, most, fewest) in self.tokens_per_expert().items():
+            start = f"health_tokens_per_expert/{module}"
+            scalars |= {f"{start}/mean": mean, f"{start}/max": most, f"{start}/min": fewest}
         return {tag: value for tag, value in scalars.items() if value == value}
-
-    def _sums(self, rows: Iterable[list[int]]) -> Tensor:
-        """The statistics (n, OPERANDS, Stat) of n lists of layers; only the SUMS are of use."""
-        sums = [self.table[each].sum(0) for each in rows]
-        return torch.stack(sums) if sums else self.table
 
     def tokens_per_expert(self) -> dict[str, tuple[float, float, float]]:
         """The mean, the most and the fewest tokens of one expert, padding included, by module."""
@@ -133,27 +121,20 @@ class Report:
                 found[layer.rpartition(".")[0]] = total / experts, most, -fewest
         return found
 
-    def underflowing(self) -> list[tuple[float, str, str]]:
-        """(share, layer, operand) of the operands whose underflow passes the bound, worst first."""
-        shares = _ratios(self.table)["underflow"]
-        return sorted(
-            (
-                (share, layer, operand)
-                for layer, row in zip(self.names, shares.tolist())
-                for operand, share in zip(OPERANDS, row)
-                if share > UNDERFLOW_BOUND
-            ),
-            reverse=True,
-        )
+    def underflow(self) -> list[tuple[int, float, str]]:
+        """(row, share, operand) of each layer at the operand that is worst; worst layers first."""
+        shares, operands = _ratios(self.table)["underflow"].nan_to_num(0).max(1)
+        worst = zip(range(len(shares)), shares.tolist(), (OPERANDS[i] for i in operands))
+        return sorted(worst, key=lambda each: -each[1])
 
     def warnings(self, step: int) -> list[str]:
         """What is wrong, in words, naming layers."""
         messages = []
-        if found := self.underflowing():
-            worst = [f"{layer} ({share:.1%} of {of})" for share, layer, of in _by_layer(found)]
+        if found := [each for each in self.underflow() if each[1] > UNDERFLOW_BOUND]:
+            layers = [f"{self.names[i]} ({share:.1%} of {operand})" for i, share, operand in found]
             messages.append(
                 f"step {step}: more than {UNDERFLOW_BOUND:.0%} of non-zero elements became zero "
-                f"in FP8 in {_listed(worst)}"
+                f"in FP8 in {_listed(layers)}"
             )
         if broken := [f"{layer} ({', '.join(operands)})" for layer, operands in self.non_finite()]:
             messages.append(f"step {step}: NaN or Inf in the GEMM operands of {_listed(broken)}")
@@ -175,14 +156,12 @@ class Report:
 
     def __str__(self) -> str:
         """A line for each kind of layers, and one for each of the worst layers."""
-        kinds = [(kind, *_cells(self.table[rows])) for kind, rows in self.kinds().items()]
-        underflow = _ratios(self.table)["underflow"].nan_to_num(0).amax(1)
-        worst = sorted(range(len(self.names)), key=lambda i: -underflow[i])[:NAMED]
-        layers = [
-            (self.names[i], *_cells(self.table[i : i + 1])) for i in worst if underflow[i] > 0
-        ]
-        header = ("", "underflow", "at 448", "error", "scale spread")
-        lines = _aligned([header, *kinds, *([("worst layers",), *layers] if layers else [])])
+        rows: list[tuple[str, ...]] = [("", "underflow", "at 448", "error", "scale spread")]
+        rows += [(kind, *_cells(self.table[of_kind])) for kind, of_kind in self.kinds().items()]
+        worst = [row for row, share, _ in self.underflow()[:NAMED] if share > 0]
+        rows += [("worst layers",)] if worst else []
+        rows += [(self.names[row], *_cells(self.table[row : row + 1])) for row in worst]
+        lines = text_table(rows).splitlines()
         modules = self.tokens_per_expert().items()
         uneven = sorted(modules, key=lambda each: each[1][1] / max(each[1][0], 1), reverse=True)
         for module, (mean, most, fewest) in uneven[:NAMED]:
@@ -226,21 +205,6 @@ def _cells(table: Tensor) -> tuple[str, ...]:
     return *cells, f"2^{_spread(table).max():.1f}"
 
 
-def _by_layer(found: list[tuple[float, str, str]]) -> list[tuple[float, str, str]]:
-    """The worst operand of each layer."""
-    worst: dict[str, tuple[float, str, str]] = {}
-    for each in found:
-        worst.setdefault(each[1], each)
-    return list(worst.values())
-
-
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more layers" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    columns = max(map(len, rows))
-    padded = [(*row, *[""] * (columns - len(row))) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*padded)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in padded]

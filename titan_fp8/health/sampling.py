@@ -1,154 +1,127 @@
 """Takes the same tokens from x and from its FP8 copies, along its rows and along its columns.
 
 Samples and scales are copied, since compiled code reuses the memory of a tensor that it no longer
-needs. Their statistics are computed for many of one shape at a time, since otherwise launching the
-operations would take longer than running them; `PENDING_BYTES` bounds how many wait.
+needs. Their statistics are computed for many at a time, since otherwise launching the operations
+would take longer than running them; `PENDING_BYTES` bounds how many wait.
 """
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_fp8.health.statistics import element_statistics, scale_statistics
+from titan_fp8.health.statistics import Stat, element_statistics, scale_statistics
 from titan_fp8.layouts import BLOCK, E4M3, column_starts, group_bounds
 
 PENDING_BYTES = 1 << 27
 
 
-@dataclass
-class Sample:
-    """A sample of the operand that is at `address`; its results are in row `position`."""
+def _sampled_rows(count: int, phase: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Up to `count` indices among `size`, int64, ascending, and the blocks that they are in."""
+    stride = max(1, size // count)
+    rows = torch.arange(phase % stride, size, stride, device=device)[:count]
+    return rows, rows // BLOCK
 
-    address: int
-    position: int
+
+def _sampled_of_weight(
+    sampled_rows: Any, experts: int, rows: int, first_row: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Of sampled rows of (experts, rows, ...): the expert, the row, that of the weight, its block.
+
+    The weight may have rows before these, up to `first_row`.
+    """
+    sampled, _ = sampled_rows(experts * rows, device)
+    row = sampled % rows
+    return sampled // rows, row, row + first_row, (row + first_row) // BLOCK
 
 
 class Sampler:
     """Takes samples of `rows` tokens, or rows of a weight, and computes their statistics.
 
-    The samples are evenly spaced; `phase` shifts them.
+    The samples are evenly spaced; `phase` shifts them. Each is known by its number, from 0 on.
     """
 
     def __init__(self, rows: int, phase: int = 0):
-        self.rows, self.phase = rows, phase
-        self.count = 0
-        self._indices: dict[Hashable, tuple[Tensor, ...]] = {}
+        # Many samples share indices, and each op that makes them is a launch.
+        self._rows = functools.cache(functools.partial(_sampled_rows, rows, phase))
+        self._rows_of_weight = functools.cache(functools.partial(_sampled_of_weight, self._rows))
+        self._count = self._pending = 0
         self._elements: dict[Any, list[tuple[int, tuple[Tensor, ...]]]] = defaultdict(list)
-        self._scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._pending = 0
-        self._positions: tuple[list[int], list[int]] = ([], [])
-        self._results: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._scales: list[Tensor] = []
+        self._of_elements: dict[int, Tensor] = {}
+        self._of_scales: list[Tensor] = []
 
-    def _cached(self, key: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Indices that many samples share: each op that makes them is a launch."""
-        if key not in self._indices:
-            self._indices[key] = make()
-        return self._indices[key]
-
-    def sampled_rows(self, size: int, device: torch.device) -> Tensor:
-        """The indices of the sampled ones among `size` tokens or rows; int64, ascending."""
-        return self._sampled_rows_and_blocks(size, device)[0]
-
-    def _sampled_rows_and_blocks(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The indices of the sampled rows, and of the blocks of 128 rows that they are in."""
-
-        def make() -> tuple[Tensor, ...]:
-            stride = max(1, size // self.rows)
-            first = self.phase % stride
-            rows = torch.arange(first, size, stride, device=device)[: self.rows]
-            return rows, rows // BLOCK
-
-        return self._cached((size, device), make)
-
-    def sampled_rows_of_experts(
-        self, experts: int, rows: int, device: torch.device
-    ) -> tuple[Tensor, ...]:
-        """The sampled rows of (experts, rows, ...): the indices of their experts, and in these."""
-
-        def make() -> tuple[Tensor, ...]:
-            sampled = self.sampled_rows(experts * rows, device)
-            return sampled // rows, sampled % rows
-
-        return self._cached((experts, rows, device), make)
+    def sampled(self, x: Tensor) -> Tensor:
+        """The sampled rows of x (M, K)."""
+        return x[self._rows(len(x), x.device)[0]]
 
     # The samples of each layout
 
-    def take_rows(self, x: Tensor, q: Tensor, s: Tensor, offs: Tensor | None = None) -> Sample:
+    def take_rows(self, x: Tensor, call: Any, q: Tensor, s: Tensor) -> int:
         """Samples x (M, K) quantized along its rows: q (M, K), s (M, ⌈K/128⌉) or (M,).
 
         Args:
             x: the sampled rows alone.
-            offs: rows past its last end count nowhere.
+            call: of the quantizer (`watch.py`).
         """
-        tokens = self.sampled_rows(len(q), q.device)
+        tokens, _ = self._rows(len(q), q.device)
         s = s.view(len(q), -1)
-        sampled = s[tokens]
-        if offs is not None:
-            inside = torch.arange(len(q), device=q.device) < offs[-1]
-            s = torch.where(inside[:, None], s, 0)
-            sampled = torch.where(inside[tokens, None], sampled, torch.nan)
-        return self.add(q, x, q.view(torch.uint8)[tokens], sampled, s)
+        if (offs := getattr(call, "offs", None)) is not None:  # Rows past its end do not count.
+            s = torch.where(torch.arange(len(q), device=q.device)[:, None] < offs[-1], s, 0)
+        return self._add(x, q.view(torch.uint8)[tokens], s[tokens], s)
 
-    def take_columns(
+    def take_columns(self, x: Tensor, call: Any, q: Tensor, s: Tensor) -> int:
+        """The same along its columns: q (K, Mt); s (K, Mt/128) or, rowwise, (K,) or (E, K)."""
+        size, offs = len(call.first), call.offs
+        tokens, blocks = self._rows(size, q.device)
+        columns, group = tokens, None
+        if offs is not None:
+            starts, ends = group_bounds(offs, size)
+            group = torch.searchsorted(ends, tokens, right=True).clamp(max=len(ends) - 1)
+            columns = column_starts(starts, ends, call.aligned)[group] + tokens - starts[group]
+            columns = columns.clamp(max=q.shape[1] - 1)  # of tokens past the last end
+            blocks = columns // BLOCK
+        sampled = s[:, blocks].mT if call.blockwise else s[group]
+        if offs is not None:
+            sampled = torch.where((tokens < ends[-1])[:, None], sampled, 0)
+        return self._add(x, q.view(torch.uint8)[:, columns].mT, sampled, s)
+
+    def take_weight(
         self,
-        x: Tensor,
-        size: int,
+        w: Tensor,
         q: Tensor,
         s: Tensor,
-        offs: Tensor | None,
-        aligned: bool,
-        blockwise: bool,
-    ) -> Sample:
-        """Samples x (M, K) quantized along its columns.
+        first_row: int = 0,
+        dtype: torch.dtype | None = None,
+        by_column: bool = False,
+    ) -> int:
+        """Samples rows of a quantized weight w (R, C) or (E, R, C), a transposed view or a shard.
 
-        q (K, Mt); s (K, Mt/128) or, rowwise, (K,) or (E, K).
+        q has w's shape, that of a shard maybe more rows; s (..., ⌈R/128⌉, ⌈C/128⌉), (..., R) or,
+        `by_column`, (..., C), where R are the rows of the whole weight.
 
         Args:
-            x: the sampled rows alone.
-            size: M.
+            first_row: that of a shard in the whole weight.
+            dtype: to which w was cast before it was quantized.
         """
-        columns, blocks = self._sampled_rows_and_blocks(size, q.device)
-        group = inside = None
-        if offs is not None:
-            tokens = columns
-            starts, ends = group_bounds(offs, size)
-            inside = (tokens < ends[-1])[:, None]
-            group = torch.searchsorted(ends, tokens, right=True).clamp(max=len(ends) - 1)
-            firsts = column_starts(starts, ends, aligned)
-            columns = torch.where(inside[:, 0], firsts[group] + tokens - starts[group], 0)
-            blocks = columns // BLOCK
-        if blockwise:
-            sampled = s[:, blocks].mT
-        elif group is None:
-            sampled = s[None]
-        else:
-            sampled = s[group]
-        if inside is not None:
-            sampled = torch.where(inside, sampled, torch.nan)
-        return self.add(q, x, q.view(torch.uint8)[:, columns].mT, sampled, s)
-
-    def take_weight(self, w: Tensor, q: Tensor, s: Tensor) -> Sample:
-        """Samples rows of a quantized weight w (R, C) or (E, R, C), which may be a transposed view.
-
-        q has w's shape and is contiguous; s (..., ⌈R/128⌉, ⌈C/128⌉) or (..., R).
-        """
-        by_row = s.shape == w.shape[:-1]
         if w.dim() == 2:
-            rows, blocks = self._sampled_rows_and_blocks(len(w), w.device)
-            sampled = s[rows][:, None] if by_row else s[blocks]
-            return self.add(q, w[rows], q.view(torch.uint8)[rows], sampled, s)
-        expert, row = self.sampled_rows_of_experts(w.shape[0], w.shape[1], w.device)
-        sampled = s[expert, row][:, None] if by_row else s[expert, row // BLOCK]
-        return self.add(q, w[expert, row], q.view(torch.uint8)[expert, row], sampled, s)
+            w, q, s = w[None], q[None], s[None]
+        expert, row, whole_row, block = self._rows_of_weight(*w.shape[:2], first_row, w.device)
+        if by_column:
+            sampled = s[expert]
+        elif s.dim() == 2:
+            sampled = s[expert, whole_row][:, None]
+        else:
+            sampled = s[expert, block]
+        x = w[expert, row].to(dtype or w.dtype)
+        return self._add(x, q.view(torch.uint8)[expert, row], sampled, s)
 
     # Their statistics
 
-    def add(self, operand: Tensor, x: Tensor, q: Tensor, sampled: Tensor, s: Tensor) -> Sample:
-        """Adds a sample of an operand that is in memory at `operand`.
+    def _add(self, x: Tensor, q: Tensor, sampled: Tensor, s: Tensor) -> int:
+        """Adds a sample.
 
         Args:
             x: (R, C), what was quantized.
@@ -156,51 +129,33 @@ class Sampler:
             sampled: the scales of q, as `element_statistics` takes them.
             s: all scales of the operand.
         """
-        sample = Sample(operand.data_ptr(), self.count)
         tensors = x, q, sampled
-        key = *(t.shape for t in tensors), x.dtype
-        self._elements[key].append((self.count, tensors))
-        s = s.clone(memory_format=torch.contiguous_format).flatten()
-        self._scales[s.numel()].append((self.count, s))
-        self.count += 1
+        key = x.dtype, *(t.shape for t in tensors)
+        self._elements[key].append((self._count, tensors))
+        self._scales.append(s.clone(memory_format=torch.contiguous_format).flatten())
         self._pending += sum(t.numel() * t.element_size() for t in (*tensors, s))
         if self._pending > PENDING_BYTES:
             self._compute()
-        return sample
+        self._count += 1
+        return self._count - 1
 
     def _compute(self) -> None:
         """The statistics of all samples that wait."""
         for samples in self._elements.values():
-            positions, tensors = zip(*samples)
+            numbers, tensors = zip(*samples)
             x, q, s = map(torch.stack, zip(*tensors))
-            self._keep(0, positions, element_statistics(x, q.view(E4M3), s))
-        for scales in self._of_like_size():
-            positions, tensors = zip(*scales)
-            self._keep(1, positions, scale_statistics(tensors))
+            self._of_elements |= zip(numbers, element_statistics(x, q.view(E4M3), s))
         self._elements.clear()
-        self._scales.clear()
+        if self._scales:
+            counts, scales = [len(s) for s in self._scales], torch.cat(self._scales)
+            self._scales.clear()  # Frees their memory.
+            self._of_scales.append(scale_statistics(scales, counts))
         self._pending = 0
 
-    def _of_like_size(self) -> list[list[tuple[int, Tensor]]]:
-        """The scales that wait; those of a size that only one sample has go with similar ones."""
-        groups = [scales for scales in self._scales.values() if len(scales) > 1]
-        similar: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        for size, scales in self._scales.items():
-            if len(scales) == 1:
-                similar[size.bit_length()] += scales
-        return groups + list(similar.values())
-
-    def _keep(self, kind: int, positions: Sequence[int], results: Tensor) -> None:
-        self._positions[kind].extend(positions)
-        self._results[kind].append(results)
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        """What the functions of `statistics.py` return, a row for each sample, in order."""
+    def results(self) -> Tensor:
+        """The statistics (samples, Stat), float64, on the CPU; waits for the device."""
         self._compute()
-        if not self.count:
-            return torch.zeros(0, 6), torch.zeros(0, 4)
-        elements, scales = (
-            torch.cat(results)[torch.tensor(positions).argsort().to(results[0].device)]
-            for positions, results in zip(self._positions, self._results)
-        )
-        return elements, scales
+        if not self._count:
+            return torch.zeros(0, len(Stat), dtype=torch.float64)
+        elements = torch.stack([self._of_elements[number] for number in range(self._count)])
+        return torch.cat([elements, torch.cat(self._of_scales)], 1).cpu()

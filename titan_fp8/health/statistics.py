@@ -10,7 +10,6 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from titan_fp8.layouts import BLOCK
 from titan_fp8.reference import AMAX_MIN, E4M3_MAX
@@ -53,15 +52,14 @@ def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
         q: (n, R, C), float8_e4m3fn.
         s: the scales of q, float32. The shape says what each is for: (n, R, 1) for a row,
             (n, R, ⌈C/128⌉) for each 128 elements of a row, (n, 1, C) for a column, (n, R, C) for
-            one element. Elements whose scale is not finite count nowhere.
+            one element. Elements whose scale is not finite, or is zero, count nowhere.
 
     Returns:
-        (n, 6) float32: the five, and the unit u of each operand, its largest sampled scale. ERROR
-        and SQUARES are in units of u².
+        (n, 5) float64.
     """
     s = s.nan_to_num(0, 0, 0)  # as no scale of a block can be
-    unit = s.amax((1, 2), keepdim=True)
     # Squares of gradients may be too small for FP32, those of multiples of a scale are not.
+    unit = s.amax((1, 2), keepdim=True)
     zero = s.new_zeros(())  # for each number that `where` is given PyTorch would launch a kernel
     inverse = torch.where(unit > 0, 1 / unit, zero)
     s = s * inverse
@@ -72,50 +70,39 @@ def element_statistics(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
     q = torch.where(finite, q.float(), zero)
     nonzero = x != 0
     x = x * inverse
+    counts = nonzero, nonzero & (q == 0), q.abs() == E4M3_MAX
+    squares = torch.addcmul(-x, q, s).square(), x.square()
     columns = (
-        _count(nonzero),
-        _count(nonzero & (q == 0)),
-        _count(q.abs() == E4M3_MAX),
-        torch.addcmul(-x, q, s).square().sum((1, 2)),
-        x.square().sum((1, 2)),
-        unit.flatten(),
+        *(each.sum((1, 2), dtype=torch.float64) for each in counts),
+        *(each.sum((1, 2)) * unit.flatten().double() ** 2 for each in squares),
     )
     return torch.stack(columns, 1)
 
 
-def _count(where: Tensor) -> Tensor:
-    return where.sum((1, 2), dtype=torch.float32)
-
-
-def scale_statistics(scales: Sequence[Tensor]) -> Tensor:
+def scale_statistics(s: Tensor, counts: Sequence[int]) -> Tensor:
     """The statistics BLOCKS to LOG2_MIN of the scales of n operands.
 
     Args:
-        scales: n vectors of any length, float32, each with all scales of an operand. A zero is no
-            scale: it marks a block that belongs to no token.
+        s: float32, all scales of one operand after those of the other. A zero is no scale: it
+            marks a block that belongs to no token.
+        counts: how many each of the n operands has, at least 1.
 
     Returns:
         (n, 4) float32.
     """
-    if len({len(each) for each in scales}) == 1:
-        s = torch.stack(list(scales))
-    else:
-        s = pad_sequence(list(scales), batch_first=True)
-    of_blocks = s != 0
-    finite = s.nan_to_num(0, 0, 0)
-    used = finite > EMPTY_SCALE
-    largest, smallest = (finite * used).amax(1), torch.where(used, finite, torch.inf).amin(1)
+    lengths = torch.tensor(counts)
+    if s.is_cuda:
+        lengths = lengths.pin_memory().to(s.device, non_blocking=True)
+
+    def reduced(values: Tensor, by: str) -> Tensor:
+        # It is "unsafe" not to wait for the device to check the lengths.
+        return torch.segment_reduce(values.float(), by, lengths=lengths, unsafe=True)
+
+    used = (s > EMPTY_SCALE) & (s < torch.inf)
     columns = (
-        of_blocks.sum(1, dtype=torch.float32),
-        (of_blocks & (finite == 0)).sum(1, dtype=torch.float32),
-        largest.log2(),
-        -smallest.log2(),
+        reduced(s != 0, "sum"),
+        reduced(~s.isfinite(), "sum"),
+        reduced(torch.where(used, s, 0), "max").log2(),
+        -reduced(torch.where(used, s, torch.inf), "min").log2(),
     )
     return torch.stack(columns, 1)
-
-
-def in_absolute_units(elements: Tensor, scales: Tensor) -> Tensor:
-    """A table (n, len(Stat)) float64 of the results of the two functions above."""
-    elements = elements.double()
-    squares = elements[:, 3:5] * elements[:, 5:] ** 2
-    return torch.cat([elements[:, :3], squares, scales.double()], 1)

@@ -1,48 +1,58 @@
-"""An implementation of the primitive ops that tells an observer what its functions did.
+"""The ops of a step, wrapped so that they tell an observer what they have read and written.
 
-Each function below stands for one or more ops: it calls the op, then notes samples of what it has
-read and written, or the operands that a GEMM has read. The other ops pass unseen.
+Each function below stands for the ops that recipes have for one purpose. It is given an observer, a
+call and what the op has returned. The call are the arguments by name, and besides them `first`, the
+first one, and `blockwise`, whether the op scales blocks. The other ops pass unseen.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from titan_fp8 import reference
+from titan_fp8.ops.registry import OPS, Implementation
+from titan_fp8.recipe import RECIPES
 from titan_fp8.reference import swiglu, swiglu_backward
 
 if TYPE_CHECKING:
     from titan_fp8.health.observer import Observer
 
-Op = Callable[..., Any]
 
+class WatchedOps(Implementation):
+    """The ops over the functions of `module`, watched by an observer."""
 
-class WatchedOps:
-    """The functions of an implementation, watched by an observer."""
-
-    def __init__(self, implementation: Any, observer: "Observer"):
-        self._implementation, self._observer = implementation, observer
-
-    def note_cast(self, w: Tensor, cast: Tensor) -> None:
-        """A weight has been cast, to be quantized next (`ops/quantize.py`)."""
-        if self._observer.observing() and not _is_captured(w):
-            self._observer.cast(w, cast)
+    def __init__(self, module: Any, observer: "Observer"):
+        super().__init__(module)
+        self._observer = observer
 
     def __getattr__(self, name: str) -> Any:
-        op = getattr(self._implementation, name)
-        watch = _WATCHED.get(name)
+        op, watch = super().__getattr__(name), WATCHED.get(name)
         if watch is None or not self._observer.observing():
             return op
 
         @torch.no_grad()
         def run(x: Tensor, *args: Any, **options: Any) -> Any:
-            if not x.numel() or _is_captured(x):
-                return op(x, *args, **options)
-            return watch(self._observer, op, x, *args, **options)
+            outputs = op(x, *args, **options)
+            if x.numel() and not _is_captured(x):
+                arguments = _signature(name).bind(x, *args, **options)
+                arguments.apply_defaults()
+                call = SimpleNamespace(**arguments.arguments, first=x, blockwise="128" in name)
+                watch(self._observer, call, outputs)
+            return outputs
 
+        setattr(self, name, run)  # The base class has set a composite op.
         return run
+
+
+@functools.cache
+def _signature(name: str) -> inspect.Signature:
+    body = OPS[name].body
+    return inspect.signature(functools.partial(body, None) if body else getattr(reference, name))
 
 
 def _is_captured(x: Tensor) -> bool:
@@ -50,178 +60,88 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _sampled(observer: "Observer", x: Tensor) -> Tensor:
-    """The sampled rows of x."""
-    return x[observer.sampler.sampled_rows(len(x), x.device)]
+# Quantizers
 
 
-# Inputs and gradients
+def _note(observer: "Observer", c: Any, x: Tensor, rows: Any = None, columns: Any = None) -> None:
+    """A call has written q and s, `rows` or `columns` or both; x are the sampled rows of it."""
+    twin, sampler = None, observer.sampler
+    if rows:
+        twin = observer.note(rows[0], sampler.take_rows(x, c, *rows))
+    if columns:
+        observer.note(columns[0], sampler.take_columns(x, c, *columns), twin)
 
 
-def _rows(observer: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
-    q, s = op(x, **options)
-    observer.note(observer.sampler.take_rows(_sampled(observer, x), q, s))
-    return q, s
-
-
-def _columns(
-    blockwise: bool,
-    observer: "Observer",
-    op: Op,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    **options: Any,
-) -> Any:
-    q, s = op(x, offs, aligned, **options)
-    observer.note(
-        observer.sampler.take_columns(_sampled(observer, x), len(x), q, s, offs, aligned, blockwise)
-    )
-    return q, s
-
-
-def _rows_and_columns(
-    blockwise: bool,
-    observer: "Observer",
-    op: Op,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    **options: Any,
-) -> Any:
-    outputs = op(x, offs, aligned, **options)
-    _note_rows_and_columns(
-        observer, _sampled(observer, x), len(x), outputs, offs, aligned, blockwise
-    )
-    return outputs
-
-
-def _note_rows_and_columns(
-    observer: "Observer",
-    x: Tensor,
-    size: int,
-    outputs: tuple[Tensor, ...],
-    offs: Tensor | None,
-    aligned: bool,
-    blockwise: bool = True,
-) -> None:
-    """Rows and columns of a tensor of `size` rows, of which x are the sampled ones."""
-    q, s, q_t, s_t = outputs
-    rows = observer.note(observer.sampler.take_rows(x, q, s, offs))
-    columns = observer.sampler.take_columns(x, size, q_t, s_t, offs, aligned, blockwise)
-    observer.note(columns, twin=rows)
-
-
-def _swiglu_rows(observer: "Observer", op: Op, a: Tensor, b: Tensor, **options: Any) -> Any:
-    q, s = op(a, b, **options)
-    observer.note(
-        observer.sampler.take_rows(swiglu(_sampled(observer, a), _sampled(observer, b)), q, s)
-    )
-    return q, s
-
-
-def _swiglu_backward(
-    observer: "Observer",
-    op: Op,
-    dh: Tensor,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    **options: Any,
-) -> Any:
-    outputs = op(dh, a, b, offs, aligned, **options)
-    dh, a_at, b_at = _sampled(observer, dh), _sampled(observer, a), _sampled(observer, b)
-    for i, gradient in enumerate(swiglu_backward(dh, a_at, b_at)):
-        _note_rows_and_columns(
-            observer, gradient, len(a), outputs[4 * i : 4 * i + 4], offs, aligned
-        )
-    h, (q, s) = swiglu(a_at, b_at), outputs[8:]
-    observer.note(observer.sampler.take_columns(h, len(a), q, s, offs, aligned, blockwise=True))
-    return outputs
-
-
-# Weights
-
-
-def _weight(
-    gemm: str,
-    observer: "Observer",
-    op: Op,
-    w: Tensor,
-    dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Any:
-    if dtype is not None:
-        return op(w, dtype, **options)  # A shard, which shards.py samples.
-    q, s = op(w, **options)
-    sample = observer.sampler.take_weight(w if gemm == "fprop" else w.mT, q, s)
-    observer.note(sample, source=observer.source(w), gemm=gemm)
-    return q, s
-
-
-def _rows_or_weight(observer: "Observer", op: Op, x: Tensor, **options: Any) -> Any:
-    """Rows of an input, of a gradient or of a weight; the GEMM that reads them will tell which."""
-    q, s = op(x, **options)
-    if x.dim() == 3:
-        sample = observer.sampler.take_weight(x, q, s)
+def _rows(observer: "Observer", c: Any, outputs: Any) -> None:
+    if c.first.dim() == 3:  # A recipe may quantize weights by the same op.
+        _weight(observer, c, outputs)
     else:
-        sample = observer.sampler.take_rows(_sampled(observer, x), q, s)
-    observer.note(sample, source=observer.source(x), gemm="fprop")
-    return q, s
+        _note(observer, c, observer.sampler.sampled(c.first), outputs)
 
 
-def _transpose(observer: "Observer", op: Op, q: Tensor) -> Tensor:
-    q_t = op(q)
-    observer.transposed(q, q_t)
-    return q_t
+def _columns(observer: "Observer", c: Any, outputs: Any) -> None:
+    _note(observer, c, observer.sampler.sampled(c.first), columns=outputs)
 
 
-# GEMMs
+def _both(observer: "Observer", c: Any, outputs: Any) -> None:
+    _note(observer, c, observer.sampler.sampled(c.first), outputs[:2], outputs[2:])
 
 
-def _mm(
-    observer: "Observer",
-    op: Op,
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    *args: Any,
-) -> Tensor:
-    observer.multiplied(a, b, offs)
-    return op(a, sa, b, sb, offs, *args)
+def _swiglu(observer: "Observer", c: Any, outputs: Any) -> None:
+    a, b = map(observer.sampler.sampled, (c.a, c.b))
+    _note(observer, c, swiglu(a, b), outputs)
 
 
-def _mm_pair(observer: "Observer", op: Op, *args: Any) -> Tensor:
-    a, _, b, _, a2, _, b2, *_ = args
-    observer.multiplied(a, b, None)
-    observer.multiplied(a2, b2, None)
-    return op(*args)
+def _swiglu_backward(observer: "Observer", c: Any, outputs: Any) -> None:
+    dh, a, b = map(observer.sampler.sampled, (c.dh, c.a, c.b))
+    da, db = swiglu_backward(dh, a, b)
+    _note(observer, c, da, outputs[:2], outputs[2:4])
+    _note(observer, c, db, outputs[4:6], outputs[6:8])
+    _note(observer, c, swiglu(a, b), columns=outputs[8:])
 
 
-def _wgrad(observer: "Observer", op: Op, g: Tensor, sg: Tensor, x: Tensor, *args: Any) -> Tensor:
-    observer.multiplied_columns(g, x)
-    return op(g, sg, x, *args)
+def _weight(observer: "Observer", c: Any, outputs: Any) -> None:
+    if getattr(c, "dtype", None) is None:  # Otherwise it is a shard, sampled before the step.
+        observer.note(outputs[0], observer.sampler.take_weight(c.first, *outputs))
 
 
-_WATCHED: dict[str, Op] = {
-    "quantize_1x128": _rows,
-    "quantize_128x1_t": functools.partial(_columns, True),
-    "quantize_1x128_128x1_t": functools.partial(_rows_and_columns, True),
-    "quantize_128x128": functools.partial(_weight, "fprop"),
-    "quantize_128x128_t": functools.partial(_weight, "dgrad"),
-    "swiglu_1x128": _swiglu_rows,
-    "swiglu_backward_1x128_128x1_t": _swiglu_backward,
-    "quantize_row": _rows_or_weight,
-    "quantize_col_t": functools.partial(_columns, False),
-    "quantize_row_col_t": functools.partial(_rows_and_columns, False),
-    "quantize_weight_col_t": functools.partial(_weight, "dgrad"),
-    "transpose_fp8": _transpose,
-    "blockwise_mm": _mm,
-    "blockwise_mm_pair": _mm_pair,
-    "blockwise_wgrad": _wgrad,
-    "rowwise_mm": _mm,
-    "rowwise_wgrad": _wgrad,
-}
+def _weight_t(observer: "Observer", c: Any, outputs: Any) -> None:
+    observer.note(outputs[0], observer.sampler.take_weight(c.first.mT, *outputs))
+
+
+# Products
+
+
+def _fprop(observer: "Observer", c: Any, _: Tensor) -> None:
+    observer.multiplied("fprop", c.offs, (c.a, c.w, c.w_scale))
+
+
+def _dgrad(observer: "Observer", c: Any, _: Tensor) -> None:
+    observer.multiplied("dgrad", c.offs, (c.a, c.w, c.w_scale))
+
+
+def _dgrad_pair(observer: "Observer", c: Any, _: Tensor) -> None:
+    observer.multiplied("dgrad", c.offs, (c.a, c.w, c.w_scale), (c.a2, c.w2, c.w2_scale))
+
+
+def _wgrad(observer: "Observer", c: Any, _: Tensor) -> None:
+    observer.multiplied_columns(c.a, c.b)
+
+
+WATCHED: dict[str, Callable[["Observer", Any, Any], None]] = {}
+for _r in RECIPES.values():
+    WATCHED |= {
+        _r.quantize_weight.name: _weight,
+        _r.quantize_weight_t.name: _weight_t,
+        _r.quantize_rows.name: _rows,
+        _r.quantize_columns.name: _columns,
+        _r.quantize_rows_and_columns.name: _both,
+        _r.fprop.op.name: _fprop,
+        _r.dgrad.op.name: _dgrad,
+    }
+    if not _r.wgrad_in_bf16:
+        WATCHED[_r.wgrad.op.name] = _wgrad
+    if _r.feed_forward is not None:
+        WATCHED[_r.feed_forward.swiglu.name] = _swiglu
+        WATCHED[_r.feed_forward.swiglu_backward.name] = _swiglu_backward
+        WATCHED[_r.feed_forward.dgrad_pair.name] = _dgrad_pair

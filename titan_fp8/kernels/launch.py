@@ -17,15 +17,14 @@ are cheap: neither PyTorch nor Triton checks them.
 import functools
 import logging
 import re
-import threading
 from array import array
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
@@ -79,22 +78,12 @@ def native(driver: str = "libcuda.so.1") -> ModuleType:
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
-    module.load_driver(driver)
+    module.load_driver(driver, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
     return module
 
 
-def address(argument: Any) -> int | None:
-    """The address that the kernel gets for an argument, if it is a tensor or a pair."""
-    base = argument[0] if isinstance(argument, tuple) else argument
-    return base.data_ptr() if isinstance(base, Tensor) else None
-
-
-class _Recording(threading.local):
-    recorder: Any = None
-
-
-recording = _Recording()
-"""`recorder`: the `record.Recorder` that is told of each launch in this thread, or None."""
+RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
+"""The `record.Recorder` that does the launches of this thread, or None."""
 
 
 class Kernel(GluonJITFunction):
@@ -110,21 +99,10 @@ class Kernel(GluonJITFunction):
             plans: dict[bytes, bytes] = {}
             first = functools.partial(self._launch_first, plans, [])
             constants = bytes(p.is_constexpr for p in self.params)
-            self._launcher = native().Launcher(
-                first,
-                plans,
-                constants,
-                torch._C._cuda_getDevice,
-                torch._C._cuda_getCurrentRawStream,
-            )
-        if recording.recorder is not None:
-            return functools.partial(self._launch_recorded, grid)
+            self._launcher = native().Launcher(first, plans, constants)
+        if (recorder := RECORDER.get()) is not None:
+            return functools.partial(recorder.launch, self._launcher, grid)
         return functools.partial(self._launcher, grid)
-
-    def _launch_recorded(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        assert self._launcher is not None
-        self._launcher(grid, *args, **options)
-        recording.recorder.record(self._launcher, grid, args, options)
 
     def _launch_first(
         self,
@@ -132,8 +110,9 @@ class Kernel(GluonJITFunction):
         kept: list[Any],
         key: bytes,
         grid: tuple[int, ...],
-        args: tuple,
-        options: dict,
+        /,
+        *args: Any,
+        **options: Any,
     ) -> None:
         """Launches through Triton, which compiles if needed, and stores a plan for later launches.
 

@@ -1,4 +1,4 @@
-// The C part of `launch.py` (Launcher) and of `replay.py` (Replay). It follows `step.c`, which
+// The C part of `launch.py` (Launcher) and of `replay.py` (replay). It follows `step.c`, which
 // explains plans and steps.
 //
 // A launcher computes a key from the properties of the arguments that Triton specializes on, looks
@@ -13,11 +13,9 @@ enum { MAX_ARGUMENTS = 64, MAX_KEY = 256, MAX_SLOTS = 128 };
 typedef struct {
   PyObject_HEAD
   vectorcallfunc call;
-  PyObject *first;     // first(key, grid, arguments, options) compiles, launches and adds a plan
+  PyObject *first;     // first(key, grid, *arguments, **options) compiles, launches and adds a plan
   PyObject *plans;     // dict, key -> plan
   PyObject *constants; // a byte for each argument: 1 if it is a constexpr
-  PyObject *device;    // device() is the current device
-  PyObject *stream;    // stream(device) is its current stream
 } Launcher;
 
 typedef struct {
@@ -118,22 +116,14 @@ static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
 
 static PyObject *launch_first(Launcher *self, PyObject *key, PyObject *grid,
                               PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  PyObject *values = PyTuple_New(count), *options = PyDict_New(), *result = NULL;
-  if (!values || !options)
-    goto done;
-  for (Py_ssize_t i = 0; i < count; i++)
-    PyTuple_SET_ITEM(values, i, Py_NewRef(arguments[i]));
-  for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names); i++)
-    if (PyDict_SetItem(options, PyTuple_GET_ITEM(names, i), arguments[count + i]))
-      goto done;
-  result = PyObject_CallFunctionObjArgs(self->first, key, grid, values, options, NULL);
-done:
-  Py_XDECREF(values);
-  Py_XDECREF(options);
-  return result;
+  // A key has at least three words for each name, so all arguments fit.
+  PyObject *all[2 + MAX_ARGUMENTS + MAX_KEY] = {key, grid};
+  Py_ssize_t given = count + (names ? PyTuple_GET_SIZE(names) : 0);
+  memcpy(all + 2, arguments, given * sizeof *all);
+  return PyObject_Vectorcall(self->first, all, 2 + count, names);
 }
 
-static PyObject *make_key(Launcher *self, Launch *launch, PyObject *device,
+static PyObject *make_key(Launcher *self, Launch *launch, int64_t device,
                           PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   const char *constant = PyBytes_AS_STRING(self->constants);
   if (count < 0 || count > PyBytes_GET_SIZE(self->constants) || count > MAX_ARGUMENTS) {
@@ -141,7 +131,7 @@ static PyObject *make_key(Launcher *self, Launch *launch, PyObject *device,
     return NULL;
   }
   launch->length = 0;
-  if (!add_constant(launch, device))
+  if (!add_word(launch, (uint64_t)device))
     return NULL;
   for (Py_ssize_t i = 0; i < count; i++)
     if (!(constant[i] ? add_constant(launch, arguments[i])
@@ -154,38 +144,48 @@ static PyObject *make_key(Launcher *self, Launch *launch, PyObject *device,
   return PyBytes_FromStringAndSize((char *)launch->words, launch->length * sizeof(uint64_t));
 }
 
+// Makes the step of a launch and finds the stream. Returns the key, or NULL after an error. If there
+// is no plan for the key, or an empty one, `planned` is false.
+static PyObject *make_step(Launcher *self, Launch *launch, Step *step, CUstream *stream,
+                           bool *planned, PyObject *grid, PyObject *places,
+                           PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
+  int64_t device;
+  PyObject *key = NULL;
+  memset(step, 0, sizeof *step);
+  if (!find_stream(&device, stream) || !read_grid(step, grid) ||
+      !(key = make_key(self, launch, device, arguments, count, names)))
+    return NULL;
+  PyObject *plan = PyDict_GetItemWithError(self->plans, key);
+  *planned = plan && PyBytes_GET_SIZE(plan);
+  if (PyErr_Occurred() || (*planned && !read_step(step, plan, arguments, launch->values, places)))
+    Py_CLEAR(key);
+  return key;
+}
+
 // launcher(grid, *arguments, **options) launches. Options may include constexprs.
 static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, size_t flags,
                                PyObject *names) {
   Launcher *self = (Launcher *)object;
   Py_ssize_t count = PyVectorcall_NARGS(flags) - 1;
-  PyObject *grid = *arguments++;
+  PyObject *grid = *arguments++, *result = NULL;
   Launch launch;
   Step step;
   CUstream stream;
-  PyObject *device = PyObject_CallNoArgs(self->device), *key = NULL, *result = NULL;
-  if (!device || !ensure_context(PyLong_AsLongLong(device)) || !read_grid(&step, grid) ||
-      !(key = make_key(self, &launch, device, arguments, count, names)))
-    goto done;
-  PyObject *plan = PyDict_GetItemWithError(self->plans, key);
-  if (!plan || !PyBytes_GET_SIZE(plan)) {
-    if (!PyErr_Occurred())
-      result = launch_first(self, key, grid, arguments, count, names);
-    goto done;
+  bool planned;
+  PyObject *key = make_step(self, &launch, &step, &stream, &planned, grid, NULL, arguments, count,
+                            names);
+  if (key && !planned) {
+    result = launch_first(self, key, grid, arguments, count, names);
+  } else if (key) {
+    CUresult code;
+    const char *what = "";
+    Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
+    code = run_step(&step, launch.values, stream, &what);
+    Py_END_ALLOW_THREADS
+    if (succeeded(code, what))
+      result = Py_NewRef(Py_None);
   }
-  if (!read_step(&step, plan, arguments, launch.values, NULL) ||
-      !current_stream(self->stream, device, &stream))
-    goto done;
-  CUresult code;
-  const char *what = "";
-  Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
-  code = run_step(&step, launch.values, stream, &what);
-  Py_END_ALLOW_THREADS
-  if (succeeded(code, what))
-    result = Py_NewRef(Py_None);
-done:
   Py_XDECREF(key);
-  Py_XDECREF(device);
   return result;
 }
 
@@ -193,25 +193,16 @@ done:
 // None if Triton launches it. places[i] is the (slot, offset) of the address of argument i.
 static PyObject *launcher_step(PyObject *object, PyObject *const *arguments, Py_ssize_t count,
                                PyObject *names) {
-  Launcher *self = (Launcher *)object;
   Launch launch;
   Step step;
-  memset(&step, 0, sizeof step);
-  PyObject *device = PyObject_CallNoArgs(self->device), *key = NULL, *result = NULL;
-  if (!device || count < 2 || !read_grid(&step, arguments[0]) ||
-      !(key = make_key(self, &launch, device, arguments + 2, count - 2, names)))
-    goto done;
-  PyObject *plan = PyDict_GetItemWithError(self->plans, key);
-  if (!plan || !PyBytes_GET_SIZE(plan)) {
-    if (!PyErr_Occurred())
-      result = Py_NewRef(Py_None);
-  } else if (read_step(&step, plan, arguments + 2, launch.values, arguments[1])) {
-    result = PyBytes_FromStringAndSize((char *)&step, sizeof step);
-  }
-done:
-  Py_XDECREF(key);
-  Py_XDECREF(device);
-  return result;
+  CUstream stream;
+  bool planned;
+  PyObject *key = make_step((Launcher *)object, &launch, &step, &stream, &planned, arguments[0],
+                            arguments[1], arguments + 2, count - 2, names);
+  if (!key)
+    return NULL;
+  Py_DECREF(key);
+  return planned ? PyBytes_FromStringAndSize((char *)&step, sizeof step) : Py_NewRef(Py_None);
 }
 
 static PyMethodDef launcher_methods[] = {
@@ -221,9 +212,8 @@ static PyMethodDef launcher_methods[] = {
 };
 
 static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-  PyObject *first, *plans, *constants, *device, *stream;
-  if (!PyArg_ParseTuple(args, "OO!SOO", &first, &PyDict_Type, &plans, &constants, &device,
-                        &stream))
+  PyObject *first, *plans, *constants;
+  if (!PyArg_ParseTuple(args, "OO!S", &first, &PyDict_Type, &plans, &constants))
     return NULL;
   Launcher *self = (Launcher *)type->tp_alloc(type, 0);
   if (!self)
@@ -232,15 +222,13 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *Py_U
   self->first = Py_NewRef(first);
   self->plans = Py_NewRef(plans);
   self->constants = Py_NewRef(constants);
-  self->device = Py_NewRef(device);
-  self->stream = Py_NewRef(stream);
   return (PyObject *)self;
 }
 
 static PyTypeObject LauncherType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "titan_fp8_launcher.Launcher",
-    .tp_doc = "Launcher(first, plans, constants, device, stream); never freed.",
+    .tp_doc = "Launcher(first, plans, constants); never freed.",
     .tp_basicsize = sizeof(Launcher),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Launcher, call),
@@ -249,46 +237,33 @@ static PyTypeObject LauncherType = {
     .tp_new = launcher_new,
 };
 
-typedef struct {
-  PyObject_HEAD
-  vectorcallfunc call;
-  PyObject *steps;          // bytes: an array of Step
-  PyObject *device, *stream; // as in Launcher
-  int tensors;               // inputs, outputs and, last, the workspace
-  int slots;                 // number of addresses that the steps use
-  struct {
-    int tensor;
-    uint64_t offset;
-  } slot[MAX_SLOTS];
-  uint64_t zeros; // bytes to clear at the start of the workspace
-} Replay;
-
-// replay(*tensors) clears the zeros and launches all steps.
-static PyObject *replay_call(PyObject *object, PyObject *const *tensors, size_t flags,
-                             PyObject *Py_UNUSED(names)) {
-  Replay *self = (Replay *)object;
+// replay(program, *tensors) clears the start of the workspace, which is the last tensor, and runs
+// all steps. The program, bytes made by `replay.py`, is an array of int64_t: the numbers of tensors
+// and of slots, the bytes to clear, and for each slot its tensor and an offset; then the steps.
+static PyObject *replay(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
+  const char *program = PyBytes_AsString(arguments[0]);
+  if (!program)
+    return NULL;
+  const int64_t *word = (const int64_t *)program;
+  int64_t tensors = word[0], slots = word[1], zeros = word[2], device;
   uint64_t tensor[MAX_ARGUMENTS], addresses[MAX_SLOTS];
   CUstream stream;
-  if (PyVectorcall_NARGS(flags) != self->tensors)
-    return PyErr_Format(PyExc_TypeError, "titan_fp8: a replay takes %d tensors", self->tensors);
-  for (int i = 0; i < self->tensors; i++)
-    if (!address_of(tensors[i], &tensor[i]))
+  if (count - 1 != tensors || tensors > MAX_ARGUMENTS || slots > MAX_SLOTS)
+    return PyErr_Format(PyExc_TypeError, "titan_fp8: a replay takes %d tensors", (int)tensors);
+  for (int i = 0; i < tensors; i++)
+    if (!address_of(arguments[1 + i], &tensor[i]))
       return NULL;
-  for (int i = 0; i < self->slots; i++)
-    addresses[i] = tensor[self->slot[i].tensor] + self->slot[i].offset;
-  PyObject *device = PyObject_CallNoArgs(self->device);
-  bool ready = device && ensure_context(PyLong_AsLongLong(device)) &&
-               current_stream(self->stream, device, &stream);
-  Py_XDECREF(device);
-  if (!ready)
+  for (int i = 0; i < slots; i++)
+    addresses[i] = tensor[word[3 + 2 * i]] + (uint64_t)word[4 + 2 * i];
+  if (!find_stream(&device, &stream))
     return NULL;
-  const Step *step = (const Step *)PyBytes_AS_STRING(self->steps);
-  const Step *end = step + PyBytes_GET_SIZE(self->steps) / sizeof(Step);
+  const Step *step = (const Step *)(word + 3 + 2 * slots);
+  const Step *end = (const Step *)(program + PyBytes_GET_SIZE(arguments[0]));
   CUresult code = CUDA_SUCCESS;
   const char *what = "clearing the workspace";
   Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
-  if (self->zeros)
-    code = clear(tensor[self->tensors - 1], 0, self->zeros, stream);
+  if (zeros)
+    code = clear(tensor[tensors - 1], 0, (size_t)zeros, stream);
   for (; step < end && code == CUDA_SUCCESS; step++)
     code = run_step(step, addresses, stream, &what);
   Py_END_ALLOW_THREADS
@@ -297,60 +272,11 @@ static PyObject *replay_call(PyObject *object, PyObject *const *tensors, size_t 
   Py_RETURN_NONE;
 }
 
-static PyObject *replay_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-  PyObject *steps, *slots, *device, *stream;
-  int tensors;
-  unsigned long long zeros;
-  if (!PyArg_ParseTuple(args, "SO!iKOO", &steps, &PyTuple_Type, &slots, &tensors, &zeros, &device,
-                        &stream))
-    return NULL;
-  if (tensors < 1 || tensors > MAX_ARGUMENTS || PyTuple_GET_SIZE(slots) > MAX_SLOTS) {
-    PyErr_SetString(PyExc_ValueError, "titan_fp8: a replay has too many tensors");
-    return NULL;
-  }
-  Replay *self = (Replay *)type->tp_alloc(type, 0);
-  if (!self)
-    return NULL;
-  self->slots = (int)PyTuple_GET_SIZE(slots);
-  for (int i = 0; i < self->slots; i++) {
-    unsigned long long offset;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(slots, i), "iK", &self->slot[i].tensor, &offset)) {
-      Py_DECREF(self);
-      return NULL;
-    }
-    self->slot[i].offset = offset;
-  }
-  self->call = replay_call;
-  self->steps = Py_NewRef(steps);
-  self->device = Py_NewRef(device);
-  self->stream = Py_NewRef(stream);
-  self->tensors = tensors;
-  self->zeros = zeros;
-  return (PyObject *)self;
-}
-
-static void replay_free(PyObject *object) {
-  Replay *self = (Replay *)object;
-  Py_XDECREF(self->steps);
-  Py_XDECREF(self->device);
-  Py_XDECREF(self->stream);
-  Py_TYPE(object)->tp_free(object);
-}
-
-static PyTypeObject ReplayType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "titan_fp8_launcher.Replay",
-    .tp_doc = "Replay(steps, slots, tensors, zeros, device, stream): see replay.py.",
-    .tp_basicsize = sizeof(Replay),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_vectorcall_offset = offsetof(Replay, call),
-    .tp_call = PyVectorcall_Call,
-    .tp_new = replay_new,
-    .tp_dealloc = replay_free,
-};
-
 static PyMethodDef methods[] = {
-    {"load_driver", load_driver, METH_O, "load_driver(path): call before the first launch."},
+    {"load_driver", load_driver, METH_VARARGS,
+     "load_driver(path, get_device, get_stream): call before the first launch."},
+    {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL,
+     "replay(program, *tensors): see replay.py."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -365,9 +291,8 @@ PyMODINIT_FUNC PyInit_titan_fp8_launcher(void) {
   str_data_ptr = PyUnicode_InternFromString("data_ptr");
   str_dtype = PyUnicode_InternFromString("dtype");
   PyObject *made = PyModule_Create(&module);
-  if (!made || PyType_Ready(&LauncherType) || PyType_Ready(&ReplayType) ||
-      PyModule_AddObjectRef(made, "Launcher", (PyObject *)&LauncherType) ||
-      PyModule_AddObjectRef(made, "Replay", (PyObject *)&ReplayType))
+  if (!made || PyType_Ready(&LauncherType) ||
+      PyModule_AddObjectRef(made, "Launcher", (PyObject *)&LauncherType))
     return NULL;
   return made;
 }

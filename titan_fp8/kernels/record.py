@@ -67,8 +67,9 @@ class Memory:
         self.allocated_as = form_of(t)
 
     def overlaps(self, other: "Memory") -> bool:
-        """Whether the lifetimes of both overlap."""
-        return self.first <= other.last and other.first <= self.last
+        """Whether both exist at one step; zeros, which are cleared at the start, at every one."""
+        together = self.first <= other.last and other.first <= self.last
+        return together or self.zeros or other.zeros
 
 
 class View(NamedTuple):
@@ -110,11 +111,11 @@ class Recorder(TorchDispatchMode):
         self.replayable = True
 
     def __enter__(self) -> "Recorder":
-        launch.recording.recorder = self
+        self._before = launch.RECORDER.set(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        launch.recording.recorder = None
+        launch.RECORDER.reset(self._before)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,10 +127,11 @@ class Recorder(TorchDispatchMode):
             self._record_call(op, args, kwargs, result)
         return result
 
-    def record(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict) -> None:
-        """Called after each launch."""
-        places = tuple(self._place(launch.address(argument)) for argument in args)
-        step = kernel.step(grid, places, *args, **options) if self.replayable else None
+    def launch(self, launcher: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Launches a kernel."""
+        launcher(grid, *args, **options)
+        places = tuple([self._place(a[0] if isinstance(a, tuple) else a) for a in args])
+        step = launcher.step(grid, places, *args, **options) if self.replayable else None
         self.replayable = step is not None
         self._add(step or b"")
 
@@ -163,7 +165,7 @@ class Recorder(TorchDispatchMode):
             self.replayable = False
         if not isinstance(value, Tensor):
             return value
-        place, form = self._place(value.data_ptr()), form_of(value)
+        place, form = self._place(value), form_of(value)
         if place is None:
             self.replayable = False
             return None
@@ -181,10 +183,11 @@ class Recorder(TorchDispatchMode):
             self.replayable = False
         return View(slot, form, offset // dtype.itemsize)
 
-    def _place(self, address: int | None) -> tuple[int, int] | None:
-        """The slot of the input or memory that holds an address, and the offset in bytes."""
-        if address is None:
+    def _place(self, t: Any) -> tuple[int, int] | None:
+        """The slot of the input or memory that holds a tensor, and the offset in bytes."""
+        if not isinstance(t, Tensor):
             return None
+        address = t.data_ptr()
         ranges = [(start, bytes_of(form)) for start, form in self.inputs]
         ranges += [(m.address, 0 if m.storage.expired() else m.size) for m in self.memory]
         found = [

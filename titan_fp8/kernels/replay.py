@@ -20,7 +20,9 @@ of the workspace.
 
 import contextlib
 import functools
+import itertools
 import operator
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -36,6 +38,8 @@ Function = Callable[..., Any]
 
 ALIGNMENT = 256
 """The alignment of temporaries in the workspace, in bytes."""
+MAX_TENSORS, MAX_SLOTS = 64, 128
+"""What `launcher.c` has room for."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -60,7 +64,7 @@ class Replay:
     them, and last the workspace, which holds all other Memory.
 
     Raises:
-        ValueError: an output is not a fresh tensor of its own.
+        ValueError: an output is not a fresh tensor of its own, or there are too many tensors.
     """
 
     def __init__(self, recorder: Recorder, result: Any):
@@ -104,15 +108,12 @@ class Replay:
             yield _Stage(new, run, gone)
 
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
-        native = launch.native().Replay(
-            steps,
-            self._slots,
-            self._workspace + 1,
-            zeros,
-            torch._C._cuda_getDevice,
-            torch._C._cuda_getCurrentRawStream,
-        )
-        return lambda tensors: native(*tensors)
+        tensors = self._workspace + 1
+        if tensors > MAX_TENSORS or len(self._slots) > MAX_SLOTS:
+            raise ValueError("a replay has too many tensors")
+        header = array("q", [tensors, len(self._slots), zeros, *itertools.chain(*self._slots)])
+        native, program = launch.native().replay, header.tobytes() + steps
+        return lambda tensors: native(program, *tensors)
 
     def _call(self, call: Call, inputs: int) -> Callable[[list[Tensor]], None]:
         args = [self._argument(value) for value in call.args]
@@ -192,23 +193,17 @@ def _pack(memory: list[Memory]) -> tuple[int, int, list[int]]:
         The bytes at the start of the workspace that must be zero, its size in bytes, and the offset
         of each Memory.
     """
-    zeros, offsets = 0, {}
-    for i, m in enumerate(memory):
-        if m.zeros:
-            offsets[i], zeros = zeros, zeros + round_up(m.size, ALIGNMENT)
-    total = zeros
-    placed: list[tuple[int, Memory]] = []  # (offset, memory)
-    for i, m in enumerate(memory):
-        if m.zeros:
-            continue
-        offset = zeros
-        for taken, other in sorted(placed, key=operator.itemgetter(0)):
+    zeros = total = 0
+    offsets: dict[Memory, int] = {}
+    for m in sorted(memory, key=lambda m: not m.zeros):
+        offset = 0
+        for other, taken in sorted(offsets.items(), key=operator.itemgetter(1)):
             if m.overlaps(other) and offset + m.size > taken:
                 offset = max(offset, taken + round_up(other.size, ALIGNMENT))
-        placed.append((offset, m))
-        offsets[i] = offset
+        offsets[m] = offset
         total = max(total, offset + round_up(m.size, ALIGNMENT))
-    return zeros, total, [offsets[i] for i in range(len(memory))]
+        zeros = total if m.zeros else zeros
+    return zeros, total, [offsets[m] for m in memory]
 
 
 def replayed(function: Function) -> Function:
@@ -221,7 +216,7 @@ def replayed(function: Function) -> Function:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if launch.recording.recorder is not None:
+        if launch.RECORDER.get() is not None:
             return function(*args, **options)  # The recorder must see each launch.
         # All that the recorded steps depend on; each replay gets the current addresses.
         key = (

@@ -55,6 +55,7 @@ static CUresult (*error_string)(CUresult, const char **);
 static CUresult (*get_context)(CUcontext *);
 static CUresult (*set_context)(CUcontext);
 static CUresult (*retain_context)(CUcontext *, CUdevice);
+static PyObject *get_device, *get_stream; // PyTorch's get_device() and get_stream(device)
 
 static bool succeeded(CUresult code, const char *what) {
   if (code == CUDA_SUCCESS)
@@ -65,12 +66,20 @@ static bool succeeded(CUresult code, const char *what) {
   return false;
 }
 
-// Gives the thread a CUDA context if it has none. A thread of the autograd engine has none until
-// PyTorch calls CUDA from it.
-static bool ensure_context(int64_t device) {
+// Finds the current device and stream, and gives the thread a CUDA context if it has none. A thread
+// of the autograd engine has none until PyTorch calls CUDA from it.
+static bool find_stream(int64_t *device, CUstream *stream) {
   CUcontext context = NULL;
-  return succeeded(get_context(&context), "reading the current context") &&
-         (context || (succeeded(retain_context(&context, (CUdevice)device), "making a context") &&
+  PyObject *index = PyObject_CallNoArgs(get_device), *number = NULL;
+  bool found = index && (number = PyObject_CallOneArg(get_stream, index));
+  if (found) {
+    *device = PyLong_AsLongLong(index);
+    *stream = (CUstream)PyLong_AsUnsignedLongLong(number);
+  }
+  Py_XDECREF(index);
+  Py_XDECREF(number);
+  return found && !PyErr_Occurred() && succeeded(get_context(&context), "reading the context") &&
+         (context || (succeeded(retain_context(&context, (CUdevice)*device), "making a context") &&
                       succeeded(set_context(context), "setting the context")));
 }
 
@@ -185,16 +194,7 @@ static CUresult run_step(const Step *step, const uint64_t *addresses, CUstream s
                        step->shared, stream, parameters, NULL);
 }
 
-static bool current_stream(PyObject *function, PyObject *device, CUstream *stream) {
-  PyObject *number = PyObject_CallOneArg(function, device);
-  if (!number)
-    return false;
-  *stream = (CUstream)PyLong_AsUnsignedLongLong(number);
-  Py_DECREF(number);
-  return !PyErr_Occurred();
-}
-
-static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *path) {
+static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *args) {
   const struct {
     const char *name;
     void **function;
@@ -207,8 +207,9 @@ static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *path) {
       {"cuCtxSetCurrent", (void **)&set_context},
       {"cuDevicePrimaryCtxRetain", (void **)&retain_context},
   };
-  const char *name = PyUnicode_AsUTF8(path);
-  if (!name)
+  const char *name;
+  PyObject *device, *stream;
+  if (!PyArg_ParseTuple(args, "sOO", &name, &device, &stream))
     return NULL;
   void *driver = dlopen(name, RTLD_LAZY);
   for (size_t i = 0; driver && i < sizeof symbols / sizeof *symbols; i++)
@@ -216,5 +217,6 @@ static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *path) {
       driver = NULL;
   if (!driver)
     return PyErr_Format(PyExc_RuntimeError, "titan_fp8: no CUDA driver: %s", dlerror());
+  get_device = Py_NewRef(device), get_stream = Py_NewRef(stream);
   Py_RETURN_NONE;
 }

@@ -1,31 +1,11 @@
 """The ops as `torch.ops.titan_fp8.*`, for autograd, torch.compile and benchmarks.
 
-Importing this package registers them. `registry.py` says how an op is defined. `quantize`, `gemm`,
-`swiglu`, `gathered` and `permute` define the ops; only `product_backward`, which depends on the
-recipe, is defined in `titan_fp8.gemms`.
+Importing this package registers them. `registry.py` says how an op is defined; `quantize`, `gemm`,
+and `permute` define them.
 """
 
-from titan_fp8.ops import gathered, gemm, permute, quantize, sequence, swiglu  # noqa: F401  (define the ops)
+from titan_fp8.ops import gemm, permute, quantize, sequence  # noqa: F401  (define the ops)
 from titan_fp8.ops.operands import DTYPES
-from titan_fp8.ops.registry import (
-    NAMES,
-    composite,
-    direct,
-    implementation,
-    kernels_for,
-    observe,
-    overload_of,
-    replayable,
-)
+from titan_fp8.ops.registry import OPS, call, implementation, kernels_for, observe, run
 
-__all__ = [
-    "DTYPES",
-    "NAMES",
-    "composite",
-    "direct",
-    "implementation",
-    "kernels_for",
-    "observe",
-    "overload_of",
-    "replayable",
-]
+__all__ = ["DTYPES", "OPS", "call", "implementation", "kernels_for", "observe", "run"]

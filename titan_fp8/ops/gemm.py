@@ -7,15 +7,20 @@ a and b are e4m3, their scales sa and sb FP32. `offs` (E,) are the group ends an
 that they are multiples of 128 (`layouts.py`). Rows of no group are zero in the result. `out_dtype`
 is bfloat16 or float32.
 
-The composite ops `*_fprop` and `*_dgrad` take the weight in high precision, cast it to `w_dtype` if
-that is given, and quantize it themselves. If quantizing a weight were an op of its own,
-torch.compile's partitioner would see that dgrad's copy depends on no gradient, move it to forward
-and keep an FP8 copy of every weight until backward.
+The composite ops `*_fprop` and `*_dgrad` take a weight (N, K) or (E, N, K) in high precision, cast
+it to `w_dtype` if that is given, and quantize it. Or they take one in FP8, laid out as the
+parameter, with `w_scale`: the scales that this GEMM reads. Then dgrad transposes it. If quantizing
+or transposing a weight were an op of its own, torch.compile's partitioner would see that dgrad's
+copy depends on no gradient, move it to forward and keep an FP8 copy of every weight until backward.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_fp8 import reference
 from titan_fp8.ops.operands import (
     MT,
     MT_ROWWISE,
@@ -27,179 +32,78 @@ from titan_fp8.ops.operands import (
     blocks,
     fp8,
     fp32,
-    high,
+    product,
+    weight,
 )
 from titan_fp8.ops.quantize import cast_weight
-from titan_fp8.ops.registry import composite, implementation, primitive
+from titan_fp8.ops.registry import composite, primitive
 
-_X = fp8(M, K), fp32(M, blocks(K))
-_W = fp8(E, N, K), fp32(E, blocks(N), blocks(K))
-_G = fp8(M, N), fp32(M, blocks(N))
-"""A quantized x, W or g, and its scale."""
+_BLOCKWISE: dict[str, Any] = {
+    "a": fp8(M, K),
+    "sa": fp32(M, blocks(K)),
+    "b": fp8(E, N, K),
+    "sb": fp32(E, blocks(N), blocks(K)),
+}
+_SECOND: dict[str, Any] = {f"{name}2": operand for name, operand in _BLOCKWISE.items()}
+_MN, _MK, _ENK = product(M, N), product(M, K), product(E, N, K)
 
-
-@primitive(a=_X[0], sa=_X[1], b=_W[0], sb=_W[1])
-def blockwise_mm(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """1x128 by 128x128: a (M, K), b (N, K) or (E, N, K); returns (M, N).
-
-    sa (M, ⌈K/128⌉); sb (⌈N/128⌉, ⌈K/128⌉), with groups (E, ⌈N/128⌉, ⌈K/128⌉).
-    """
-    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
-
-
-@primitive(
-    a=_X[0],
-    sa=_X[1],
-    b=_W[0],
-    sb=_W[1],
-    a2=_X[0],
-    sa2=_X[1],
-    b2=_W[0],
-    sb2=_W[1],
+primitive(reference.blockwise_mm, _MN, **_BLOCKWISE)
+primitive(reference.blockwise_mm_pair, _MN, **_BLOCKWISE, **_SECOND)
+primitive(
+    reference.blockwise_wgrad,
+    _ENK,
+    a=fp8(N, MT),
+    sa=fp32(N, blocks(MT)),
+    b=fp8(K, MT),
+    sb=fp32(K, blocks(MT)),
 )
-def blockwise_mm_pair(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    a2: Tensor,
-    sa2: Tensor,
-    b2: Tensor,
-    sb2: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """The sum of two `blockwise_mm` of the same shapes, rounded once; returns (M, N)."""
-    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+primitive(reference.rowwise_mm, _MN, a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N))
+primitive(
+    reference.rowwise_wgrad,
+    _ENK,
+    a=fp8(N, MT_ROWWISE),
+    sa=fp32(E, N),
+    b=fp8(K, MT_ROWWISE),
+    sb=fp32(E, K),
+)
+primitive(reference.bf16_wgrad, _ENK, g=bf16(M, N), x=bf16(M, K))
 
 
-@primitive(a=fp8(N, MT), sa=fp32(N, blocks(MT)), b=fp8(K, MT), sb=fp32(K, blocks(MT)))
-def blockwise_wgrad(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """1x128 by 1x128 along the tokens: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K).
-
-    sa (N, Mt/128), sb (K, Mt/128).
-    """
-    groups = () if offs is None else (offs.shape[0],)
-    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
+def _weight(
+    impl: Any, quantizer: str, w: Tensor, w_scale: Tensor | None, dtype: Any, options: dict
+) -> tuple[Tensor, Tensor]:
+    """q and the scales of a weight as a GEMM reads them, transposed if `quantizer` is a `*_t`."""
+    if w_scale is None:
+        return getattr(impl, quantizer)(cast_weight(w, dtype), **options)
+    # The transpose of a `QuantizedWeight` is contiguous already.
+    if not quantizer.endswith("_t") or w.mT.is_contiguous():
+        return w.mT if quantizer.endswith("_t") else w, w_scale
+    return impl.transpose_fp8(w), w_scale
 
 
-@primitive(a=fp8(M, K), sa=fp32(M), b=fp8(E, N, K), sb=fp32(E, N))
-def rowwise_mm(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """One scale per row: a (M, K), b (N, K) or (E, N, K); returns (M, N).
+def _multiply(mm: str, quantizer: str) -> Callable[..., Tensor]:
+    """The body of an op: `mm` of a and of a weight, which `quantizer` quantizes."""
 
-    sa (M,); sb (N,), with groups (E, N).
-    """
-    return a.new_empty(a.shape[0], b.shape[-2], dtype=out_dtype)
+    def body(
+        impl: Any,
+        a: Tensor,
+        sa: Tensor,
+        w: Tensor,
+        offs: Tensor | None = None,
+        aligned: bool = False,
+        out_dtype: torch.dtype = torch.bfloat16,
+        w_dtype: torch.dtype | None = None,
+        w_scale: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        b = _weight(impl, quantizer, w, w_scale, w_dtype, options)
+        return getattr(impl, mm)(a, sa, *b, offs, aligned, out_dtype)
 
-
-@primitive(a=fp8(N, MT_ROWWISE), sa=fp32(E, N), b=fp8(K, MT_ROWWISE), sb=fp32(E, K))
-def rowwise_wgrad(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """One scale per row and group: a (N, Mt), b (K, Mt); returns (N, K) or (E, N, K).
-
-    sa (N,), sb (K,), with groups (E, N), (E, K).
-    """
-    groups = () if offs is None else (offs.shape[0],)
-    return a.new_empty(*groups, a.shape[0], b.shape[0], dtype=out_dtype)
+    return body
 
 
-@primitive(g=bf16(M, N), x=bf16(M, K))
-def bf16_wgrad(
-    g: Tensor,
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """gᵀ x in bf16, for `rowwise_with_gw_hp`: g (M, N), x (M, K); returns (N, K) or (E, N, K)."""
-    groups = () if offs is None else (offs.shape[0],)
-    return g.new_empty(*groups, g.shape[1], x.shape[1], dtype=out_dtype)
-
-
-@composite(a=_X[0], sa=_X[1], w=high(E, N, K))
-def blockwise_fprop(
-    a: Tensor,
-    sa: Tensor,
-    w: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    w_dtype: torch.dtype | None = None,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> Tensor:
-    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_128x128(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
-    return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
-
-
-@composite(a=_G[0], sa=_G[1], w=high(E, N, K))
-def blockwise_dgrad(
-    a: Tensor,
-    sa: Tensor,
-    w: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    w_dtype: torch.dtype | None = None,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> Tensor:
-    """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_128x128_t(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
-    return impl.blockwise_mm(a, sa, *b, offs, aligned, out_dtype)
-
-
-@composite(a=_G[0], sa=_G[1], w=high(E, N, K), a2=_G[0], sa2=_G[1], w2=high(E, N, K))
-def blockwise_dgrad_pair(
+def _dgrad_pair(
+    impl: Any,
     a: Tensor,
     sa: Tensor,
     w: Tensor,
@@ -210,48 +114,67 @@ def blockwise_dgrad_pair(
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     w_dtype: torch.dtype | None = None,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
+    w_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """dx = a W + a2 W2 for operands as in `blockwise_dgrad`, rounded once; returns (M, K)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_128x128_t(cast_weight(impl, w, w_dtype), scale_fmt=scale_fmt)
-    b2 = impl.quantize_128x128_t(cast_weight(impl, w2, w_dtype), scale_fmt=scale_fmt)
+    """dx = a W + a2 W2 for operands as of `blockwise_dgrad`, rounded once; returns (M, K)."""
+    b = _weight(impl, "quantize_128x128_t", w, w_scale, w_dtype, options)
+    b2 = _weight(impl, "quantize_128x128_t", w2, w2_scale, w_dtype, options)
     return impl.blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, offs, aligned, out_dtype)
 
 
-@composite(a=fp8(M, K), sa=fp32(M), w=high(E, N, K))
-def rowwise_fprop(
-    a: Tensor,
-    sa: Tensor,
-    w: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    w_dtype: torch.dtype | None = None,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """y = a Wᵀ for a (M, K) and W (N, K) or (E, N, K) in high precision; returns (M, N)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_row(cast_weight(impl, w, w_dtype))
-    return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)
+_G: dict[str, Any] = {"a": fp8(M, N), "sa": fp32(M, blocks(N))}
+_W = weight(E, N, K)
+_W_SCALE = fp32(E, blocks(K), blocks(N))
 
-
-@composite(a=fp8(M, N), sa=fp32(M), w=high(E, N, K))
-def rowwise_dgrad(
-    a: Tensor,
-    sa: Tensor,
-    w: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-    w_dtype: torch.dtype | None = None,
-    *,
-    emulate: bool = False,
-) -> Tensor:
-    """dx = a W for a (M, N) and W (N, K) or (E, N, K) in high precision; returns (M, K)."""
-    impl = implementation(a, emulate)
-    b = impl.quantize_weight_col_t(cast_weight(impl, w, w_dtype))
-    return impl.rowwise_mm(a, sa, *b, offs, aligned, out_dtype)
+# fprop: y (M, N) = a Wᵀ for a (M, K). dgrad: dx (M, K) = a W for a (M, N).
+composite(
+    "blockwise_fprop",
+    _multiply("blockwise_mm", "quantize_128x128"),
+    _MN,
+    a=fp8(M, K),
+    sa=fp32(M, blocks(K)),
+    w=_W,
+    w_scale=fp32(E, blocks(N), blocks(K)),
+)
+composite(
+    "blockwise_dgrad",
+    _multiply("blockwise_mm", "quantize_128x128_t"),
+    _MK,
+    **_G,
+    w=_W,
+    w_scale=_W_SCALE,
+)
+composite(
+    "blockwise_dgrad_pair",
+    _dgrad_pair,
+    _MK,
+    **_G,
+    w=_W,
+    a2=_G["a"],
+    sa2=_G["sa"],
+    w2=weight(E, N, K, scale="w2_scale"),
+    w_scale=_W_SCALE,
+    w2_scale=_W_SCALE,
+)
+composite(
+    "rowwise_fprop",
+    _multiply("rowwise_mm", "quantize_row"),
+    _MN,
+    scaled=False,
+    a=fp8(M, K),
+    sa=fp32(M),
+    w=_W,
+    w_scale=fp32(E, N),
+)
+composite(
+    "rowwise_dgrad",
+    _multiply("rowwise_mm", "quantize_weight_col_t"),
+    _MK,
+    scaled=False,
+    a=fp8(M, N),
+    sa=fp32(M),
+    w=_W,
+    w_scale=fp32(E, K),
+)

@@ -1,38 +1,36 @@
-"""What the ops accept: dtypes, shapes and devices of their tensors, and the values of constants.
+"""What the ops accept and return: dtypes, shapes and devices of tensors, and values of constants.
 
-A definition lists its tensors in the order of its arguments, each with the dtypes and the
-dimensions that it may have:
+A definition names its tensors, each with the dtypes and the dimensions that it may have, and lists
+its outputs in the same way:
 
-    @primitive(a=fp8(M, K), sa=fp32(M, blocks(K)), b=fp8(E, N, K), ...)
+    primitive(reference.quantize_1x128, fp8(M, K), fp32(M, blocks(K)), x=high(M, K))
 
 A dimension has the same size wherever it occurs. E is the number of groups and is there only if the
-op is given `offs`; `...` stands for any number of leading dimensions. None in place of a tensor's
-description: it must be None. `offs`, dtypes and `scale_fmt` mean the same in every op, so
-definitions need not list them.
+op is given `offs`; `...` stands for any number of leading dimensions. `offs`, dtypes and
+`scale_fmt` mean the same in every op, so definitions need not list them.
 
 Kernels take addresses. Without these checks they would read FP16 as bf16, or past the end of a
 scale.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_fp8.layouts import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, transposed_width
+from titan_fp8.layouts import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
 
 DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes that quantizers read and GEMMs write."""
 SCALE_FMTS = ("fp32", "ue8m0")
 
-
-Sizes = dict[str, Any]
-"""The sizes of dimensions that a call has shown so far, and its integers."""
-Size = Callable[[Sizes, Tensor | None, bool], int]
-"""Computes a size from others, `offs` and `aligned`."""
+Call = dict[str, Any]
+"""What is known of a call: its arguments, and the sizes of dimensions that these have shown."""
+FIRST = "first tensor"
+"""The key of a call's first tensor."""
 
 
 class Dim(NamedTuple):
@@ -44,65 +42,151 @@ class Dim(NamedTuple):
     name: str
     unit: int = 1
     empty: bool = True
-    size: Size | None = None
+    size: Callable[[Call], int] | None = None
+
+    def of(self, call: Call) -> Any:
+        """Its size, if that is known."""
+        size = call.get(self.name)
+        return self.size(call) if size is None and self.size is not None else size
+
+    def in_words(self, call: Call) -> str:
+        size = self.of(call)
+        if size is not None:
+            return f"{self.name} = {size}"
+        if self.unit > 1:
+            return f"{self.name}, a {'' if self.empty else 'positive '}multiple of {self.unit}"
+        return self.name if self.empty else f"{self.name} > 0"
 
 
 def blocks(dim: Dim) -> Dim:
     """The blocks of 128 along a dimension."""
-    name = dim.name
-    return Dim(f"⌈{name}/{BLOCK}⌉", size=lambda sizes, *_: cdiv(sizes[name], BLOCK))
+    return Dim(f"⌈{dim.name}/{BLOCK}⌉", size=lambda call: cdiv(dim.of(call), BLOCK))
 
 
-def _width(alignment: int) -> Size:
-    return lambda sizes, offs, aligned: transposed_width(sizes["M"], offs, aligned, alignment)
+def _columns(alignment: int) -> Dim:
+    """The columns of a transposed copy of M tokens."""
+    width = lambda c: transposed_width(c["M"], c["offs"], c["aligned"], alignment)  # noqa: E731
+    return Dim("Mt", size=width)
 
 
 M, R, T = Dim("M"), Dim("R"), Dim("T")
 N, K, H = (Dim(name, unit=16, empty=False) for name in "NKH")
 E = Dim("E", empty=False)
-MT = Dim("Mt", unit=BLOCK)
-"""The tokens of a transposed copy, of which nothing else is known."""
-MT_ROWWISE = Dim("Mt", unit=ROW_ALIGNMENT)
-MT_OF_M = Dim("Mt", size=_width(BLOCK))
-"""The same, of M tokens."""
-MT_ROWWISE_OF_M = Dim("Mt", size=_width(ROW_ALIGNMENT))
+C = Dim("C", unit=BLOCK)
+"""Rows of groups that end at multiples of 128."""
+MT, MT_ROWWISE = Dim("Mt", unit=BLOCK), Dim("Mt", unit=ROW_ALIGNMENT)
+"""The columns of a transposed copy, of which nothing else is known."""
+MT_OF_M, MT_ROWWISE_OF_M = _columns(BLOCK), _columns(ROW_ALIGNMENT)
 
 
-class Accepted(NamedTuple):
-    """What a tensor may be. `as_first`: it has the dtype of the op's first tensor."""
+class Operand(NamedTuple):
+    """What a tensor may be, or what an output is.
+
+    Attributes:
+        dtypes: those allowed; the first is that of an output, which has `out_dtype` if there is
+            none.
+        as_first: it has the dtype of the op's first tensor.
+        scale: the argument with its scales, if it may be quantized: given these it is in FP8.
+    """
 
     dtypes: tuple[torch.dtype, ...]
     dims: tuple[Dim | EllipsisType, ...]
     as_first: bool = False
+    scale: str | None = None
 
     @property
     def padded(self) -> bool:
         """Whether these are scales of blocks, whose rows or columns are padded in memory."""
         return any(isinstance(dim, Dim) and dim.name.startswith("⌈") for dim in self.dims)
 
+    def dtypes_in(self, call: Call) -> tuple[torch.dtype, ...]:
+        if self.as_first:
+            return (call[FIRST].dtype,)
+        return (E4M3,) if self.scale and call[self.scale] is not None else self.dtypes
 
-def high(*dims: Dim | EllipsisType, as_first: bool = False) -> Accepted:
+    def dims_in(self, call: Call) -> tuple[Any, ...]:
+        return self.dims[1:] if self.dims[0] is E and call["offs"] is None else self.dims
+
+    def fits(self, shape: Sequence[int], call: Call) -> bool:
+        """Whether the tensor may have this shape. Adds the sizes of its dimensions to `call`."""
+        dims = self.dims_in(call)
+        if dims[0] is ...:
+            dims = dims[1:]
+            leading = len(shape) - len(dims)
+            if leading < 0 or call.setdefault("...", shape[:leading]) != shape[:leading]:
+                return False
+            shape = shape[leading:]
+        if len(shape) != len(dims):
+            return False
+        for size, dim in zip(shape, dims):
+            want = dim.of(call)
+            if want is not None:
+                if size != want:
+                    return False
+            elif dim.unit > 1 and size % dim.unit or not dim.empty and size < 1:
+                return False
+            call[dim.name] = size
+        return True
+
+    def in_words(self, call: Call) -> str:
+        words: list[str] = []
+        for dim in self.dims_in(call):
+            words += map(str, call.get("...", ["..."])) if dim is ... else [dim.in_words(call)]
+        return f"{' or '.join(map(str, self.dtypes_in(call)))} of shape ({', '.join(words)})"
+
+    def empty(self, call: Call) -> Tensor:
+        """An output without data."""
+        first = call[FIRST]
+        dims = self.dims_in(call)
+        shape = [n for d in dims for n in (call["..."] if d is ... else [d.of(call)])]
+        dtype = (self.dtypes_in(call) or (call["out_dtype"],))[0]
+        if not self.padded:
+            return first.new_empty(shape, dtype=dtype)
+        *lead, rows, columns = shape
+        if dims[-2].name.startswith("⌈"):  # 128x128
+            return first.new_empty(*lead, rows, round_up(columns, 4), dtype=dtype)[..., :columns]
+        return first.new_empty(columns, round_up(rows, 4), dtype=dtype)[:, :rows].t()
+
+
+def high(*dims: Dim | EllipsisType, as_first: bool = False) -> Operand:
     """In high precision."""
-    return Accepted(DTYPES, dims, as_first)
+    return Operand(DTYPES, dims, as_first)
 
 
-def fp8(*dims: Dim | EllipsisType) -> Accepted:
-    return Accepted((E4M3,), dims)
+def weight(*dims: Dim | EllipsisType, scale: str = "w_scale") -> Operand:
+    """In high precision, or in FP8 if the op is given its scales."""
+    return Operand(DTYPES, dims, scale=scale)
 
 
-def fp32(*dims: Dim | EllipsisType) -> Accepted:
-    return Accepted((torch.float32,), dims)
+def fp8(*dims: Dim | EllipsisType) -> Operand:
+    return Operand((E4M3,), dims)
 
 
-def bf16(*dims: Dim | EllipsisType) -> Accepted:
-    return Accepted((torch.bfloat16,), dims)
+def fp32(*dims: Dim | EllipsisType) -> Operand:
+    return Operand((torch.float32,), dims)
 
 
-def integers(*dims: Dim | EllipsisType) -> Accepted:
-    return Accepted((torch.int32, torch.int64), dims)
+def bf16(*dims: Dim | EllipsisType) -> Operand:
+    return Operand((torch.bfloat16,), dims)
 
 
-_OFFS = Accepted((torch.int32,), (E,))
+def integers(*dims: Dim | EllipsisType) -> Operand:
+    return Operand((torch.int32, torch.int64), dims)
+
+
+def product(*dims: Dim) -> Operand:
+    """An output in `out_dtype`."""
+    return Operand((), dims)
+
+
+def for_kernels(t: Tensor) -> Tensor:
+    """t, contiguous, and at a multiple of 16 bytes if it is FP8, which is read by TMA."""
+    t = t.contiguous()
+    if t.dtype != E4M3 or t.is_meta or type(t) not in (Tensor, torch.nn.Parameter):
+        return t
+    if torch.compiler.is_compiling():
+        return t
+    return t.clone() if t.data_ptr() % 16 else t
 
 
 class Check:
@@ -114,125 +198,57 @@ class Check:
     """
 
     def __init__(
-        self,
-        op: str,
-        parameters: Mapping[str, inspect.Parameter],
-        operands: Mapping[str, Accepted | None],
+        self, op: str, parameters: Mapping[str, inspect.Parameter], operands: Mapping[str, Operand]
     ):
-        self.op, names = op, list(parameters)
-        self._first = names[0]
+        self.op, self._defaults = op, {name: p.default for name, p in parameters.items()}
         kinds = {name: p.annotation for name, p in parameters.items()}
-        tensors = [name for name in names if kinds[name] in (Tensor, Tensor | None)]
-        # `offs` comes first, because others depend on it.
-        listed: dict[str, Accepted | None] = {}
-        if "offs" in names:
-            listed["offs"] = _OFFS
-        listed |= {name: operands[name] for name in tensors if name in operands}
-        if len(listed) < len(tensors) or operands.keys() - listed.keys():
-            raise TypeError(f"{op}: the tensors are {tensors}, not {list(operands)}")
-        self._tensors = [
-            (names.index(name), name, kinds[name] != Tensor, operand)
-            for name, operand in listed.items()
-        ]
-        self.contiguous = {
-            at for at, _, _, operand in self._tensors if operand is None or not operand.padded
-        }
-        self._constants = [
-            (names.index(name), p.default, name)
-            for name, p in parameters.items()
-            if kinds[name] in (int, torch.dtype, torch.dtype | None)
-        ]
-        self._offs, self._aligned = (
-            names.index(name) if name in names else len(names) for name in ("offs", "aligned")
-        )
+        names = [name for name, kind in kinds.items() if kind in (Tensor, Tensor | None)]
+        if "offs" in kinds:
+            operands = {"offs": Operand((torch.int32,), (E,)), **operands}
+        if {*names} != operands.keys():
+            raise TypeError(f"{op}: the tensors are {names}, not {list(operands)}")
+        self.contiguous = {i for i, n in enumerate(kinds) if n in names and not operands[n].padded}
+        # `offs` comes second, because others depend on it.
+        ordered = names[:1] + sorted(names[1:], key=lambda name: name != "offs")
+        self._tensors = [(name, kinds[name] != Tensor, operands[name]) for name in ordered]
+        values: dict[Any, tuple[Any, ...]] = {torch.dtype: DTYPES}
+        values[torch.dtype | None] = *DTYPES, None
+        self._constants = {name: values[kind] for name, kind in kinds.items() if kind in values}
+        if "scale_fmt" in kinds:
+            self._constants["scale_fmt"] = SCALE_FMTS
 
-    def __call__(self, *args: Any, scale_fmt: str = "fp32", emulate: bool = False) -> None:
+    def __call__(self, *args: Any, **options: Any) -> Call:
+        """What is known of the call."""
         # This costs CPU time at every call whose launches are not replayed.
-        first, given = args[0], len(args)
-        sizes: Sizes = {}
-        offs = args[self._offs] if given > self._offs else None
-        aligned = args[self._aligned] if given > self._aligned else False
-        for at, default, name in self._constants:
-            value = args[at] if at < given else default
-            if isinstance(value, (int, torch.SymInt)):
-                sizes[name] = value
-            elif value is not None and value not in DTYPES:
-                raise self._error(f"{name} = {value}", *map(str, DTYPES))
-        if scale_fmt not in SCALE_FMTS:
-            raise self._error(f"scale_fmt = {scale_fmt!r}", *map(repr, SCALE_FMTS))
-        if not isinstance(first, Tensor):
-            raise self._error(f"{self._first} is {first!r}", "a tensor")
-        device = first.device
-        for at, name, optional, operand in self._tensors:
-            t = args[at] if at < given else None
-            if t is None and (optional or operand is None):
+        call = {**self._defaults, **dict(zip(self._defaults, args)), **options}
+        call[FIRST] = first = args[0]
+        for name, values in self._constants.items():
+            if call[name] not in values:
+                raise self._error(f"{name} = {call[name]!r}", *map(repr, filter(None, values)))
+        for name, optional, operand in self._tensors:
+            t = call[name]
+            if t is None and optional:
                 continue
-            if (
-                operand is None
-                or not isinstance(t, Tensor)
-                or t.dtype not in operand.dtypes
-                or operand.as_first
-                and t.dtype != first.dtype
-                or t.device != device
-                or not _fits(t.shape, operand.dims, sizes, offs, aligned)
-            ):
-                raise self._refusal(name, t, operand, first, (sizes, offs, aligned))
+            if not isinstance(t, Tensor):
+                raise self._error(f"{name} is {t!r}", "a tensor")
+            of_shape = t.dtype in operand.dtypes_in(call) and operand.fits(t.shape, call)
+            if not of_shape or t.device != first.device:
+                what, allowed = (
+                    f"{name} is {t.dtype} of shape {tuple(t.shape)}",
+                    operand.in_words(call),
+                )
+                if t.device != first.device:
+                    what, allowed = f"{what} on {t.device}", f"{allowed} on {first.device}"
+                raise self._error(what, allowed)
+        return call
+
+    def laid_out(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments as kernels read them."""
+        return [
+            for_kernels(t) if i in self.contiguous and t is not None else t
+            for i, t in enumerate(args)
+        ]
 
     def _error(self, what: str, *allowed: str) -> ValueError:
         are = "are" if len(allowed) > 1 else "is"
         return ValueError(f"titan_fp8::{self.op}: {what}: allowed {are} {' and '.join(allowed)}")
-
-    def _refusal(
-        self, name: str, t: Any, operand: Accepted | None, first: Tensor, call: tuple
-    ) -> ValueError:
-        if operand is None or not isinstance(t, Tensor):
-            what = f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, Tensor) else repr(t)
-            return self._error(f"{name} is {what}", "None" if operand is None else "a tensor")
-        dtypes = (first.dtype,) if operand.as_first else operand.dtypes
-        what = f"{name} is {t.dtype} of shape {tuple(t.shape)}"
-        allowed = f"{' or '.join(map(str, dtypes))} of shape ({_in_words(operand.dims, *call)})"
-        if t.device != first.device:
-            what, allowed = f"{what} on {t.device}", f"{allowed} on {first.device}"
-        return self._error(what, allowed)
-
-
-def _fits(shape: torch.Size, dims: tuple, sizes: Sizes, offs: Tensor | None, aligned: bool) -> bool:
-    if dims[0] is ...:
-        dims = dims[1:]
-        leading = len(shape) - len(dims)
-        if leading < 0 or sizes.setdefault("...", shape[:leading]) != shape[:leading]:
-            return False
-        shape = shape[leading:]
-    elif dims[0] is E and offs is None:
-        dims = dims[1:]
-    if len(shape) != len(dims):
-        return False
-    for size, (name, unit, empty, computed) in zip(shape, dims):
-        want = sizes.get(name)
-        if want is None and computed is not None:
-            want = computed(sizes, offs, aligned)
-        if want is None:
-            if unit > 1 and size % unit or not empty and size < 1:
-                return False
-        elif size != want:
-            return False
-        sizes[name] = size
-    return True
-
-
-def _in_words(dims: tuple, sizes: Sizes, offs: Tensor | None, aligned: bool) -> str:
-    words: list[str] = []
-    for dim in dims[1:] if dims[0] is E and offs is None else dims:
-        if dim is ...:
-            words += map(str, sizes.get("...", ["..."]))
-            continue
-        size = sizes.get(dim.name)
-        if size is None and dim.size is not None:
-            size = dim.size(sizes, offs, aligned)
-        if size is not None:
-            words.append(f"{dim.name} = {size}")
-        elif dim.unit > 1:
-            words.append(f"{dim.name}, a {'' if dim.empty else 'positive '}multiple of {dim.unit}")
-        else:
-            words.append(dim.name if dim.empty else f"{dim.name} > 0")
-    return ", ".join(words)

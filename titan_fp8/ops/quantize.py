@@ -2,171 +2,103 @@
 
 Names give the block that shares a scale, (rows x columns) of the input; `_t` says that the output
 is written transposed. The last dimension of inputs is a multiple of 16. `layouts.py` explains Mt,
-`offs` and `aligned`, `reference.py` the arithmetic. `scale_fmt` is the format of scales: "fp32", or
-"ue8m0" for powers of two.
+`offs` and `aligned`, `reference.py` what each of them computes. `scale_fmt` is the format of
+scales: "fp32", or "ue8m0" for powers of two.
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_fp8.layouts import BLOCK, E4M3, ROW_ALIGNMENT, cdiv, round_up, transposed_width
-from titan_fp8.ops.operands import K, M, R, fp32, high
+from titan_fp8 import reference
+from titan_fp8.ops.operands import (
+    MT_OF_M,
+    MT_ROWWISE_OF_M,
+    C,
+    E,
+    H,
+    K,
+    M,
+    N,
+    R,
+    blocks,
+    fp8,
+    fp32,
+    high,
+    integers,
+)
 from titan_fp8.ops.registry import primitive
-
-
-def new_fp8(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.new_empty(shape, dtype=E4M3)
-
-
-def new_scale(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return x.new_empty(shape, dtype=torch.float32)
-
-
-def new_scale_1x128(x: Tensor, rows: int, columns: int) -> Tensor:
-    """(rows, ⌈columns/128⌉), stride 1 along the rows, which are padded to a multiple of 4."""
-    return new_scale(x, (cdiv(columns, BLOCK), round_up(rows, 4)))[:, :rows].t()
-
-
-def new_scale_128x128(w: Tensor, n: int, k: int) -> Tensor:
-    """(..., ⌈n/128⌉, ⌈k/128⌉), the last dimension padded to a multiple of 4."""
-    storage = new_scale(w, (*w.shape[:-2], cdiv(n, BLOCK), round_up(cdiv(k, BLOCK), 4)))
-    return storage[..., : cdiv(k, BLOCK)]
-
 
 # Blockwise
 
+_ROWS = fp8(M, K), fp32(M, blocks(K))
+_COLUMNS = fp8(K, MT_OF_M), fp32(K, blocks(MT_OF_M))
+_ROWS_OF_H = fp8(M, H), fp32(M, blocks(H))
+_COLUMNS_OF_H = fp8(H, MT_OF_M), fp32(H, blocks(MT_OF_M))
+_AS_FIRST = high(M, H, as_first=True)
 
-@primitive(x=high(M, K))
-def quantize_1x128(
-    x: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rows of x (M, K): q (M, K) and s (M, ⌈K/128⌉)."""
-    return new_fp8(x, x.shape), new_scale_1x128(x, *x.shape)
+primitive(reference.quantize_1x128, *_ROWS, x=high(M, K))
+primitive(reference.quantize_128x1_t, *_COLUMNS, x=high(M, K))
+primitive(reference.quantize_1x128_128x1_t, *_ROWS, *_COLUMNS, x=high(M, K))
+primitive(
+    reference.quantize_128x128,
+    fp8(..., R, K),
+    fp32(..., blocks(R), blocks(K)),
+    w=high(..., R, K),
+)
+primitive(
+    reference.quantize_128x128_t,
+    fp8(..., K, R),
+    fp32(..., blocks(K), blocks(R)),
+    w=high(..., R, K),
+)
+primitive(reference.swiglu_1x128, *_ROWS_OF_H, a=high(M, H), b=_AS_FIRST)
+primitive(
+    reference.swiglu_backward_1x128_128x1_t,
+    *(_ROWS_OF_H + _COLUMNS_OF_H) * 2,
+    *_COLUMNS_OF_H,
+    dh=high(M, H),
+    a=_AS_FIRST,
+    b=_AS_FIRST,
+)
 
+# Blockwise, of rows that have been quantized before they were sent to their experts
 
-@primitive(x=high(M, K))
-def quantize_128x1_t(
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Columns of x (M, K): q (K, Mt) and s (K, Mt/128)."""
-    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, BLOCK)
-    return new_fp8(x, (k, width)), new_scale_1x128(x, k, width)
-
-
-@primitive(x=high(M, K))
-def quantize_1x128_128x1_t(
-    x: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of x (M, K) from one read: the outputs of the two ops above."""
-    return (*quantize_1x128(x), *quantize_128x1_t(x, offs, aligned))
-
-
-@primitive(w=high(..., R, K))
-def quantize_128x128(
-    w: Tensor,
-    dtype: torch.dtype | None = None,
-    *,
-    scale_fmt: str = "fp32",
-    emulate: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """A weight (..., N, K), as `dtype`: q (..., N, K) and s (..., ⌈N/128⌉, ⌈K/128⌉).
-
-    dtype: what w is rounded to before it is quantized, one of `DTYPES`; by default its own.
-    """
-    return new_fp8(w, w.shape), new_scale_128x128(w, *w.shape[-2:])
-
-
-@primitive(w=high(..., R, K))
-def quantize_128x128_t(
-    w: Tensor, *, scale_fmt: str = "fp32", emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """A weight (..., N, K), transposed: q (..., K, N) and s (..., ⌈K/128⌉, ⌈N/128⌉)."""
-    *lead, n, k = w.shape
-    return new_fp8(w, (*lead, k, n)), new_scale_128x128(w, k, n)
-
+primitive(
+    reference.gather_1x128_128x1_t,
+    *(fp8(C, K), fp32(C, blocks(K))),
+    *(fp8(K, C), fp32(K, blocks(C))),
+    q=fp8(R, K),
+    s=fp32(R, blocks(K)),
+    slots=integers(C),
+    weight=fp32(C),
+)
 
 # Rowwise
 
+_ROWS_OF_K = fp8(..., K), fp32(...)
+_COLUMNS_OF_K = fp8(K, MT_ROWWISE_OF_M), fp32(E, K)
 
-@primitive(x=high(..., K))
-def quantize_row(x: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows of x (..., R, C): q (..., R, C) and s (..., R)."""
-    return new_fp8(x, x.shape), new_scale(x, x.shape[:-1])
-
-
-@primitive(x=high(M, K))
-def quantize_col_t(
-    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Columns of x (M, K), by group: q (K, Mt) and s (K,), with groups (E, K)."""
-    k, width = x.shape[1], transposed_width(x.shape[0], offs, aligned, ROW_ALIGNMENT)
-    return new_fp8(x, (k, width)), new_scale(x, (k,) if offs is None else (offs.shape[0], k))
-
-
-@primitive(x=high(M, K))
-def quantize_row_col_t(
-    x: Tensor, offs: Tensor | None = None, aligned: bool = False, *, emulate: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and columns of x (M, K): q (M, K), s (M,), q (K, Mt), s (K,) or (E, K)."""
-    return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
-
-
-@primitive(w=high(..., R, K))
-def quantize_weight_col_t(w: Tensor, *, emulate: bool = False) -> tuple[Tensor, Tensor]:
-    """Columns of a weight (..., N, K): q (..., K, N) and s (..., K)."""
-    *lead, n, k = w.shape
-    return new_fp8(w, (*lead, k, n)), new_scale(w, (*lead, k))
-
-
-# Of both recipes
-
-
-def cast_weight(impl: Any, w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight as a quantizer of `impl` reads it: of this dtype, by default its own, contiguous.
-
-    Autocast casts weights. Ops cast them here, because an observer knows a layer by the memory of
-    its parameter, and a copy has another address.
-    """
-    cast = w.to(dtype or w.dtype).contiguous()
-    if cast is not w and hasattr(impl, "note_cast"):
-        impl.note_cast(w, cast)
-    return cast
-
+primitive(reference.quantize_row, *_ROWS_OF_K, x=high(..., K))
+primitive(reference.quantize_col_t, *_COLUMNS_OF_K, x=high(M, K))
+primitive(reference.quantize_row_col_t, fp8(M, K), fp32(M), *_COLUMNS_OF_K, x=high(M, K))
+primitive(reference.quantize_weight_col_t, fp8(..., K, R), fp32(..., K), w=high(..., R, K))
 
 # Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8
 
+primitive(
+    reference.quantize_shard_row, fp8(..., R, K), fp32(..., R), fp32(..., K), x=high(..., R, K)
+)
+primitive(reference.quantize_shard_col, fp8(..., R, K), x=high(..., R, K), amax=fp32(..., K))
 
-@primitive(x=high(..., R, K))
-def quantize_shard_row(
-    x: Tensor, dtype: torch.dtype, *, emulate: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x (..., R, K), R > 0, as `dtype`: q (..., R, K), s (..., R).
+# Of weights that are in FP8 already
 
-    The third output is the absolute maxima (..., K) of the columns, FP32.
+primitive(reference.transpose_fp8, fp8(..., K, N), q=fp8(..., N, K))
+
+
+def cast_weight(w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight as quantizers read it: of this dtype, by default its own, and contiguous.
+
+    Autocast casts weights. Ops cast them here, because an observer knows a layer by the memory of
+    the parameter that its ops are given.
     """
-    *lead, rows, columns = x.shape
-    return new_fp8(x, x.shape), new_scale(x, (*lead, rows)), new_scale(x, (*lead, columns))
-
-
-@primitive(x=high(..., R, K), amax=fp32(..., K))
-def quantize_shard_col(
-    x: Tensor, amax: Tensor, dtype: torch.dtype, *, emulate: bool = False
-) -> Tensor:
-    """Columns of x (..., R, K), R > 0, as `dtype`, not transposed: q (..., R, K).
-
-    amax (..., K): the absolute maxima of the whole columns, of which x has some rows.
-    """
-    return new_fp8(x, x.shape)
+    return w.to(dtype or w.dtype).contiguous()

@@ -16,13 +16,17 @@ of step and output, too. Torch's C++ code puts the string between double quotes,
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_fp8.layouts import E4M3
 from titan_fp8.ops import registry
+from titan_fp8.ops.operands import DTYPES
+
+_DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 
 
 class Place(NamedTuple):
@@ -62,7 +66,7 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
 
 @functools.cache
 def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[list[Place], ...]]:
-    """The steps, the results, and for each step the places that nothing needs after it."""
+    """The steps, the results, and for each step the tensors that no later one reads."""
 
     def argument(value: Any) -> Any:
         if not isinstance(value, tuple):
@@ -83,14 +87,18 @@ def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[l
     return steps, kept, gone
 
 
-def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
+def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:
     """Runs the sequence that is the last argument on the tensors before it."""
     *tensors, sequence = arguments
     steps, results, gone = _decode(sequence)
+    if not _DTYPES.issuperset([t.dtype for t in tensors]):
+        dtypes = [t.dtype for t in tensors]
+        raise ValueError(f"titan_fp8::sequence: tensors are {dtypes}: allowed are {_DTYPES}")
     found: list[list[Any]] = [tensors]
     for step, places in zip(steps, gone, strict=True):
         args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
-        outputs = getattr(registry.direct, step.op)(*args, **step.options)
+        args = registry.OPS[step.op].check.laid_out(args)
+        outputs = getattr(ops, step.op)(*args, **step.options)
         found.append([*outputs] if isinstance(outputs, tuple) else [outputs])
         del args, outputs
         for place in places:  # Frees the memory.
@@ -98,30 +106,14 @@ def run_steps(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple([found[place.step][place.output] for place in results])
 
 
-_replayable = registry.replayable(run_steps)
-
-
-@functools.cache
-def _function(sequence: str) -> Callable[..., tuple[Tensor, ...]]:
-    """`run_steps`, replayed unless ops are emulated, which launch nothing."""
-    steps, _, _ = _decode(sequence)
-    return run_steps if any(step.options.get("emulate") for step in steps) else _replayable
-
-
 def _run(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    return list(_function(sequence)(*tensors, sequence))
+    return [*registry.run(run_steps, *tensors, sequence)]
+
+
+def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
+    return [*run_steps(registry.DISPATCHED, *tensors, sequence)]
 
 
 OVERLOAD = registry.register(
-    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_run
+    "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_fake
 )
-_dispatch = OVERLOAD._op
-
-
-def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    skips = not registry.needs_dispatcher(tensors) or registry.mode_ignores_ops()
-    return (_run if skips else _dispatch)(tensors, sequence)
-
-
-# As in the registry: code from torch.compile calls the overload, which calls its `_op`.
-OVERLOAD._op = _call

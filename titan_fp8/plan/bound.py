@@ -1,8 +1,8 @@
-"""What a table of GEMM speeds says of a model, without a GPU.
+"""What tables of GEMM speeds say of a model, without a GPU.
 
 The speed of a layer is that of its GEMMs alone, each as much faster than bf16 as the nearest one in
-the table (`tables/`, from scripts/kernel_table.py). It bounds what FP8 GEMMs gain in a step: what
-is left in high precision takes as long as its FLOPs take in bf16, and all else no time.
+the table (`tables/`, from `scripts/bench kernel_table`). It bounds what FP8 GEMMs gain in a step:
+what is left in high precision takes as long as its FLOPs take in bf16, and all else no time.
 """
 
 import itertools
@@ -11,39 +11,37 @@ import math
 from pathlib import Path
 from typing import Any
 
-from titan_fp8.plan.model import Layer, Rank, refusal
+from titan_fp8.plan.model import Layer, Rank, Report
 from titan_fp8.recipe import BF16, Scaling, get_recipe
 
 TABLES = Path(__file__).parent / "tables"
 NAMES = {Scaling.NONE: BF16, Scaling.ROW: "rowwise", Scaling.BLOCK_1X128: "blockwise"}
 
 
-def load(gpu: str) -> dict[str, Any]:
-    """The table of a GPU, whose columns are op ("mm": fprop, dgrad), E or 0, M, N, K, and us."""
-    if not (file := TABLES / f"{gpu}.json").is_file():
-        there = ", ".join(repr(each.stem) for each in sorted(TABLES.glob("*.json")))
-        raise refusal("--gpu", gpu, f"{there}; scripts/kernel_table.py adds the GPU it runs on")
-    return json.loads(file.read_text(encoding="utf-8"))
+def tables() -> list[dict[str, Any]]:
+    """The table of each GPU; columns are op ("mm": fprop, dgrad), E or 0, M, N, K, and us."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(TABLES.glob("*.json"))]
 
 
 def speed(table: dict[str, Any], layer: Layer) -> tuple[float, bool]:
     """How many times as fast as bf16 a layer's GEMMs are, and whether the table has GEMMs like
-    them, within a factor of two in each dimension."""
-    bf16, fp8, is_inside = 0.0, 0.0, True
+    them, within a factor of two in each dimension. (1, True) if it does not run in FP8."""
+    if layer.recipe == BF16:
+        return 1.0, True
     rows = [dict(zip(table["columns"], row)) for row in table["us"]]
+    times, is_inside = {BF16: 0.0, "FP8": 0.0}, True
     for (n, k), stage in itertools.product(layer.products, ("fprop", "dgrad", "wgrad")):
-        op, name = "mm", NAMES[getattr(get_recipe(layer.recipe), stage).left]
+        name = NAMES[getattr(get_recipe(layer.recipe), stage).left]
         wanted = _axes(layer.groups, layer.m, *((k, n) if stage == "dgrad" else (n, k)))
-        if stage == "wgrad":
-            op = stage
+        op = "wgrad" if stage == "wgrad" else "mm"
         fit = (r for r in rows if r["op"] == op and bool(r["E"]) == bool(layer.groups))
         found = {_axes(*(r[c] for c in "EMNK")): r for r in fit if r[BF16] and r[name]}
         near = min(found, key=lambda axes: math.dist(axes, wanted))
-        row = found[near]
-        per_flop = n * k / (row["M"] * row["N"] * row["K"])
-        bf16, fp8 = bf16 + row[BF16] * per_flop, fp8 + row[name] * per_flop
+        flops = found[near]["M"] * found[near]["N"] * found[near]["K"]
+        times[BF16] += found[near][BF16] * n * k / flops
+        times["FP8"] += found[near][name] * n * k / flops
         is_inside &= all(abs(a - b) <= 1 for a, b in zip(near, wanted))
-    return bf16 / fp8, is_inside
+    return times[BF16] / times["FP8"], is_inside
 
 
 def _axes(groups: int, m: int, n: int, k: int) -> tuple[float, ...]:
@@ -52,6 +50,25 @@ def _axes(groups: int, m: int, n: int, k: int) -> tuple[float, ...]:
 
 def bound(rank: Rank, speeds: list[float]) -> float:
     """An upper bound of a step's speed relative to bf16; `speeds` are those of the layers."""
-    whole = rank.attention_flop + sum(layer.flop for layer in rank.layers)
-    spent = sum(layer.flop / speed for layer, speed in zip(rank.layers, speeds, strict=True))
-    return whole / (rank.attention_flop + spent)
+    flops = [layer.flop for layer in rank.layers]
+    spent = sum(flop / speed for flop, speed in zip(flops, speeds, strict=True))
+    return (rank.attention_flop + sum(flops)) / (rank.attention_flop + spent)
+
+
+def report(rank: Rank) -> Report:
+    """What the tables say; "slower" is what is slower by each of them."""
+    found = {table["card"]: [speed(table, x) for x in rank.layers] for table in tables()}
+    by_layer = list(zip(rank.layers, zip(*found.values())))
+    rows = [[*x.cells, *(f"{ratio:.2f}" for ratio, _ in speeds)] for x, speeds in by_layer]
+    bounds = [bound(rank, [ratio for ratio, _ in speeds]) for speeds in found.values()]
+    rows.append(["upper bound of a step", "", "", *(f"{most:.2f}" for most in bounds)])
+    outside = [": ".join(x.cells[:2]) for x, speeds in by_layer if not all(s[1] for s in speeds)]
+    counted = ["GEMMs", *["causal attention"] * bool(rank.attention_flop)]
+    facts = ["{card}: torch {torch}, {date}, {commit}".format(**table) for table in tables()]
+    notes = {
+        "Nothing is measured here; how fast GEMMs alone are, bf16 is 1, is by the tables of": facts,
+        "Outside the tables, as fast as their nearest GEMMs": outside,
+        "The upper bound is of what FP8 GEMMs gain, if nothing takes time but": counted,
+    }
+    slower = [x for x, speeds in by_layer if all(ratio < 1 for ratio, _ in speeds)]
+    return Report([*found], rows, slower, notes)

@@ -1,132 +1,124 @@
 """Times the layers of a rank as a model calls them: forward and backward, the CPU's time included.
 
-A layer is a copy of the job's own module, with weights in the shape of the rank, called eagerly in
-a loop. bf16 and FP8 take turns, and so do sets of weights and inputs that exceed the L2 cache. In
-FP8, linears that read one input quantize it each for itself; compiled code does it once. Weights
-that FSDP2 gathers in FP8 arrive as `GatheredWeight`s; others are quantized in each call. Not part
-of it are collectives, the quantization of shards once a step, DTensors of tensor parallelism, and
-what torch.compile fuses in the SwiGLU of bf16.
+A layer is the job's own module, with weights in the shape of the rank. Several copies, which
+together exceed the L2 cache, run one after the other, forward and then backward. If torchtitan
+compiles the layer, they are one compiled region. docs/plan.md says what is not part of it.
 """
 
+import contextlib
 import copy
 import math
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.benchmark import Timer
+from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.gathered_weight import GatheredWeight
-from titan_fp8.plan.model import Layer, Rank
+from titan_fp8.functional.weights import GatheredWeight
+from titan_fp8.modules.conversion import revert
+from titan_fp8.plan.model import Layer, Rank, Report, fake_ranks
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2 import patches
 
-Step = Callable[[], object]
-Clock = Callable[[list[list[Step]]], list[float]]
-BYTES, MOST_SETS = 192 << 20, 32
-"""Sets of weights and inputs are as many as exceed three L2 caches of a Hopper GPU."""
-ROUNDS, ROUND_S = 5, 0.02
+Step = Callable[[], Sequence[Tensor]]
+Clock = Callable[[list[Step]], list[float]]
+BYTES, MOST_COPIES = 192 << 20, 8
+"""Copies are as many as exceed three L2 caches of a Hopper GPU."""
+ROUNDS, ROUND_S = 3, 0.1
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """us of one call of a layer."""
 
     layer: Layer
     groups: str  # of experts: "even", or "uneven", the last with four times the first's tokens
     bf16: float
-    fp8: float | None  # None if it is not converted
+    fp8: float | None = None  # None if it is not converted
 
 
-def call_us(arms: list[list[Step]]) -> list[float]:
-    """Median time of one call of each arm in us; an arm has equal calls on different inputs."""
-
-    def seconds(steps: list[Step]) -> float:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for step in steps:
-            step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    for arm in arms:
-        seconds([*arm, *arm])
-    loops = [arm * math.ceil(ROUND_S / seconds(arm)) for arm in arms]
-    rounds = [[seconds(loop) / len(loop) * 1e6 for loop in loops] for _ in range(ROUNDS)]
+def seconds_of(steps: list[Step]) -> list[float]:
+    """The median time of each step, in loops that take turns."""
+    for step in steps:
+        step()  # compiles
+    timers = [Timer("step()", globals={"step": step}) for step in steps]  # waits for the GPU
+    counts = [math.ceil(ROUND_S / timer.timeit(1).mean) for timer in timers]
+    rounds = [[t.timeit(count).mean for t, count in zip(timers, counts)] for _ in range(ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds)]
 
 
-def measure(
-    rank: Rank, device: str = "cuda", clock: Clock = call_us, progress: Callable = iter
-) -> list[Timed]:
-    """The time of each layer; `progress` wraps the list of them.
-
-    Raises:
-        ValueError: a layer does not fit into the GPU's memory.
-    """
-    torch.autograd.set_multithreading_enabled(False)  # as in FP8 jobs
+def measure(rank: Rank, device: str = "cuda", clock: Clock = seconds_of) -> list[Timed]:
+    """The time of each layer; says on stderr which it is at."""
     ways = {True: ("even", "uneven"), False: ("",)}
     cases = [(layer, way) for layer in rank.layers for way in ways[layer.groups > 1]]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        return [_timed(rank, layer, groups, device, clock) for layer, groups in progress(cases)]
-    finally:
-        dist.destroy_process_group()
+    timed: list[Timed] = []
+    with fake_ranks(1):
+        for layer, way in cases:
+            does = "compiling and timing" if layer.is_compiled else "timing"
+            at = f"{len(timed) + 1} of {len(cases)}: {does} {layer.cells[0]} {way}"
+            print(at, file=sys.stderr, flush=True)
+            timed.append(_timed(rank, layer, way, device, clock))
+    return timed
 
 
 def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> Timed:
-    size = 2 * (layer.m * layer.k + max(layer.groups, 1) * sum(n * k for n, k in layer.products))
-    runs_fp8 = layer.recipe != BF16 and not layer.refused
-    for sets in (min(MOST_SETS, max(2, -(-BYTES // size))), 1):
-        try:
-            kinds = (False, True)[: 1 + runs_fp8]
-            arms = [[_step(rank, layer, groups, device, k) for _ in range(sets)] for k in kinds]
-            times = clock(arms)
-            return Timed(layer, groups, times[0], times[1] if runs_fp8 else None)
-        except torch.OutOfMemoryError:
-            arms = []
-    raise ValueError(f"{layer.name} ({layer.shape}) does not fit into the memory of this GPU")
+    arms, (n, k) = (False, True)[: 1 + (layer.recipe != BF16)], layer.products[0]
+    size = 2 * (layer.m * (n + k) + sum(shape.numel() for _, shape in layer.shapes))
+
+    def us(copies: int) -> list[float]:
+        torch.compiler.reset()
+        steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
+        return [seconds / copies * 1e6 for seconds in clock(steps)]
+
+    for copies in (min(MOST_COPIES, max(2, -(-BYTES // size))), 1):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return Timed(layer, groups, *us(copies))
+    raise ValueError(f"{' '.join(layer.cells[:2])}: one call needs more memory than this GPU has")
 
 
-def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool) -> Step:
-    """One call of the layer with weights and an input of its own."""
-    modules = [_module(rank, layer, name, device, in_fp8) for name in layer.modules]
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    arguments: tuple[Tensor, ...] = ()
-    shape: tuple[int, ...] = (1, layer.m, layer.k)
+def _forward(modules: list[nn.Module], inputs: list[Tensor], *others: Tensor) -> list[Tensor]:
+    return [module(x, *others) for module, x in zip(modules, inputs)]
+
+
+def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool, copies: int) -> Step:
+    """One call of so many copies of the layer, with weights and inputs of their own."""
+    modules = [_module(rank, layer, device, in_fp8) for _ in range(copies)]
+    others, shape = list[Tensor](), [1, layer.m, layer.products[0][1]]
+    unit = get_recipe(layer.recipe).alignment if in_fp8 else 8  # torchtitan's own
     if layer.groups:
-        tokens = tokens_of_experts(rank, layer, groups, in_fp8)
-        arguments, shape = (torch.tensor(tokens, device=device),), (sum(tokens), layer.k)
-    x = torch.randn(shape, device=device, dtype=rank.dtype, requires_grad=True)
-    with torch.no_grad():
-        gradients = [torch.randn_like(module(x, *arguments)) for module in modules]
+        tokens = tokens_of_experts(layer, groups, unit if rank.dims.ep_enabled else 1)
+        others, shape = [torch.tensor(tokens, device=device)], [sum(tokens), shape[-1]]
+    options: Any = {"device": device, "dtype": rank.dtype, "requires_grad": True}
+    inputs = [torch.randn(shape, **options) for _ in modules]
+    call, backend = _forward, rank.config.compile.backend
+    if layer.is_compiled:
+        call = torch.compile(_forward, backend=backend, fullgraph=True, dynamic=False)
 
-    def step() -> tuple[Tensor, ...]:
-        y = [module(x, *arguments) for module in modules]
-        return torch.autograd.grad(y, (x, *parameters), gradients)
+    def forward() -> list[Tensor]:
+        moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
+        return call(modules, inputs, *others)
 
-    return step
+    variables = [*inputs, *(p for module in modules for p in module.parameters())]
+    gradients = [torch.randn_like(y) for y in forward()]
+    return lambda: torch.autograd.grad(forward(), variables, gradients)
 
 
-def tokens_of_experts(rank: Rank, layer: Layer, groups: str, in_fp8: bool) -> list[int]:
-    """Tokens of each expert of the rank, padded as by expert parallelism."""
-    unit = (get_recipe(layer.recipe).alignment if in_fp8 else 8) if rank.dims.ep_enabled else 1
+def tokens_of_experts(layer: Layer, groups: str, unit: int) -> list[int]:
+    """Tokens of each expert of the rank, padded to multiples of `unit`."""
     spread, each = 0.6 * (groups == "uneven"), layer.m / layer.groups / unit
-    middle = (layer.groups - 1) / 2
-    shares = (1 + spread * (e / middle - 1) for e in range(layer.groups)) if middle else [1.0]
-    return [math.ceil(share * each) * unit for share in shares]
+    shares = torch.linspace(1 - spread, 1 + spread, layer.groups, dtype=torch.float64)
+    return [math.ceil(share * each) * unit for share in shares.tolist()]
 
 
-def _module(rank: Rank, layer: Layer, name: str, device: str, in_fp8: bool) -> nn.Module:
-    """A copy of a module of the model, with random weights in the shape of the rank."""
-    module = copy.deepcopy((rank.converted if in_fp8 else rank.plain).get_submodule(name))
-    for path, _ in list(module.named_parameters()):
-        shape = rank.shapes[f"{name}.{path}"]
+def _module(rank: Rank, layer: Layer, device: str, in_fp8: bool) -> nn.Module:
+    """A copy of the first module of the layer, with random weights in the shape of the rank."""
+    module = copy.deepcopy(rank.model.get_submodule(layer.modules[0]))
+    if not in_fp8:
+        revert(module)
+    for path, shape in layer.shapes:
         weight = torch.randn(shape, device=device, dtype=rank.dtype) / math.sqrt(shape[-1])
         if in_fp8 and layer.gathers_fp8 and weight.dim() > 1:
             weight = gathered(weight, layer.recipe)
@@ -134,8 +126,6 @@ def _module(rank: Rank, layer: Layer, name: str, device: str, in_fp8: bool) -> n
             # Experts ask their mesh whether expert parallelism has padded their groups.
             mesh = DeviceMesh(device, [0], mesh_dim_names=("ep",))
             weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-            if in_fp8:
-                patches.TOKEN_GROUP_ALIGNMENT.apply(lambda _: get_recipe(layer.recipe).alignment)
         owner, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(weight))
     return module
@@ -147,3 +137,23 @@ def gathered(weight: Tensor, recipe: str) -> GatheredWeight:
     (q, s), (q_t, s_t) = ops.quantize_weight(weight), ops.quantize_weight_t(weight)
     columns = None if ops.has_weight_blocks else q_t.mT.contiguous()
     return GatheredWeight(q, s, columns, s_t, weight.dtype)
+
+
+def report(timed: Sequence[Timed]) -> Report:
+    """The times of layers, and their sums; of experts, even and uneven groups together decide."""
+
+    def cells(name: str, facts: Sequence[str], bf16: float, fp8: float | None) -> list[str]:
+        speed = [f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else []
+        return [name.strip(), *facts, f"{bf16:,.0f}", *speed]
+
+    rows = [cells(f"{t.layer.cells[0]} {t.groups}", t.layer.cells[1:], *t[2:]) for t in timed]
+    for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
+        own = [t for t in timed if t.groups in ("", way)]
+        arms = ([t.bf16 for t in own], [t.fp8 or t.bf16 for t in own])
+        sums = [sum(len(t.layer.modules) * us for t, us in zip(own, arm)) for arm in arms]
+        rows.append(cells(f"all {way}", ["", ""], *sums))
+    gains = {t.layer: 0.0 for t in timed}
+    for t in timed:
+        gains[t.layer] += t.bf16 - (t.fp8 or t.bf16)
+    slower = [layer for layer, gain in gains.items() if gain < 0]
+    return Report(["bf16 us", "FP8 us", "x bf16"], rows, slower, {})

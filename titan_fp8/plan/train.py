@@ -1,188 +1,173 @@
 """Trains a config for a few steps in bf16 and in FP8, and says how fast it was.
 
-`--train` and scripts/bench_plans.py both run jobs by `run`: torchrun in a subprocess, as
-scripts/train.sh launches it, with torchtitan's own profiler. `python -m titan_fp8.plan.train BLOCKS
-...` is what each rank runs: torchtitan, with a model of BLOCKS blocks.
-
-Compute is the time in which kernels other than collectives run in one traced step, overlaps counted
-once, over the time of a step that is not traced. Collectives spin while they wait for a late rank,
-so their time says nothing. The step before the traced one is logged: torchtitan waits for the GPU,
-so no kernel of that step is in the trace.
+`--train` and scripts/bench/plans.py both run jobs by `run`. `python -m titan_fp8.plan.train`
+is what each rank runs: torchtitan, with as many blocks as it is told, which writes what it measured
+as JSON. Collectives spin while they wait for a late rank, so they do not count as compute.
 """
 
 import argparse
-import contextlib
-import gzip
-import importlib
 import json
 import math
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.run import main as torchrun
+from torch.profiler import ProfilerActivity, profile
+from torchtitan import train
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8 import cpu_host
+from titan_fp8.plan.model import degrees_of, read_rank
 from titan_fp8.recipe import BF16
+from titan_fp8.torchtitan_0_2 import cpu
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 
-TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8, by these flags
-LINEAR, GROUPED_MM = "quantize.linear.titan_fp8", "quantize.grouped_mm.titan_fp8"
-NOT_FP8 = (f"--{GROUPED_MM}.permutation", "gather")
+TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8
+AS_IS = "as in CONFIG"
+BLOCKS = "TITAN_FP8_PLAN_BLOCKS"  # an environment variable
 STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
-TRACED = 6  # steps after those that are measured; the last is traced
-COLLECTIVE = re.compile(r"nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I)
-LINE = re.compile(
-    r"(?<!validate )step: *(\d+) +loss: *(-?[\d.]+|-?nan|-?inf) .*?"
-    r"memory: *(-?[\d.]+)GiB.*?tps: *([\d,]+)"
+NO_COMPUTE = re.compile(
+    r"^Mem(cpy|set)|nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I
 )
 Row = dict[str, Any]
 
 
 def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
-    """torchtitan's flags of bf16, of TUNED, or of a recipe, for those of model.converters."""
-    sections = [name for name in converters if name in (LINEAR, GROUPED_MM)]
-    recipe, tuned = BF16 if arm == TUNED else arm, arm == TUNED and GROUPED_MM in sections
-    return [word for s in sections for word in (f"--{s}.recipe", recipe)] + [*NOT_FP8] * tuned
+    """torchtitan's flags of bf16, of TUNED, of AS_IS, or of a recipe."""
+    if arm == AS_IS:
+        return []
+    recipe = BF16 if arm in (BF16, TUNED) else arm
+    listed = [*dict.fromkeys([*converters, LINEAR])] if recipe == BF16 else converters
+    ours = [name for name in listed if name in (LINEAR, GROUPED_MM)]
+    values: dict[str, object] = {f"{name}.recipe": recipe for name in ours}
+    if recipe == BF16:
+        values |= {"model.converters": ",".join(listed), f"{LINEAR}.host_speedups": arm == TUNED}
+        if GROUPED_MM in listed:
+            values[f"{GROUPED_MM}.permutation"] = "gather" if arm == TUNED else "host"
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
 def run(
     config: str, flags: Sequence[str], ranks: int, blocks: int, steps: int, folder: Path
-) -> str | None:
-    """Trains so many steps and TRACED more; returns None, or the last error of a job that failed.
+) -> Row:
+    """Trains so many steps; RuntimeError with the job's error if it fails.
 
-    The job ends with this process if that gets SIGINT or SIGTERM.
+    Returns "tokens/s" (per GPU), "GiB", "loss", and "compute", None without a GPU. Logs of ranks
+    are in the folder.
     """
-    on_gpu = torch.cuda.is_available()
-    values = {
-        "job.dump_folder": folder,
-        "training.steps": steps + TRACED * on_gpu,
-        "metrics.log_freq": LOG_EVERY,
-        "profiling.profile_freq": steps + TRACED,
-        "profiling.save_traces_folder": "traces",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--role", "rank"]
-    command += ["-m", "titan_fp8.plan.train", str(blocks), "--job.config_file", config, *flags]
+    values = {"job.dump_folder": folder, "training.steps": steps, "metrics.log_freq": LOG_EVERY}
+    command = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--redirects", "3"]
+    command += ["--rdzv-endpoint", "localhost:0", "--log-dir", str(folder)]
+    command += ["-m", "titan_fp8.plan.train", "--job.config_file", config, *flags]
     command += [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    command += ["--checkpoint.no_enable", "--validation.no_enable"]
-    command += ["--profiling.enable_profiling"] * on_gpu
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+    command += ["--checkpoint.no_enable", "--validation.no_enable", "--metrics.no_enable_wandb"]
+    if not torch.cuda.is_available():
+        command += [word for flag, words in cpu.FLAGS.items() for word in (flag, *words)]
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ[BLOCKS] = str(blocks)
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "train.log"
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    with log.open("w", encoding="utf-8") as file:
-        streams: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-        job = subprocess.Popen(command, env=environment | os.environ, **streams)
-        try:
-            job.wait()
-        finally:
-            if job.poll() is None:
-                job.terminate()  # torchrun ends its ranks, after 30 s by force
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    job.wait(60)
-                job.kill()
-            signal.signal(signal.SIGTERM, before)
-    if job.returncode == 0:
-        return None
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    memory = [line for line in errors if "OutOfMemoryError" in line]
-    return [*(lines or ["no output"])[-1:], *errors, *memory][-1].strip()[-200:]
-
-
-def read(folder: Path, steps: int, tokens: float) -> Row:
-    """What a finished job measured; `tokens` are those of a step and GPU.
-
-    Raises:
-        ValueError, OSError, EOFError, LookupError, TypeError: its log or trace is not whole.
-    """
-    text = re.sub(r"\x1b\[[0-9;]*m", "", (folder / "train.log").read_text(errors="replace"))
-    logged = [m.groups() for m in LINE.finditer(text) if int(m[1]) <= steps]
+    try:
+        torchrun(command)  # ends the ranks if this process gets SIGINT or SIGTERM
+    except ChildFailedError as error:
+        message: Any = error.get_first_failure()[1].message
+        text = message["message"] if isinstance(message, dict) else message
+        raise RuntimeError(text[:200]) from None
+    rows = [json.loads((folder / f"rank{i}.json").read_text()) for i in range(ranks)]
     # Stages of a pipeline that compute no loss log a negative one.
-    losses = {int(step): float(loss) for step, loss, *_ in logged if not loss.startswith("-")}
-    speeds = [float(tps.replace(",", "")) for step, *_, tps in logged if int(step) > WARM_UP]
-    if not losses or not speeds:
-        raise ValueError(f"{folder}/train.log has no steps with a loss after step {WARM_UP}")
-    row: Row = {
-        "tokens/s": statistics.median(speeds),
-        "GiB": max(float(memory) for *_, memory, _ in logged),
-        "compute": None,
-        "loss": statistics.fmean([*losses.values()][-3:]),
-    }
-    if trace := trace_of(folder):
-        row["compute"] = busy_us(compute_kernels(events(trace))) * row["tokens/s"] / tokens / 1e6
-    return row
+    loss = next((row["loss"] for row in rows if not row["loss"] < 0), math.nan)
+    return {**rows[0], "GiB": max(row["GiB"] for row in rows), "loss": loss}
 
 
-def trace_of(folder: Path) -> Path | None:
-    """The trace of rank 0; None of a job without a GPU."""
-    return next(folder.glob("traces/iteration_*/rank0_trace.json*"), None)
-
-
-def events(trace: Path) -> list[dict[str, Any]]:
-    """The events of a trace that have a name, a start `ts` and a duration `dur` in us."""
-    with (gzip.open if trace.suffix == ".gz" else open)(trace, "rt") as file:
-        found = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
-    return [{**e, "name": str(e["name"]), **{k: float(e[k]) for k in ("ts", "dur")}} for e in found]
-
-
-def compute_kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Kernels other than those of collectives."""
-    kernels = (e for e in events if e.get("cat") == "kernel")
-    return [e for e in kernels if not COLLECTIVE.search(e["name"])]
-
-
-def busy_us(events: list[dict[str, Any]]) -> float:
-    """The time in which any of the events runs."""
+def busy_us(events: Iterable[Any]) -> float:
+    """The time in which any of the profiler's events computes on a GPU."""
     total, end = 0.0, -math.inf
-    for begin, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+    for begin, stop in sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == DeviceType.CUDA
+        and not (event.is_user_annotation or NO_COMPUTE.search(event.name))
+    ):
         total += max(0.0, stop - max(begin, end))
         end = max(end, stop)
     return total
 
 
+class Trainer(train.Trainer):
+    """torchtitan's, which traces one step more and writes what it measured."""
+
+    busy_us: float | None = None
+
+    def train_step(self, data_iterator: Any) -> None:
+        super().train_step(data_iterator)
+        if self.step == self.job_config.training.steps and self.device.type == "cuda":
+            self.step += 1  # which is not logged
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                super().train_step(data_iterator)
+                torch.cuda.synchronize()
+            self.busy_us = busy_us(trace.events())
+
+    def train(self) -> None:
+        """Writes rankN.json, N of this rank, into the job's folder."""
+        rows: dict[int, dict[str, Any]] = {}
+
+        def log(metrics: dict[str, Any], step: int) -> None:
+            if "throughput(tps)" in metrics:  # health_freq logs steps of its own.
+                rows[step] = metrics
+
+        self.metrics_processor.logger = SimpleNamespace(log=log, close=lambda: None)
+        super().train()
+        if self.job_config.training.steps not in rows:
+            raise ValueError(f"the training data ends in step {self.step}")
+        late = [row for step, row in rows.items() if step > WARM_UP]
+        seconds = statistics.median(row["time_metrics/end_to_end(s)"] for row in late)
+        losses = [float(row["loss_metrics/global_avg_loss"]) for row in rows.values()]
+        row = {
+            "tokens/s": statistics.median(row["throughput(tps)"] for row in late),
+            "GiB": max(row["memory/max_reserved(GiB)"] for row in rows.values()),
+            "compute": None if self.busy_us is None else self.busy_us / seconds / 1e6,
+            "loss": statistics.fmean(losses[-3:]),
+        }
+        file = Path(self.job_config.job.dump_folder, f"rank{torch.distributed.get_rank()}.json")
+        file.write_text(json.dumps(row))
+
+
 def fitted(config: Any, gpus: int) -> dict[str, int]:
-    """Values that fit the config's plan to at most so many GPUs: data parallelism is cut, expert
-    parallelism with it, and the global batch so that a rank has as many micro-batches."""
+    """Values that fit the config's plan to at most so many GPUs: shards are cut, expert parallelism
+    with them, and the global batch so that a rank has as many micro-batches."""
     p, whole = config.parallelism, config.training.global_batch_size
-    replicas, shards = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     inside = p.tensor_parallel_degree * p.context_parallel_degree
-    data = gpus // (inside * p.pipeline_parallel_degree)
-    if not data:
-        raise ValueError(
-            "parallelism.tensor_parallel_degree, context_parallel_degree and pipeline_parallel_"
-            f"degree need more GPUs together than the {gpus} there are: choose smaller ones"
-        )
-    wanted = max(1, data // replicas) if shards == -1 else shards
-    shard = min(wanted, data)
-    replicate = min(replicas, data // shard)
+    most = gpus // (inside * p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
+    if not most:
+        raise ValueError(f"the degrees in [parallelism] need more GPUs than the {gpus} there are")
+    wanted = most if p.data_parallel_shard_degree == -1 else p.data_parallel_shard_degree
+    shard = min(wanted, most)
     ranks = shard * inside // p.expert_tensor_parallel_degree
     return {
-        "parallelism.data_parallel_replicate_degree": replicate,
         "parallelism.data_parallel_shard_degree": shard,
         "parallelism.expert_parallel_degree": math.gcd(p.expert_parallel_degree, ranks),
-        "training.global_batch_size": max(-1, whole * replicate * shard // (replicas * wanted)),
+        "training.global_batch_size": max(-1, whole * shard // wanted),
     }
 
 
-def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]) -> int:
-    """Trains CONFIG in all arms on this machine's GPUs, and prints what each measured.
+def compare(
+    options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]
+) -> tuple[list[list[str]], bool]:
+    """Trains CONFIG in all arms on this machine's GPUs; ValueError if a job fails.
 
     Returns:
-        1 if the fastest recipe is slower than the faster kind of bf16; else 0.
-
-    Raises:
-        ValueError: a job fails, or does not fit into memory however few blocks it has.
+        The table, and whether the fastest recipe is slower than the faster kind of bf16.
     """
-    from titan_fp8.plan.model import degrees_of, experts_recipe, read_rank
-
     config = parse(options.config, flags)
     for key, value in fitted(config, options.ngpu or torch.cuda.device_count()).items():
         section, _, name = key.partition(".")
@@ -190,62 +175,46 @@ def compare(options: argparse.Namespace, flags: list[str], parse: Callable[..., 
             print(f"cut: {key} = {value} instead of {before}")
         flags = [*flags, f"--{key}", str(value)]
     config = parse(options.config, flags)
-    dims, batch = degrees_of(config, None), config.training.local_batch_size
-    rank, gpus = read_rank(config, dims), dims.world_size
-    converters, linear = config.model.converters, config.quantize.linear.titan_fp8
-    own_recipe = linear.recipe if LINEAR in converters else experts_recipe(config.quantize)
-    recipes = (options.recipes or own_recipe).split(",")
-    if BF16 in recipes:
-        raise ValueError("the recipe of CONFIG is bf16: --recipes names those to compare with it")
-    arms = [BF16, *[TUNED] * (GROUPED_MM in converters), *recipes]
-    sequences = max(config.training.global_batch_size, batch * dims.dp_replicate * dims.dp_shard)
+    rank = read_rank(config, degrees_of(config, None))
+    gpus, converters = rank.dims.world_size, config.model.converters
+    recipes = options.recipes.split(",") if options.recipes else [AS_IS]
+    if recipes == [AS_IS] and all(layer.recipe == BF16 for layer in rank.layers):
+        raise ValueError("CONFIG trains in bf16: --recipes names those to compare with it")
     # The fewest blocks that have one of each kind, and one on each stage.
     first = [re.match(r"layers\.(\d+)", layer.modules[0]) for layer in rank.layers]
-    least = max(dims.pp, *(1 + int(found[1]) for found in first if found))
-    blocks = whole = len(rank.plain.layers)  # type: ignore[arg-type]
-    rows: dict[str, Row] = {}
+    least = max(rank.dims.pp, *(1 + int(found[1]) for found in first if found))
+    blocks = whole = len(rank.model.layers)  # type: ignore[arg-type]
+    arms, rows = [BF16, TUNED, *recipes], dict[str, Row]()
     folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
     while len(rows) < len(arms):
         arm = arms[len(rows)]
-        print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", file=sys.stderr)
+        print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", file=sys.stderr, flush=True)
         own = folder / f"{arm.replace(' ', '_')}-{blocks}"
-        as_in_config = arm in recipes and not options.recipes
-        command = [*flags, *([] if as_in_config else arm_flags(arm, converters))]
-        error = run(options.config, command, gpus, blocks, STEPS, own)
-        if error and "OutOfMemoryError" in error and blocks > least:
+        command = [*flags, *arm_flags(arm, converters)]
+        try:
+            rows[arm] = run(options.config, command, gpus, blocks, STEPS, own)
+        except RuntimeError as error:
+            if "OutOfMemoryError" not in str(error) or blocks == least:
+                text = f"training in {arm} with {blocks} blocks failed: {error} ({own})"
+                raise ValueError(text) from None
             blocks, rows = max(least, blocks // 2), {}
-        elif error:
-            raise ValueError(f"training in {arm} with {blocks} blocks failed: {error} ({own})")
-        else:
-            rows[arm] = read(own, STEPS, sequences * config.training.seq_len / gpus)
-    print(f"{blocks} of {whole} blocks on {gpus} GPUs\n" + " " * 14, end="")
-    print("".join(f"{column:>10}" for column in ("tokens/s", "x bf16", "GiB", "compute", "loss")))
+    print(f"{blocks} of {whole} blocks on {gpus} GPUs")
+    table = [["", "tokens/s", "x bf16", "GiB", "compute", "loss"]]
     for arm, row in rows.items():
         speed, compute = row["tokens/s"], "" if row["compute"] is None else f"{row['compute']:.0%}"
-        cells = f"{speed:10,.0f}{speed / rows[BF16]['tokens/s']:10.2f}{row['GiB']:10.1f}"
-        print(f"{arm:14}{cells}{compute:>10}{row['loss']:10.4f}")
-    bf16 = max(row["tokens/s"] for arm, row in rows.items() if arm not in recipes)
-    return int(max(rows[recipe]["tokens/s"] for recipe in recipes) < bf16)
+        cells = [f"{speed / rows[BF16]['tokens/s']:.2f}", f"{row['GiB']:.1f}", compute]
+        table.append([arm, f"{speed:,.0f}", *cells, f"{row['loss']:.4f}"])
+    fastest = max(rows[recipe]["tokens/s"] for recipe in recipes)
+    return table, fastest < max(rows[arm]["tokens/s"] for arm in (BF16, TUNED))
 
 
+@record
 def main() -> None:
-    """Trains as one rank, with a model of as many blocks as the first argument says; 0: all."""
-    blocks = int(sys.argv.pop(1))
-    if not torch.cuda.is_available():
-        cpu_host.prepare()
-    from torchtitan import train
-    from torchtitan.config import ConfigManager
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    config = ConfigManager().parse_args(sys.argv[1:])
-    if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)
-    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    """Trains as one rank."""
+    model, blocks = ConfigManager().parse_args(sys.argv[1:]).model, int(os.environ[BLOCKS])
+    args = get_train_spec(model.name).model_args[model.flavor]
     args.n_layers = blocks or args.n_layers
-    if torch.cuda.is_available():
-        train.main(train.Trainer)
-    else:
-        cpu_host.main()
+    train.main(Trainer)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 torchtitan merges the `JobConfig` of the module that `[job] custom_config_module` names, field by
 field, into its own. It checks the types of flags, but not of values from a TOML, so each section
-checks its values when it is built. Checks that need the whole configuration run once it is merged
-(`checked_cli`).
+checks its values when it is built (`titan_fp8/modules/settings.py`). Checks that need the whole
+configuration run once it is merged (`checked_cli`).
 """
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
@@ -13,32 +13,30 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
 from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols import model_converter
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.checks import (
-    PERMUTATIONS,
-    check_common_settings,
-    check_patterns,
-    check_permutation,
-    check_recipe,
+from titan_fp8.modules.checks import permutation_of
+from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS
+from titan_fp8.modules.settings import (
+    ExchangeName,
+    ExpertsSettings,
+    LinearSettings,
+    RecipeName,
+    Settings,
 )
-from titan_fp8.linear import DEFAULT_FILTER_FQNS
-from titan_fp8.recipe import BF16, RECIPE_NAMES, RECIPES
+from titan_fp8.recipe import BF16, RECIPES
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
-
-RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
-PermutationName = Literal[PERMUTATIONS]  # type: ignore[valid-type]
-EXCHANGES = ("bf16", "fp8")
-ExchangeName = Literal[EXCHANGES]  # type: ignore[valid-type]
 
 
 class Origin(str, Enum):
@@ -51,116 +49,43 @@ class Origin(str, Enum):
 SectionOrigin = Annotated[Origin, tyro.conf.Suppress]
 
 
-@dataclass
-class TitanFP8Linear:
-    """FP8 for nn.Linear modules."""
-
-    recipe: RecipeName = "blockwise"
-    """How operands are scaled. "blockwise": 1x128 activations and gradients, 128x128 weights, as
-    in DeepSeek-V3. "rowwise": one scale per row. "rowwise_with_gw_hp": rowwise, with weight
-    gradients in bf16. "blockwise_pow2": blockwise, with scales that are powers of two. "bf16":
-    nothing is converted, for the baseline."""
-
-    filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
-    """Linears whose qualified name contains one of these are left in high precision. The default
-    list means the output layer and the routers; in models of Hugging Face the output layer is the
-    one that they name, such as lm_head."""
-
-    emulate: bool = False
-    """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
-
-    fsdp_all_gather: bool = True
-    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same. False: FSDP2 gathers high precision."""
-
-    health_freq: int = 0
-    """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
-    scales) in TensorBoard and the log. 0: never."""
-
+@dataclass(kw_only=True)
+class _Section(Settings):
     origin: SectionOrigin = field(default=Origin.FILE, repr=False)
     """Not a setting: set by the plugin."""
 
     def __post_init__(self) -> None:
-        check_recipe(f"[{LINEAR}] recipe", self.recipe)
-        _check_list(f"[{LINEAR}] filter_fqns", self.filter_fqns)
-        check_common_settings(f"[{LINEAR}]", self)
-        _check_origin(LINEAR, self.origin)
+        super().__post_init__()
+        if not isinstance(self.origin, Origin):
+            raise ValueError(f"{self.where} origin = {self.origin!r}: there is no such key")
 
 
-@dataclass
-class TitanFP8GroupedMM:
+@dataclass(kw_only=True)
+class TitanFP8Linear(_Section, LinearSettings):
+    """FP8 for nn.Linear modules."""
+
+    where = f"[{LINEAR}]"
+    filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
+
+
+@dataclass(kw_only=True)
+class TitanFP8GroupedMM(_Section, ExpertsSettings):
     """FP8 for the grouped GEMMs of MoE experts."""
 
+    where = f"[{GROUPED_MM}]"
     recipe: RecipeName | None = None
     """As in the linear section, whose value is the default."""
 
-    fqns: list[str] = field(default_factory=lambda: ["experts"])
-    """Grouped experts whose qualified name contains one of these are converted."""
-
-    emulate: bool = False
-    """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
-
-    fsdp_all_gather: bool = True
-    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same. False: FSDP2 gathers high precision."""
-
-    permutation: PermutationName | None = None
-    """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
-    "host": by torchtitan's own functions. The values are the same except for the order of sums and
-    for roundings of weighted outputs to the dtype of the activations. The default is "gather", and
-    "host" for recipe "bf16"."""
-
     exchange: ExchangeName = "bf16"
-    """What tokens, and the gradients of the experts' outputs, travel in between the ranks of expert
-    parallelism. "fp8": each is quantized once, before it is copied for its experts, and weight
-    gradients read what is quantized again from that. Needs a blockwise recipe and permutation
-    "gather"."""
+    """How tokens, and the gradients of the experts' outputs, travel between the ranks of expert
+    parallelism. "bf16": in the dtype of the activations. "fp8": each is quantized once, before it
+    is copied for its experts, and weight gradients read what is quantized again from that. Needs a
+    blockwise recipe and permutation by gathers."""
 
     exchange_capacity: float = 2.0
     """The rows that a rank's experts can get, relative to balanced routing, where GPUs exchange
-    tokens by writing to each other's memory. More rows are an error; the number of the ranks is
-    enough for any routing. It costs memory."""
-
-    health_freq: int = 0
-    """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and
-    scales) in TensorBoard and the log. 0: never."""
-
-    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
-    """Not a setting: set by the plugin."""
-
-    def __post_init__(self) -> None:
-        if self.recipe is not None:
-            check_recipe(f"[{GROUPED_MM}] recipe", self.recipe)
-        _check_list(f"[{GROUPED_MM}] fqns", self.fqns)
-        if not self.fqns:
-            raise ValueError(
-                f"[{GROUPED_MM}] fqns = []: it would convert nothing; name the experts to convert "
-                f'or drop "{GROUPED_MM}" from model.converters'
-            )
-        check_common_settings(f"[{GROUPED_MM}]", self)
-        _check_origin(GROUPED_MM, self.origin)
-        check_permutation(f"[{GROUPED_MM}] permutation", self.permutation)
-        if self.exchange not in EXCHANGES:
-            raise ValueError(
-                f"[{GROUPED_MM}] exchange = {self.exchange!r}: allowed are "
-                + ", ".join(map(repr, EXCHANGES))
-            )
-        capacity = self.exchange_capacity
-        if isinstance(capacity, bool) or not isinstance(capacity, int | float) or capacity < 1:
-            raise ValueError(
-                f"[{GROUPED_MM}] exchange_capacity = {capacity!r}: allowed are numbers from 1 on"
-            )
-
-
-def _check_list(key: str, value: object) -> None:
-    if not isinstance(value, list):
-        raise ValueError(f"{key} = {value!r}: allowed is a list of strings")
-    check_patterns(key, value)
-
-
-def _check_origin(section: str, value: object) -> None:
-    if not isinstance(value, Origin):
-        raise ValueError(f"[{section}] origin = {value!r}: there is no such key")
+    tokens in FP8 by writing to each other's memory. More rows are an error; the number of the ranks
+    is enough for any routing. It costs memory."""
 
 
 @dataclass
@@ -186,6 +111,15 @@ class Quantize:
 def experts_recipe(quantize: Any) -> str:
     """The recipe of experts; by default that of linears. `quantize` is that of the JobConfig."""
     return quantize.grouped_mm.titan_fp8.recipe or quantize.linear.titan_fp8.recipe
+
+
+def host_speedups_of(config: Any) -> bool:
+    """Whether a job uses `host_speedups`; by default if one of its listed converters is for FP8."""
+    quantize = config.quantize
+    if (key := quantize.linear.titan_fp8.host_speedups) is not None:
+        return key
+    recipes = {LINEAR: quantize.linear.titan_fp8.recipe, GROUPED_MM: experts_recipe(quantize)}
+    return any(recipes.get(name, BF16) != BF16 for name in config.model.converters)
 
 
 @dataclass
@@ -249,17 +183,6 @@ def custom_import(config: Any) -> None:
     import_named("experimental.custom_import", config.experimental.custom_import)
 
 
-def _check_names(config: Any) -> None:
-    custom_import(config)
-    registered = model_converter._registry_model_converter_cls
-    for name in config.model.converters:
-        if name not in registered:
-            raise ValueError(
-                f"model.converters = {config.model.converters}: there is no {name!r}; allowed are "
-                + ", ".join(map(repr, sorted(registered)))
-            )
-
-
 def check_merged(config: Any, args: Sequence[str]) -> None:
     """Checks that need the whole configuration, merged and parsed from a TOML and from `args`.
 
@@ -268,12 +191,20 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
     Raises:
         ValueError: model.converters is no list, names a converter that does not exist, or names a
             converter of titan_fp8 twice; experimental.custom_import cannot be imported; or a
-            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed.
+            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed;
+            or experts are to exchange tokens in FP8 by another recipe or permutation.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
         raise ValueError(f"model.converters = {converters!r}: allowed is a list of strings")
-    _check_names(config)
+    custom_import(config)
+    registered = model_converter._registry_model_converter_cls
+    for name in converters:
+        if name not in registered:
+            raise ValueError(
+                f"model.converters = {converters}: there is no {name!r}; allowed are "
+                + ", ".join(map(repr, sorted(registered)))
+            )
     sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
         LINEAR: (config.quantize.linear, TitanFP8Linear),
         GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
@@ -293,14 +224,51 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
                 + (", as for models without experts" if name == GROUPED_MM else "")
             )
     experts, recipe = config.quantize.grouped_mm.titan_fp8, experts_recipe(config.quantize)
-    suits = recipe in RECIPES and RECIPES[recipe].feed_forward is not None
-    if experts.exchange == "fp8" and not (suits and experts.permutation in (None, "gather")):
+    permutation = permutation_of(experts.permutation, host_speedups_of(config))
+    suits = recipe == BF16 or (RECIPES[recipe].feed_forward and permutation == "gather")
+    if experts.exchange == "fp8" and not suits:
         raise ValueError(
             f'[{GROUPED_MM}] exchange = "fp8" with recipe = {recipe!r} and permutation = '
-            f'{experts.permutation!r}: it needs a blockwise recipe and permutation "gather"'
+            f'{permutation!r}: allowed are a blockwise recipe and "gather"'
         )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
         logger.warning(
             "titan_fp8: no GPU found. torchtitan.train fails without one; "
             "scripts/train.sh CONFIG runs the same file on the CPU, with FP8 emulated"
         )
+
+
+def check_sizes(config: Any, dims: ParallelDims) -> None:
+    """Checks what torchtitan finds out only when it trains, without saying which key is wrong.
+
+    Raises:
+        ValueError: a batch, a sequence or a degree of parallelism does not fit the model or the
+            other degrees.
+    """
+    spec, training = get_train_spec(config.model.name), config.training
+    args = spec.model_args.get(config.model.flavor)
+    batch, whole = training.local_batch_size, training.global_batch_size
+    step = max(1, batch) * dims.dp_replicate * dims.dp_shard
+    experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
+    ranks = dims.dp_shard * dims.cp * dims.tp // dims.etp
+
+    def check(key: str, value: int, is_allowed: bool, allowed: str) -> None:
+        if not is_allowed:
+            raise ValueError(f"{key} = {value!r}: allowed are {allowed}")
+
+    check("training.local_batch_size", batch, batch > 0, "positive numbers")
+    check("training.seq_len", training.seq_len, training.seq_len > 0, "positive numbers")
+    multiples = f"multiples of {step}, training.local_batch_size times data-parallel ranks"
+    check("training.global_batch_size", whole, whole <= 0 or whole % step == 0, multiples)
+    alone = f"1, since torchtitan has no pipeline for model.name = {config.model.name!r}"
+    has_pipeline = dims.pp == 1 or spec.pipelining_fn is not None
+    check("parallelism.pipeline_parallel_degree", dims.pp, has_pipeline, alone)
+    for kind, degree, what, count in (
+        ("tensor", dims.tp, "n_heads", getattr(args, "n_heads", 0)),
+        ("tensor", dims.tp, "n_kv_heads", getattr(args, "n_kv_heads", 0)),
+        ("expert", dims.ep, "experts", experts),
+        ("expert", dims.ep, "ranks of FSDP, CP and TP", ranks),
+    ):
+        divides = not count or count % degree == 0
+        divisors = f"divisors of {what} = {count}"
+        check(f"parallelism.{kind}_parallel_degree", degree, divides, divisors)

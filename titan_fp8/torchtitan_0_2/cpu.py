@@ -1,32 +1,63 @@
 """What torchtitan 0.2 needs besides `titan_fp8.cpu_host.prepare` to run without an accelerator."""
 
+import copy
 import functools
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from titan_fp8.torchtitan_0_2 import patches
 
 FLAGS = {"--optimizer.implementation": ("foreach",)}
 """Flags that the CPU needs, unless the command line sets them: the default optimizer, fused, does
 not accept DTensors on the CPU."""
 
 
-def prepare() -> None:
-    """Applies the patches that torchtitan 0.2 needs on the CPU; imports torchtitan."""
-    patches.CPU_HISTC.apply(_counting_integers)
-    patches.CPU_PERMUTE_INDICES.apply(_cpu_indices)
+BYTES_PER_PARAMETER = 16
+"""Of a parameter, its gradient and AdamW's state, in FP32."""
 
 
 def train() -> None:
-    """Runs `python -m torchtitan.train`."""
+    """Runs `python -m torchtitan.train`.
+
+    Raises:
+        SystemExit: the model does not fit into this machine's memory.
+    """
     from torchtitan.train import Trainer, main
 
-    main(Trainer)
+    class CPUTrainer(Trainer):
+        def init_distributed(self) -> Any:  # Before it come only the config's own imports.
+            check_memory(self.job_config)
+            return super().init_distributed()
+
+    main(CPUTrainer)
 
 
-def _counting_integers(histc: Callable) -> Callable:
+def check_memory(job_config: Any) -> None:
+    """Refuses a model that needs more memory to train than this machine has."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    name, flavor = job_config.model.name, job_config.model.flavor
+    spec = get_train_spec(name)
+    if flavor not in spec.model_args:
+        return  # torchtitan says so.
+    args = copy.deepcopy(spec.model_args[flavor])
+    args.update_from_config(job_config)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in spec.model_cls(args).parameters())
+    needed, memory = BYTES_PER_PARAMETER * parameters, memory_of_machine()
+    if needed > memory:
+        sys.exit(
+            f"titan_fp8.cpu_host: training {name} {flavor} needs {needed / 2**30:,.0f} GiB without "
+            f"activations, and this machine has no GPU and {memory / 2**30:,.0f} GiB: use GPUs, or "
+            "a smaller --model.flavor such as debugmodel"
+        )
+
+
+def counting_integers(histc: Callable) -> Callable:
+    """Wraps torch.histc: the router counts integers, and the CPU's kernel takes floats only."""
+
     @functools.wraps(histc)
     def histc_of_integers(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.is_floating_point():
@@ -36,7 +67,13 @@ def _counting_integers(histc: Callable) -> Callable:
     return histc_of_integers
 
 
-def _cpu_indices(fill_indices_wrapper: Callable) -> Callable:
+def cpu_indices(fill_indices_wrapper: Callable) -> Callable:
+    """torchtitan's CPU version of the Triton kernel that the token permutation calls."""
     from torchtitan.models.moe import kernels
 
     return kernels.fill_indices_cpu
+
+
+def memory_of_machine() -> int:
+    """In bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,50 +10,29 @@ If that is a multiple of 128, as for blockwise, `aligned = True` tells the quant
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_fp8.checks import (
-    ConversionReport,
-    check_bool,
-    check_fqns,
-    check_patterns,
-    check_recipe,
+from titan_fp8.functional.checks import check_bool, check_types
+from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
+from titan_fp8.layouts import BLOCK
+from titan_fp8.modules.checks import (
+    check_choice,
+    check_experts_patterns,
     check_shards,
-    check_types,
     why_no_fp8_grouped_mm,
 )
-from titan_fp8.layouts import BLOCK
+from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
+from titan_fp8.modules.report import ConversionReport
 from titan_fp8.ops import DTYPES
-from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.swiglu import fp8_swiglu
-from titan_fp8.torchtitan_0_2.peer_exchange import Exchanged
-from titan_fp8.torchtitan_0_2.permutation import token_group_alignment
-
-
-def run_experts(
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    x: Tensor,
-    num_tokens_per_expert: Tensor,
-    recipe: str,
-    emulate: bool,
-    aligned: bool,
-) -> Tensor:
-    """w2(silu(w1 x) * w3 x) for each expert's tokens.
-
-    x (M, dim), sorted by expert; w1 and w3 (E, hidden, dim), w2 (E, dim, hidden). Returns (M, dim).
-    """
-    offs = torch.cumsum(num_tokens_per_expert, dim=0, dtype=torch.int32)
-    y = fp8_swiglu(x, w1, w2, w3, offs, recipe=recipe, emulate=emulate, aligned=aligned)
-    return y.type_as(x)
+from titan_fp8.recipe import get_recipe
 
 
 @functools.cache
@@ -77,26 +56,28 @@ class FP8GroupedExperts(GroupedExperts):
     dispatch_aligns: bool
     """Whether the dispatch of expert parallelism pads groups to TOKEN_GROUP_ALIGN_SIZE_M."""
     compile_backend: str | None
+    health_freq: int = 0
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor | Exchanged) -> Tensor:
         """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim).
 
-        Or x (T, dim), in token order, and how it is exchanged. Returns (T, dim).
+        Or x (T, dim), in the order of the tokens, and how it is exchanged. Returns (T, dim).
         """
         weights = (self.w1, self.w2, self.w3)
         aligned = False
         if isinstance(self.w1, DTensor):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
-            aligned = self.dispatch_aligns and "ep" in mesh_dims
+            # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
+            alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
+            aligned = self.dispatch_aligns and "ep" in mesh_dims and alignment % BLOCK == 0
             weights = tuple(w.to_local() for w in weights)
-        aligned = aligned and token_group_alignment() % BLOCK == 0
-        if isinstance(num_tokens_per_expert, Exchanged):
-            return num_tokens_per_expert.run(x, *weights, self.recipe, self.emulate)
         run = run_experts
         # Inside a compiled region the experts are part of that region.
         if self.compile_backend is not None and not torch.compiler.is_compiling():
             run = compiled_run_experts(self.compile_backend)
         try:
+            if isinstance(num_tokens_per_expert, Exchanged):
+                return num_tokens_per_expert.run(x, *weights, self.recipe, self.emulate)
             return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
@@ -136,35 +117,16 @@ def convert_experts(
             a pattern that converts nothing; a DTensor whose shards are too small for FP8 GEMMs.
     """
     check_types((nn.Module,), model=model)
-    check_recipe("recipe", recipe)
+    check_choice("recipe", recipe)
     check_bool("emulate", emulate)
     check_types((str, type(None)), compile_backend=compile_backend)
-    check_patterns("fqns", fqns)
-    if not fqns:
-        raise ValueError("fqns = []: it would convert nothing; name the experts to convert")
-    shards_are_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
-    report, to_convert = ConversionReport(), []
-    convertible: set[str] = set()
-    for name, module in list(model.named_modules()):
-        if not is_grouped_experts(module):
-            continue
-        shape = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters())
-        hits = {pattern for pattern in fqns if pattern in name}
-        reason = _why_left(module) if hits else "no pattern of fqns matches"
-        if reason is None:
-            convertible |= hits
-            if recipe == BF16:
-                reason = 'recipe = "bf16"'
-        if reason is not None:
-            report.left.append((name, shape, reason))
-            continue
-        if not shards_are_gathered:
+    check_experts_patterns("fqns", fqns)
+    report, selected = select(_candidates(model), recipe, fqns)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        for name, _, _, module, _ in selected:
             for parameter, p in module.named_parameters():
                 check_shards(f"{name}.{parameter}", p, None)
-        to_convert.append((module, name))
-        report.converted.append((name, shape, recipe))
-    check_fqns(fqns, convertible, report)
-    for module, name in to_convert:
+    for name, _, _, module, _ in selected:
         module.__class__ = FP8GroupedExperts
         module.recipe, module.emulate, module.fqn = recipe, emulate, name
         # If our ops fuse the feed-forward, nothing is left to the compiler, and calling compiled
@@ -180,6 +142,12 @@ def convert_experts(
 def is_grouped_experts(module: nn.Module) -> bool:
     """Whether `module`, of any class, has stacked expert weights (E, N, K) of its own."""
     return any(p.dim() == 3 for p in module.parameters(recurse=False))
+
+
+def _candidates(model: nn.Module) -> Iterator[Candidate]:
+    for name, module in list(model.named_modules()):
+        if is_grouped_experts(module):
+            yield Candidate(name, shapes_of(module.parameters()), _why_left(module), module)
 
 
 def _why_left(experts: nn.Module) -> str | None:

@@ -1,6 +1,4 @@
-"""torchtitan's dense feed-forwards, fused (`titan_fp8/feed_forward.py`)."""
-
-from typing import Any
+"""torchtitan's dense feed-forwards, fused (`titan_fp8/modules/feed_forward.py`)."""
 
 from torch import nn
 from torchtitan.models.llama3.model import model as llama3
@@ -8,8 +6,8 @@ from torchtitan.models.llama4.model import model as llama4
 from torchtitan.models.moe import moe
 from torchtitan.models.qwen3.model import model as qwen3
 
-from titan_fp8.feed_forward import FP8FeedForward, can_fuse
-from titan_fp8.linear import FP8Linear
+from titan_fp8.modules.feed_forward import FP8FeedForward, can_fuse
+from titan_fp8.modules.linear import FP8Linear
 
 
 class Llama3FeedForward(FP8FeedForward, llama3.FeedForward):
@@ -39,13 +37,7 @@ def fuse_feed_forwards(model: nn.Module) -> int:
 
     All three linears must be FP8Linears of a recipe that has the ops for it.
     """
-    feed_forwards = [m for m in model.modules() if type(m) in _FUSED and _can_fuse(m)]
+    feed_forwards = [m for m in model.modules() if type(m) in _FUSED and can_fuse(m, FP8Linear)]
     for module in feed_forwards:
         module.__class__ = _FUSED[type(module)]
     return len(feed_forwards)
-
-
-def _can_fuse(feed_forward: Any) -> bool:
-    """Whether the linears are FP8Linears without bias, of equal settings and a fused recipe."""
-    linears = (feed_forward.w1, feed_forward.w2, feed_forward.w3)
-    return all(type(linear) is FP8Linear for linear in linears) and can_fuse(*linears)

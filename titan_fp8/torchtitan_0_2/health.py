@@ -8,27 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.tools import utils
 
-from titan_fp8.health import Monitor, write_scalars
-from titan_fp8.linear import FP8Linear
+from titan_fp8.health import Monitor
 from titan_fp8.torchtitan_0_2 import patches
-from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 
 def install(job_config: JobConfig) -> None:
     """Observes the job, if its sections say so; each of the two converters may call it."""
-    freqs: dict[type[nn.Module], int] = {
-        FP8Linear: job_config.quantize.linear.titan_fp8.health_freq,
-        FP8GroupedExperts: job_config.quantize.grouped_mm.titan_fp8.health_freq,
-    }
-
-    def freq_of(module: nn.Module) -> int:
-        return next((freq for kind, freq in freqs.items() if isinstance(module, kind)), 0)
-
-    monitor = Monitor(freqs.values(), freq_of, job_config.training.steps)
+    quantize = job_config.quantize
+    sections = quantize.linear.titan_fp8, quantize.grouped_mm.titan_fp8
+    monitor = Monitor([each.health_freq for each in sections], job_config.training.steps)
     if not monitor.freqs:
         return
 
@@ -37,8 +28,7 @@ def install(job_config: JobConfig) -> None:
         def report_and_ask(self: Any, step: int) -> bool:
             if self.job_config is job_config:
                 device = torch.device(utils.device_type)
-                write = functools.partial(write_scalars, self.logger)
-                monitor.after_step(step, self.model_parts, write, device)
+                monitor.after_step(step, self.model_parts, self.logger, device)
             return should_log(self, step)
 
         return report_and_ask

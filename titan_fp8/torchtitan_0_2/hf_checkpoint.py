@@ -1,20 +1,18 @@
 """Block-FP8 Hugging Face checkpoints, such as exports, as `checkpoint.initial_load_path`.
 
 torchtitan reads them with `initial_load_in_hf` and `initial_load_in_hf_quantized`, but only its
-adapter of deepseek_v3 has a reader that multiplies by the scales. The adapters of other models warn
-and copy the FP8 values without their scales, and so does that of deepseek_v3 without the second
-flag.
+adapter of deepseek_v3 has a reader that multiplies by the scales. Other adapters, and that one
+without the second flag, copy the FP8 values without their scales.
 
 That reader multiplies blocks of 128 x 128 of any `NAME.weight` by `NAME.weight_scale_inv`, if the
 index has one, and copies whatever else it finds. So a checkpoint whose scales have other names, or
-belong to other blocks, would be loaded with wrong values; `_check` refuses it, and weights that are
+belong to other blocks, would be loaded with wrong values; `_fault` refuses it, and weights that are
 quantized to integers, too. How activations are scaled (`activation_scheme`, `input_scale`) does not
 matter for a run, which scales its own.
 """
 
 import functools
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as short
@@ -26,18 +24,19 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from titan_fp8.layouts import BLOCK, cdiv
 
-QUANTIZED = "checkpoint.initial_load_in_hf_quantized"
 INDEX = "model.safetensors.index.json"
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"
 ANY_SCALE = ".weight_scale"  # how names of scales go on after the module's, in all formats
 PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
 SCALE_DTYPES = ("F32", "BF16", "F16")
+ALLOWED = f"F8_E4M3 with a scale for each {BLOCK}x{BLOCK} block"
 
 
 class _Entry(NamedTuple):
     """A tensor of a safetensors file, by its header: safetensors' name of the dtype, the shape."""
 
-    file: str
+    name: str
+    file: Path
     dtype: str
     shape: tuple[int, ...]
 
@@ -54,244 +53,162 @@ def with_scales(load: Callable) -> Callable:
         self: Any, state_dict: dict, checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         if from_hf:
-            folder = Path(checkpoint_id)
-            tensors, index = _headers(folder), _weight_map(folder)
-            _check_model(folder, tensors, index, lambda: self.sd_adapter.to_hf(state_dict))
-            if _check(folder, tensors, index):
+            folder, adapter = Path(checkpoint_id), self.sd_adapter
+            entries = _read_headers(folder)
+            file = folder / INDEX
+            index = _checked(_read_json(file).get("weight_map", {}), f"{file}: weight_map", dict)
+            _check_model(folder, entries, index, lambda: adapter.to_hf(state_dict))
+            if _check_fp8(folder, entries, index):
                 if not from_quantized:
                     raise ValueError(
-                        f"{checkpoint_id} has FP8 weights (quantization_config in its config.json),"
-                        f" and {QUANTIZED} = false would load them without their scales: set it to "
-                        "true"
+                        f"{folder} has FP8 weights (quantization_config in its config.json), and "
+                        "checkpoint.initial_load_in_hf_quantized = false would load them without "
+                        "their scales: set it to true"
                     )
-                adapter = self.sd_adapter
                 if type(adapter).get_hf_storage_reader is StateDictAdapter.get_hf_storage_reader:
-                    adapter.get_hf_storage_reader = _dequantizing_reader
+                    # The reader that torchtitan's adapter of deepseek_v3 returns.
+                    adapter.get_hf_storage_reader = lambda path, from_quantized: (
+                        QuantizedHuggingFaceStorageReader(path, 4, torch.float32, BLOCK)
+                    )
         load(self, state_dict, checkpoint_id, from_hf, from_quantized)
 
     return dcp_load
 
 
-def _dequantizing_reader(path: str, from_quantized: bool) -> QuantizedHuggingFaceStorageReader:
-    """The reader that torchtitan's adapter of deepseek_v3 returns."""
-    return QuantizedHuggingFaceStorageReader(
-        path, thread_count=4, target_dtype=torch.float32, block_size=BLOCK
-    )
-
-
-def _headers(folder: Path) -> dict[str, list[_Entry]]:
-    """The tensors of all safetensors files by name; a name may be in several files."""
+def _read_headers(folder: Path) -> list[_Entry]:
+    """All tensors by name. ValueError if a file is damaged, or scales are not positive."""
     from safetensors import SafetensorError, safe_open  # as PyTorch does, when it is needed
 
-    found = defaultdict(list)
+    found = []
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (no mapping)
                     part = file.get_slice(name)
-                    found[name].append(_Entry(path.name, part.get_dtype(), (*part.get_shape(),)))
+                    found.append(_Entry(name, path, part.get_dtype(), (*part.get_shape(),)))
+                    if name.endswith(SCALE) and found[-1].dtype in SCALE_DTYPES:
+                        scales = file.get_tensor(name).float()
+                        if (wrong := scales[~((scales > 0) & scales.isfinite())]).numel():
+                            raise ValueError(
+                                f"{path}: {name} has {wrong.numel()} scales such as "
+                                f"{wrong[0].item()}: allowed are finite positive numbers"
+                            )
         except SafetensorError as error:
             raise ValueError(f"{path}: {error}") from None
-    return found
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor by the index, {} if there is no index."""
-    file = folder / INDEX
-    value = _read_json(file).get("weight_map", {})
-    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value.values()):
-        raise ValueError(
-            f"{file}: weight_map = {short(value)}: allowed is an object with the name of a file "
-            "for each tensor"
-        )
-    return value
-
-
-def _check_model(
-    folder: Path,
-    tensors: Mapping[str, list[_Entry]],
-    index: Mapping[str, str],
-    state_dict: Callable[[], Mapping[str, torch.Tensor]],
-) -> None:
-    """ValueError if a file that the model needs is missing, or has integers for its floats.
-
-    `state_dict` returns the model's by the names of the files. It is called only if need be.
-    """
-    integers = {
-        name: entry
-        for name, entries in tensors.items()
-        for entry in entries
-        if entry.dtype not in PLAIN_DTYPES and not entry.dtype.startswith("F8_")
-    }
-    lost = {n: f for n, f in index.items() if n not in tensors and not (folder / f).is_file()}
-    if not (integers or lost):
-        return
-    model = state_dict()
-    for name, file in lost.items():
-        if _weight_of(name) in model:
-            raise ValueError(f"{folder / file} is missing: {INDEX} has {name} in it")
-    for name, entry in integers.items():
-        if name in model and model[name].is_floating_point():
-            raise ValueError(
-                f"{folder / entry.file}: {name} is in {entry.dtype}: allowed are F8_E4M3 with a "
-                f"scale for each {BLOCK}x{BLOCK} block, and {', '.join(PLAIN_DTYPES)}"
-            )
-
-
-def _weight_of(name: str) -> str:
-    """The name of the weight that a tensor is the scale of; its own, if it is no scale."""
-    module, is_scale, _ = name.rpartition(ANY_SCALE)
-    return module + WEIGHT if is_scale else name
-
-
-def _check_config(file: Path, config: Any, what: str) -> list[str]:
-    """The names of a config.json that are not in FP8.
-
-    `config` is its quantization_config, and `what` says which weights the checkpoint has.
-
-    Raises:
-        ValueError: config.json has no quantization that the reader reverts.
-    """
-    if not isinstance(config, dict | None):
-        raise ValueError(f"{file}: quantization_config = {short(config)}: allowed is an object")
-    config = config or {}
-    method, size = config.get("quant_method"), config.get("weight_block_size")
-    if method != "fp8":
-        raise ValueError(
-            f"{file.parent} has {what} weights, and quant_method = {method!r} in the "
-            "quantization_config of its config.json: only 'fp8' can be read, DeepSeek's format; a "
-            "folder without config.json is an incomplete export"
-        )
-    if size != [BLOCK, BLOCK]:
-        raise ValueError(
-            f"{file.parent} has {what} weights, and weight_block_size = {size!r} in the "
-            f"quantization_config of its config.json: only {[BLOCK, BLOCK]} can be read"
-        )
-    left: list[str] = []
-    for key in ("ignored_layers", "modules_to_not_convert"):
-        if (names := config.get(key)) is None:
-            continue
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                f"{file}: quantization_config.{key} = {short(names)}: allowed is a list of names"
-            )
-        left = names or left
-    return left
-
-
-def _check(folder: Path, tensors: Mapping[str, list[_Entry]], index: Mapping[str, str]) -> bool:
-    """Whether weights are quantized. All such are e4m3 with the scales that the reader expects.
-
-    Raises:
-        ValueError: they are not, or other weights have scales.
-    """
-    has_fp8 = any(e.dtype.startswith("F8_") for entries in tensors.values() for e in entries)
-    file = folder / "config.json"
-    config = _read_json(file).get("quantization_config")
-    if config is None and not has_fp8 and not any(ANY_SCALE in name for name in tensors):
-        return False
-    left = _check_config(file, config, "FP8" if has_fp8 else "quantized")
-    if has_fp8 and not (folder / INDEX).is_file():
-        raise ValueError(
-            f"{folder} has FP8 weights and no {INDEX}, by which their scales are found"
-        )
-    for name in sorted(tensors):
-        entry, *others = tensors[name]
-        is_fp8, is_scale = entry.dtype.startswith("F8_"), ANY_SCALE in name
-        if not (is_fp8 or is_scale):
-            continue
-        where = f"{folder / entry.file}: {name}"
-        if others:
-            raise ValueError(f"{where} is in {others[0].file} as well: remove the older file")
-        if index.get(name) != entry.file:
-            raise ValueError(f"{where}: {INDEX} has it in {index.get(name) or 'no file'}")
-        if is_scale:
-            weight = _weight_of(name)
-            if weight not in tensors:
-                raise ValueError(f"{where} has no {weight} that it is the scale of")
-            found = tensors[weight][0].dtype
-            if not found.startswith("F8_"):
-                raise ValueError(f"{where} is the scale of a weight in {found}: allowed is F8_E4M3")
-            continue
-        if entry.dtype != "F8_E4M3":
-            raise ValueError(f"{where} is in {entry.dtype}: allowed is F8_E4M3")
-        if not name.endswith(WEIGHT) or len(entry.shape) != 2:
-            raise ValueError(
-                f"{where} is in FP8 with shape {entry.shape}: allowed are matrices that are called "
-                f"NAME{WEIGHT} and have their scales in NAME{SCALE}"
-            )
-        module = name.removesuffix(WEIGHT)
-        if listed := next((n for n in left if f".{n}." in f".{module}."), None):
-            raise ValueError(
-                f"{where} is in FP8, and modules_to_not_convert in config.json has {listed!r}"
-            )
-        _check_scale(folder, where, module, entry.shape, tensors)
-    if not has_fp8:
-        raise ValueError(
-            f"{file} has a quantization_config, and no weight is in FP8: allowed are F8_E4M3 with "
-            f"a scale for each {BLOCK}x{BLOCK} block, or no quantization_config"
-        )
-    _check_values(folder, tensors)
-    return True
-
-
-def _check_scale(
-    folder: Path,
-    where: str,
-    module: str,
-    shape: tuple[int, ...],
-    tensors: Mapping[str, list[_Entry]],
-) -> None:
-    """ValueError unless the FP8 weight of a module has one scale per block, and no others."""
-    blocks = tuple(cdiv(size, BLOCK) for size in shape)
-    allowed = (
-        f"allowed is {module}{SCALE} with shape {blocks}, one for each {BLOCK}x{BLOCK} block, in "
-        f"{' or '.join(SCALE_DTYPES)}"
-    )
-    scale = f"{module}{SCALE}"
-    others = [n for n in tensors if n.startswith(f"{module}{WEIGHT}_") and n != scale]
-    if others or scale not in tensors:
-        found = f"has {', '.join(sorted(others))}" if others else "has no scales"
-        raise ValueError(f"{where} {found}: {allowed}")
-    entry = tensors[scale][0]
-    if entry.shape != blocks or entry.dtype not in SCALE_DTYPES:
-        raise ValueError(
-            f"{folder / entry.file}: {scale} has shape {entry.shape} in {entry.dtype}: {allowed}"
-        )
-
-
-def _check_values(folder: Path, tensors: Mapping[str, list[_Entry]]) -> None:
-    """ValueError unless all scales are finite and positive."""
-    from safetensors import safe_open
-
-    of_file = defaultdict(list)
-    for name, (entry, *_) in tensors.items():
-        if name.endswith(SCALE):
-            of_file[entry.file].append(name)
-    for file, names in of_file.items():
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in names:
-                scales = opened.get_tensor(name).float()
-                wrong = scales[~((scales > 0) & scales.isfinite())]
-                if wrong.numel():
-                    raise ValueError(
-                        f"{folder / file}: {name} has {wrong.numel()} scales such as "
-                        f"{wrong[0].item()}: allowed are finite positive numbers"
-                    )
+    return sorted(found)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} if there is no file.
-
-    Raises:
-        ValueError: the file is not JSON, or has no object.
-    """
+    """The content of a JSON file, {} if there is no file."""
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is {short(content)}: allowed is an object")
-    return content
+    return _checked(content, str(file), dict, object)
+
+
+def _checked(value: Any, where: str, kind: type, element: type = str) -> Any:
+    """ValueError unless the value is an object (dict) or a list, and what is in it an `element`."""
+    elements = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, kind) or not all(isinstance(each, element) for each in elements):
+        allowed = ("an object" if kind is dict else "a list") + " of names" * (element is str)
+        raise ValueError(f"{where} = {short(value)}: allowed is {allowed}")
+    return value
+
+
+def _check_model(
+    folder: Path, entries: list[_Entry], index: Mapping[str, str], model: Callable[[], Mapping]
+) -> None:
+    """ValueError if a file that the model needs is missing, or has integers for its floats.
+
+    `model` returns the model's tensors by their names in files; it is called only if need be.
+    """
+    faults = {
+        name: f"{file}: {name} is in {dtype}: allowed are {ALLOWED}, and {', '.join(PLAIN_DTYPES)}"
+        for name, file, dtype, _ in entries
+        if dtype not in PLAIN_DTYPES and not dtype.startswith("F8_")
+    }
+    there = {entry.name for entry in entries}
+    faults |= {
+        name.replace(SCALE, WEIGHT): f"{folder / file} is missing: {INDEX} has {name} in it"
+        for name, file in index.items()
+        if name not in there and not (folder / file).is_file()
+    }
+    needed = model() if faults else {}
+    for name, fault in faults.items():
+        if name in needed and needed[name].is_floating_point():
+            raise ValueError(fault)
+
+
+def _check_fp8(folder: Path, entries: list[_Entry], index: Mapping[str, str]) -> bool:
+    """Whether weights are quantized. All such are e4m3 with the scales that the reader expects.
+
+    Raises:
+        ValueError: they are not, or other weights have scales.
+    """
+    tensors = {entry.name: entry for entry in entries}
+    fp8 = {entry.name for entry in entries if entry.dtype.startswith("F8_")}
+    file = folder / "config.json"
+    config = _read_json(file).get("quantization_config")
+    if config is None and not fp8 and not any(ANY_SCALE in name for name in tensors):
+        return False
+    where = f"{file}: quantization_config"
+    config = _checked({} if config is None else config, where, dict, object)
+    for key, allowed in (("quant_method", "fp8"), ("weight_block_size", [BLOCK, BLOCK])):
+        if (value := config.get(key)) != allowed:
+            raise ValueError(
+                f"{folder} has {'FP8' if fp8 else 'quantized'} weights, and {key} = {value!r} in "
+                f"the quantization_config of its config.json: only {allowed!r} can be read, "
+                "DeepSeek's format; a folder without config.json is an incomplete export"
+            )
+    left: list[str] = []
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        left = _checked(config.get(key) or left, f"{where}.{key}", list)
+    for entry in entries:
+        name = entry.name
+        module, is_suffixed, _ = name.rpartition(f"{WEIGHT}_")
+        weight = module + WEIGHT if is_suffixed else name
+        if weight not in fp8 and name not in fp8 and ANY_SCALE not in name:
+            continue
+        fault = _fault(name, weight, tensors, left)
+        if (place := index.get(name)) != entry.file.name:
+            fault = f"is in {place or 'no file'} by {INDEX}, by which scales are found"
+        if fault:
+            raise ValueError(f"{entry.file}: {name} {fault}")
+    if not fp8:
+        raise ValueError(
+            f"{file} has a quantization_config, and no weight is in FP8: allowed are {ALLOWED}, or "
+            "no quantization_config"
+        )
+    return True
+
+
+def _fault(name: str, weight: str, tensors: Mapping[str, _Entry], left: list[str]) -> str:
+    """What is wrong with an FP8 weight, or with a tensor called NAME.weight_..., "" if nothing is.
+
+    `left` has the names in config.json that are not in FP8.
+    """
+    if weight not in tensors:
+        return f"has no {weight} that it is the scale of"
+    found, (_, _, dtype, shape) = tensors[name], tensors[weight]
+    if dtype != "F8_E4M3":
+        return f"is {'the scale of a weight ' * (name != weight)}in {dtype}: allowed is F8_E4M3"
+    if not weight.endswith(WEIGHT) or len(shape) != 2:
+        return (
+            f"is in FP8 with shape {shape}: allowed are matrices that are called NAME{WEIGHT} and "
+            f"have their scales in NAME{SCALE}"
+        )
+    module, blocks = weight.removesuffix(WEIGHT), tuple(cdiv(size, BLOCK) for size in shape)
+    if name == weight:
+        if listed := next((n for n in left if f".{n}." in f".{module}."), None):
+            return f"is in FP8, and modules_to_not_convert in config.json has {listed!r}"
+        fault = "" if module + SCALE in tensors else "has no scales"
+    else:
+        is_right = name.endswith(SCALE) and found.shape == blocks and found.dtype in SCALE_DTYPES
+        fault = "" if is_right else f"has shape {found.shape} in {found.dtype}"
+    return fault and (
+        f"{fault}: allowed is {module}{SCALE} with shape {blocks}, one for each {BLOCK}x{BLOCK} "
+        f"block, in {' or '.join(SCALE_DTYPES)}"
+    )

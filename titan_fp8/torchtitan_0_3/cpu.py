@@ -4,16 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from titan_fp8.torchtitan_0_3 import patches
-
 FLAGS = {"--optimizer.implementation": ("foreach",), "--training.disable_cuda_graphs": ()}
 """Settings that the CPU needs, where the command line says nothing else: the default optimizer,
 fused, does not take DTensors on the CPU."""
-
-
-def prepare() -> None:
-    """Applies the patches of the CPU that are torchtitan 0.3's; imports torchtitan."""
-    patches.CPU_CONFIG.apply(_choosing_attention)
 
 
 def train() -> None:
@@ -35,7 +28,9 @@ def use_sdpa(model: Any) -> None:
             logger.warning(f"{fqn}: on the CPU this attention runs without its sinks")
 
 
-def _choosing_attention(parse_args: Callable) -> Callable:
+def choosing_attention(parse_args: Callable) -> Callable:
+    """Wraps ConfigManager.parse_args: FlexAttention has no backward on the CPU."""
+
     @functools.wraps(parse_args)
     def parse_for_the_cpu(self: Any, args: list[str] | None = None) -> Any:
         config = parse_args(self, args)

@@ -5,12 +5,12 @@ keep their own forward, and its products run in FP8 through `_grouped_mm`, the m
 torchtitan has for this.
 
 The conversion also sets the alignment of the token groups, which the dispatcher of the same
-RoutedExperts decides (`dispatcher.py`). At multiples of 128, as for blockwise, `aligned = True`
+RoutedExperts decides. At multiples of 128, as for blockwise, `aligned = True`
 tells the quantizers so. Otherwise they pad the groups themselves.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,47 +20,43 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import (
+    HybridEPTokenDispatcher,
+    TorchAOTokenDispatcher,
+)
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import ConversionReport, check_fqns, why_no_fp8_grouped_mm
-from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.functional import fp8_grouped_mm
 from titan_fp8.layouts import BLOCK
-from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.swiglu import fp8_swiglu
-from titan_fp8.torchtitan_0_3.dispatcher import align_groups
+from titan_fp8.modules.checks import why_no_fp8_grouped_mm
+from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
+from titan_fp8.modules.report import ConversionReport
+from titan_fp8.modules.settings import ExpertsSettings
+from titan_fp8.recipe import get_recipe
 from titan_fp8.torchtitan_0_3.linear import (
+    FP8Fields,
+    FP8Module,
     check_converted_once,
-    check_fsdp,
-    check_sharding,
     replace,
 )
 
 
-class FP8Experts(GroupedExperts):
-    """A mixin, first among the bases of a class of experts: its grouped products run in FP8."""
-
-    recipe: str
-    emulate: bool
-    fqn: str
-    health_freq: int
+@dataclass(kw_only=True)
+class FP8ExpertsFields(FP8Fields):
     dispatch_aligns: bool
     """Whether the dispatch of expert parallelism pads groups to multiples of BLOCK."""
+
+
+class FP8Experts(FP8Module, GroupedExperts):
+    """A mixin, first among the bases of a class of experts: its grouped products run in FP8."""
+
     aligned: bool = False
-    fsdp_all_gather: bool = False
 
     def __init__(self, config: Any):
-        # Before nn.Module registers parameters, as in FP8Linear.
-        for name in ("recipe", "emulate", "fqn", "health_freq", "dispatch_aligns"):
-            self.__dict__[name] = getattr(config, name)
         super().__init__(config)
+        self.dispatch_aligns = config.dispatch_aligns
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        # The biases of gpt_oss have two dimensions and take no part in GEMMs.
-        weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == 3]
-        check_sharding(self, weights, parallel_dims)
-        check_fsdp(self, parallel_dims)
         super().parallelize(parallel_dims)
         self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
 
@@ -83,35 +79,16 @@ class FP8GroupedExperts(FP8Experts):
     """torchtitan's GroupedExperts as one `fp8_swiglu`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        recipe: str
-        emulate: bool
-        fqn: str
-        dispatch_aligns: bool
-        fsdp_all_gather: bool = False
-        health_freq: int = 0
-
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.fsdp_all_gather = config.fsdp_all_gather
-        if config.fsdp_all_gather:
-            gather_in_fp8(self, FP8GroupedExperts)
+    class Config(FP8ExpertsFields, GroupedExperts.Config):
+        pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """x_RD (R, dim), sorted by expert; num_tokens_per_expert_E (E,) local experts; (R, dim)."""
         weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         if isinstance(self.w1_EFD, DTensor):
             weights = tuple(w.to_local() for w in weights)
-        offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        y_RD = fp8_swiglu(
-            x_RD,
-            *weights,
-            offs,
-            recipe=self.recipe,
-            emulate=self.emulate,
-            aligned=self.aligned,
-        )
-        return y_RD.type_as(x_RD)
+        counts, settings = num_tokens_per_expert_E, (self.recipe, self.emulate, self.aligned)
+        return run_experts(*weights, x_RD, counts, *settings)
 
 
 @functools.cache
@@ -122,26 +99,15 @@ def fp8_class(experts: type[GroupedExperts]) -> type[FP8Experts]:
 
     class FP8(FP8Experts, experts):  # type: ignore[misc, valid-type]
         @dataclass(kw_only=True, slots=True)
-        class Config(experts.Config):  # type: ignore[misc, name-defined]
-            recipe: str
-            emulate: bool
-            fqn: str
-            dispatch_aligns: bool
-            health_freq: int = 0
+        class Config(FP8ExpertsFields, experts.Config):  # type: ignore[misc, name-defined]
+            pass
 
     FP8.__name__ = FP8.__qualname__ = f"FP8{experts.__name__}"
     return FP8
 
 
-def convert_experts(
-    model: Module.Config, *, recipe: str, fqns: Sequence[str], emulate: bool
-) -> ConversionReport:
+def convert_experts(model: Module.Config, settings: ExpertsSettings) -> ConversionReport:
     """Convert the experts of a model's config to FP8, in place.
-
-    Args:
-        recipe: a name of `titan_fp8.recipe.RECIPES`, or "bf16": nothing is converted.
-        fqns: experts whose name contains one of these are converted.
-        emulate: as in `fp8_grouped_mm`.
 
     Returns:
         The report on every experts module of the model.
@@ -150,31 +116,33 @@ def convert_experts(
         ValueError: a pattern of fqns that converts nothing; experts that are converted already, by
             another recipe.
     """
-    report = ConversionReport()
-    convertible: set[str] = set()
-    for fqn, config, parent, attribute in list(model.traverse(GroupedExperts.Config)):
-        hits = {pattern for pattern in fqns if pattern in fqn}
-        shape, reason = _describe(config)
-        is_fp8 = issubclass(config._owner, FP8Experts)
-        if not hits:
-            reason = "no pattern of fqns matches"
-        elif is_fp8:
-            check_converted_once(fqn, config.recipe, recipe)
-        if reason is None or is_fp8:
-            convertible |= hits
-        if reason is None and recipe == BF16:
-            reason = 'recipe = "bf16"'
-        if reason is not None:
-            report.left.append((fqn, shape, reason))
-            continue
-        alignment = align_groups(parent, get_recipe(recipe).alignment)
-        settings = {"recipe": recipe, "emulate": emulate, "fqn": fqn}
-        settings["dispatch_aligns"] = alignment % BLOCK == 0
+    report, selected = select(_candidates(model, settings), settings.recipe, settings.fqns)
+    for fqn, _, _, (config, parent, attribute), _ in selected:
+        added = FP8Fields.of(settings, fqn)
+        alignment = align_groups(parent, get_recipe(settings.recipe).alignment)
+        added["dispatch_aligns"] = alignment % BLOCK == 0
         cls: Any = fp8_class(config._owner)
-        replace(parent, attribute, derive(config, cls.Config, **settings))
-        report.converted.append((fqn, shape, recipe))
-    check_fqns(fqns, convertible, report)
+        replace(parent, attribute, derive(config, cls.Config, **added))
     return report
+
+
+def _candidates(model: Module.Config, settings: ExpertsSettings) -> Iterator[Candidate]:
+    for fqn, config, *place in model.traverse(GroupedExperts.Config):
+        is_fp8 = issubclass(config._owner, FP8Experts)
+        if is_fp8 and any(pattern in fqn for pattern in settings.fqns):
+            check_converted_once(fqn, config.recipe, settings.recipe)
+        yield Candidate(fqn, *_describe(config), (config, *place), is_fp8)
+
+
+def align_groups(routed: Any, alignment: int) -> int:
+    """Has the dispatcher of a RoutedExperts.Config pad to `alignment`, if it can pad at all.
+
+    Returns the alignment of groups under expert parallelism, 1 without padding.
+    """
+    dispatcher = getattr(routed, "token_dispatcher", None)
+    if isinstance(dispatcher, (HybridEPTokenDispatcher.Config, TorchAOTokenDispatcher.Config)):
+        dispatcher.pad_multiple = alignment
+    return getattr(dispatcher, "pad_multiple", None) or 1
 
 
 def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:
@@ -182,7 +150,7 @@ def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:
     with torch.device("meta"):
         experts = config.build()
     parameters = dict(experts.named_parameters())
-    shape = ", ".join(" x ".join(map(str, p.shape)) for p in parameters.values())
+    shape = shapes_of(parameters.values())
     if isinstance(experts, FP8Experts):
         return shape, f"already converted, {experts.recipe}"
     if type(experts)._grouped_mm is not GroupedExperts._grouped_mm:

@@ -1,15 +1,14 @@
-"""torchtitan 0.3's feed-forwards, fused (`titan_fp8/feed_forward.py`)."""
+"""torchtitan 0.3's feed-forwards, fused (`titan_fp8/modules/feed_forward.py`)."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
-from torch import nn
 from torchtitan.config.override import derive
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.protocols.module import Module
 
-from titan_fp8 import feed_forward
+from titan_fp8.modules import feed_forward
 from titan_fp8.torchtitan_0_3.linear import FP8Linear, replace
 
 _FORWARD = FP8Linear.forward
@@ -24,11 +23,10 @@ class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
     class Config(FeedForward.Config):
         pass
 
-    def must_be_called(self, linear: nn.Module) -> bool:
+    def must_be_called(self, linear: Any) -> bool:
         """Whether calling `linear` does more than FP8Linear.forward."""
         return (
-            type(linear) is not self.linear_class
-            or FP8Linear.forward is not _FORWARD
+            FP8Linear.forward is not _FORWARD
             # Without tensor parallelism torchtitan's wrapper has nothing to redistribute.
             or linear.tensor_parallel
             or vars(linear).get("forward") is not linear.wrapper
@@ -56,14 +54,8 @@ def fuse_feed_forwards(model: Module.Config) -> int:
     found = [
         each
         for each in model.traverse(FeedForward.Config)
-        if type(each[1]) in _FUSED and _can_fuse(each[1])
+        if type(each[1]) in _FUSED and feed_forward.can_fuse(each[1], FP8Linear.Config)
     ]
     for _, config, parent, attribute in found:
         replace(parent, attribute, derive(config, _FUSED[type(config)]))
     return len(found)
-
-
-def _can_fuse(config: FeedForward.Config) -> bool:
-    """Whether the linears are FP8Linears without bias, of equal settings and a fused recipe."""
-    linears = (config.w1, config.w2, config.w3)
-    return all(type(x) is FP8Linear.Config for x in linears) and feed_forward.can_fuse(*linears)

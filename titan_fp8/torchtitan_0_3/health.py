@@ -12,8 +12,7 @@ from typing import Any
 
 from torchtitan.protocols.module import Module
 
-from titan_fp8.checks import ConversionReport
-from titan_fp8.health import Monitor, write_scalars
+from titan_fp8.health import Monitor
 from titan_fp8.torchtitan_0_3 import cuda_graphs, patches
 
 _monitors: weakref.WeakKeyDictionary[Any, Monitor] = weakref.WeakKeyDictionary()
@@ -22,18 +21,8 @@ NOT_FINITE = "Loss is not finite"
 """How the error begins with which the trainer ends, on all ranks that have the loss."""
 
 
-def observe(model: Module.Config, converted: ConversionReport, freq: int) -> None:
-    """Makes training report every `freq` steps on the modules that were converted.
-
-    Args:
-        model: the config after the conversion, changed in place.
-        converted: the report of that conversion.
-    """
-    configs: dict[str, Any] = {
-        fqn: config for fqn, config, *_ in model.traverse(Module.Config, recurse=True)
-    }
-    for fqn, *_ in converted.converted:
-        configs[fqn].health_freq = freq
+def install() -> None:
+    """Has training report on the modules whose config says so."""
     patches.STEP_HEALTH.apply(_reporting)
     cuda_graphs.check_settings()
 
@@ -46,16 +35,16 @@ def _reporting(train_step: Callable) -> Callable:
         if self not in _monitors:
             _monitors[self] = _monitor_of(self)
         monitor = _monitors[self]
-        write = functools.partial(write_scalars, self.metrics_processor.logger)
+        arguments = self.model_parts, self.metrics_processor.logger, self.device
         try:
             train_step(self, data_iterator)
         except RuntimeError as error:
             # Where NaN came from is most needed now. Other errors may be this rank's alone, as this
             # one is in a pipeline, and a report of all ranks would wait forever.
             if str(error).startswith(NOT_FINITE) and not self.parallel_dims.pp_enabled:
-                monitor.after_step(self.step, self.model_parts, write, self.device)
+                monitor.after_step(self.step, *arguments)
             raise
-        monitor.after_step(self.step, self.model_parts, write, self.device)
+        monitor.after_step(self.step, *arguments)
 
     return train_and_report
 
@@ -63,5 +52,4 @@ def _reporting(train_step: Callable) -> Callable:
 def _monitor_of(trainer: Any) -> Monitor:
     configs = trainer.model_config.traverse(Module.Config, recurse=True)
     freqs = {getattr(config, "health_freq", 0) for _, config, *_ in configs}
-    steps = trainer.config.training.steps
-    return Monitor(freqs, lambda module: getattr(module, "health_freq", 0), steps)
+    return Monitor(freqs, trainer.config.training.steps)

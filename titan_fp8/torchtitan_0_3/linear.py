@@ -6,9 +6,9 @@ as RowParallelLinear, computes something else or calls other kernels and is left
 linears of modules that read the weight instead of calling the linear.
 """
 
-import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import spmd_types as spmd
@@ -18,16 +18,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
-from torchtitan.tools.logging import logger
 
-from titan_fp8 import linear
-from titan_fp8.checks import (
-    ConversionReport,
-    check_filter_fqns,
-    check_shard_sizes,
-    why_no_fp8_gemm,
-)
 from titan_fp8.fsdp import gather_in_fp8
+from titan_fp8.modules import linear
+from titan_fp8.modules.checks import check_filter_fqns, check_shard_sizes, why_no_fp8_gemm
+from titan_fp8.modules.report import ConversionReport
+from titan_fp8.modules.settings import LinearSettings, Settings
+from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16
 
 DEFAULT_FILTER_FQNS = ("lm_head", "router.gate")
@@ -37,31 +34,62 @@ _READ_WEIGHTS = (AllGatherFusedFeedForward.Config, AllGatherFusedQKVLinear.Confi
 """Modules that multiply by the weights of their linears under tensor parallelism."""
 
 
-class FP8Linear(linear.FP8Linear, Linear):
+@dataclass(kw_only=True)
+class FP8Fields:
+    """What the configs of FP8 modules have besides torchtitan's fields."""
+
+    recipe: str
+    emulate: bool
+    fqn: str
+    """The name of the module in the model."""
+    health_freq: int
+    fsdp_all_gather: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, fqn: str) -> dict[str, Any]:
+        """The fields by which `settings` convert a config."""
+        names = ("recipe", "emulate", "health_freq")
+        return {"fqn": fqn, **{name: getattr(settings, name) for name in names}}
+
+
+class FP8Module(Module):
+    """A mixin before a class of torchtitan, whose weights FP8 products read."""
+
+    recipe: str
+    emulate: bool
+    fqn: str
+    health_freq: int
+    fsdp_all_gather: bool
+
+    def __init__(self, config: Any):
+        # Before nn.Module registers parameters, which names the module in errors.
+        self.__dict__.update({each.name: getattr(config, each.name) for each in fields(FP8Fields)})
+        super().__init__(config)  # type: ignore[call-arg]
+        if self.fsdp_all_gather:
+            gather_in_fp8(self, type(self))
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
+        # The biases of gpt_oss's experts have two dimensions and take no part in GEMMs.
+        dims = max(p.dim() for p in self.parameters(recurse=False))
+        weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == dims]
+        check_sharding(self, weights, parallel_dims)
+        if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
+            message = "titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP"
+            log_once(logging.WARNING, message)
+        super().parallelize(parallel_dims)
+
+
+class FP8Linear(FP8Module, linear.FP8Linear, Linear):
     """torchtitan's Linear with FP8 GEMMs. Tensors are plain or DTensors, as in the SPMD backend."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        recipe: str
-        emulate: bool
-        fqn: str
-        """The name of the module in the model."""
-        fsdp_all_gather: bool = False
-        health_freq: int = 0
+    class Config(FP8Fields, Linear.Config):
+        pass
 
     wrapper: Callable[..., Any] | None = None
     """The forward that torchtitan has put before this class's, to redistribute tensors."""
     tensor_parallel: bool = False
-    health_freq: int
-    fsdp_all_gather: bool
-
-    def __init__(self, config: Config):
-        # Before nn.Module registers parameters, which names the module in errors.
-        for name in ("recipe", "emulate", "fqn", "health_freq", "fsdp_all_gather"):
-            self.__dict__[name] = getattr(config, name)
-        Linear.__init__(self, config)
-        if config.fsdp_all_gather:
-            gather_in_fp8(self, FP8Linear)
 
     # torchtitan finds the sharding of inputs by the name of the argument.
     def forward(self, input: Tensor) -> Tensor:
@@ -69,9 +97,6 @@ class FP8Linear(linear.FP8Linear, Linear):
         return super().forward(input)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
-        check_sharding(self, ("weight",), parallel_dims)
-        check_fsdp(self, parallel_dims)
         super().parallelize(parallel_dims)
         self.wrapper, self.tensor_parallel = vars(self).get("forward"), parallel_dims.tp_enabled
 
@@ -95,12 +120,6 @@ def check_sharding(module: Any, weights: Iterable[str], parallel_dims: ParallelD
         check_shard_sizes(f"{module.fqn}.{name}", shape, degrees, placements)
 
 
-def check_fsdp(module: Any, parallel_dims: ParallelDims) -> None:
-    """Warns once if a module shall gather its weights in FP8 and the plan has no FSDP."""
-    if module.fsdp_all_gather and not parallel_dims.fsdp_enabled:
-        warn_without_fsdp()
-
-
 def check_converted_once(fqn: str, has: str, recipe: str) -> None:
     """ValueError if what has been converted to the recipe `has` shall get another one."""
     if has != recipe:
@@ -108,11 +127,6 @@ def check_converted_once(fqn: str, has: str, recipe: str) -> None:
             f"recipe = {recipe!r}: {fqn} is already converted, {has!r}. A config is converted "
             "once: by its converters, or by an override of a config without converters"
         )
-
-
-@functools.cache
-def warn_without_fsdp() -> None:
-    logger.warning("titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP")
 
 
 def replace(parent: Any, attribute: Any, config: Any) -> None:
@@ -123,15 +137,8 @@ def replace(parent: Any, attribute: Any, config: Any) -> None:
         setattr(parent, attribute, config)
 
 
-def convert_linears(
-    model: Module.Config, *, recipe: str, filter_fqns: Sequence[str], emulate: bool
-) -> ConversionReport:
+def convert_linears(model: Module.Config, settings: LinearSettings) -> ConversionReport:
     """Convert the `Linear.Config`s of a model's config to FP8, in place.
-
-    Args:
-        recipe: a name of `titan_fp8.recipe.RECIPES`, or "bf16": nothing is converted.
-        filter_fqns: linears whose name contains one of these are not converted.
-        emulate: as in `fp8_linear`.
 
     Returns:
         The report on every linear of the model.
@@ -140,6 +147,7 @@ def convert_linears(
         ValueError: a pattern of filter_fqns that is not a default and matches no module; a linear
             that is converted already, by another recipe.
     """
+    recipe, filter_fqns = settings.recipe, settings.filter_fqns
     names = [fqn for fqn, *_ in model.traverse(Module.Config, recurse=True)]
     check_filter_fqns(filter_fqns, DEFAULT_FILTER_FQNS, names)
     report = ConversionReport()
@@ -148,12 +156,9 @@ def convert_linears(
         if isinstance(config, FP8Linear.Config):
             check_converted_once(fqn, config.recipe, recipe)
         reason = _why_left(fqn, config, parent, recipe, filter_fqns)
-        if reason:
-            report.left.append((fqn, shape, reason))
-            continue
-        settings = {"recipe": recipe, "emulate": emulate, "fqn": fqn}
-        replace(parent, attribute, derive(config, FP8Linear.Config, **settings))
-        report.converted.append((fqn, shape, recipe))
+        if report.add(fqn, shape, recipe, reason):
+            added = FP8Fields.of(settings, fqn)
+            replace(parent, attribute, derive(config, FP8Linear.Config, **added))
     return report
 
 

@@ -17,7 +17,10 @@ from torchtitan.protocols import BaseModel
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_3.converters import FP8GroupedExpertsConverter, FP8LinearConverter
 
-KEYS = ("filter_fqns", "fqns", "permutation", "emulate", "fsdp_all_gather", "health_freq")
+KEYS = (
+    *("filter_fqns", "fqns", "permutation", "emulate", "fsdp_all_gather", "health_freq"),
+    "host_speedups",
+)
 
 
 def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:

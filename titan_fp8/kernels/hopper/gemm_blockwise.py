@@ -50,7 +50,7 @@ than the noise (docs/log.md).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,26 +154,18 @@ def mm_launch(
     """The launch that writes `blockwise_mm` to `c_MN`, or its sum with the product of `second`."""
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
-    maps = _mm_maps(m, n, k, groups, c_MN.itemsize)
+    assert n % 16 == 0 and k % 16 == 0
 
     def operands(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
         assert a.shape == (m, k) and b.shape[-2:] == (n, k) and b.numel() == groups * n * k
         assert a.dtype == b.dtype == E4M3 and a.is_contiguous() and b.is_contiguous()
         assert sa.dtype == sb.dtype == torch.float32
-        return (a, maps.a), (_column_major(sa), maps.sa), (b, maps.b), (_row_major(sb), maps.sb)
+        sa_map = _scale_vector(m, k, 128)
+        sb_map = _scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK))
+        return mapped(a), (_column_major(sa), sa_map), mapped(b), (_row_major(sb), sb_map)
 
-    args = (
-        *operands(a_MK, sa, b, sb),
-        *((None,) * 4 if second is None else operands(*second)),
-        (c_MN, maps.c),
-        c_MN,
-        offs,
-        m,
-        n,
-        k,
-        groups,
-        round_up(m, 4),
-    )
+    products = *operands(a_MK, sa, b, sb), *(operands(*second) if second else (None,) * 4)
+    args = (*products, mapped(c_MN), c_MN, offs, m, n, k, groups, round_up(m, 4))
     return blockwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
 
@@ -185,24 +177,14 @@ def wgrad_launch(
     groups = 1 if offs is None else offs.shape[0]
     assert b_KM.shape[1] == width and sa.dtype == sb.dtype == torch.float32
     assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
-    maps = _wgrad_maps(width, n, k, groups, c.itemsize)
-    args = (
-        (a_NM, maps.a),
-        (_column_major(sa), maps.sa),
-        (b_KM, maps.b),
-        (_column_major(sb), maps.sb),
-        (c, maps.c),
-        c,
-        offs,
-        None if offs is None else new_ticket_counter(c),
-        width,
-        n,
-        k,
-        groups,
-        # The strides between the blocks of sa and of sb; N and K need no padding there.
-        n,
-        k,
+    assert width % 128 == 0 and n % 16 == 0 and k % 16 == 0
+    operands = (
+        *(mapped(a_NM), (_column_major(sa), _scale_vector(n, width, 256))),
+        *(mapped(b_KM), (_column_major(sb), _scale_vector(k, width, 128))),
     )
+    ticket = None if offs is None else new_ticket_counter(c)
+    # The strides between the blocks of sa and of sb are N and K, which need no padding there.
+    args = (*operands, mapped(c), c, offs, ticket, width, n, k, groups, n, k)
     return blockwise_wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
 
 
@@ -217,47 +199,21 @@ def run(launch: Launch) -> None:
     kernel[(multiprocessors(args[0][0].device),)](*args, **options)
 
 
-class Maps(NamedTuple):
-    """How TMA accesses the operands. Making it takes more CPU time than a launch: it is cached."""
-
-    a: TensorMap
-    sa: TensorMap
-    b: TensorMap
-    sb: TensorMap
-    c: TensorMap
+def mapped(x: Tensor) -> tuple[Tensor, TensorMap]:
+    """x (..., R, C), contiguous, as a matrix that TMA accesses."""
+    return x, _matrix(x.shape, x.dtype)
 
 
+# Making a map takes more CPU time than a launch.
 @functools.lru_cache(CACHED_SHAPES)
-def _mm_maps(m: int, n: int, k: int, groups: int, itemsize: int) -> Maps:
-    assert n % 16 == 0 and k % 16 == 0
-    return Maps(
-        a=matrix(m, k, 1),
-        sa=_scale_vector(m, k, 128),
-        b=matrix(groups * n, k, 1),
-        sb=_scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK)),
-        c=matrix(m, n, itemsize),
-    )
-
-
-@functools.lru_cache(CACHED_SHAPES)
-def _wgrad_maps(width: int, n: int, k: int, groups: int, itemsize: int) -> Maps:
-    assert width % 128 == 0 and n % 16 == 0 and k % 16 == 0
-    return Maps(
-        a=matrix(n, width, 1),
-        sa=_scale_vector(n, width, 256),
-        b=matrix(k, width, 1),
-        sb=_scale_vector(k, width, 128),
-        c=matrix(groups * n, k, itemsize),
-    )
-
-
-def matrix(rows: int, columns: int, itemsize: int) -> TensorMap:
-    """A contiguous matrix: FP8 (itemsize 1) in boxes of 128 x 128, results in boxes of 64 x 128.
+def _matrix(shape: torch.Size, dtype: torch.dtype) -> TensorMap:
+    """A contiguous matrix: FP8 in boxes of 128 x 128, results in boxes of 64 x 128.
 
     Rows of a box are swizzled in shared memory, as WGMMA reads them.
     """
-    box = (128 if itemsize == 1 else 64, 128)
-    return TensorMap((rows, columns), (columns, 1), box, _shared_layout(128, itemsize * 8))
+    rows, columns = shape[:-1].numel(), shape[-1]
+    box = (128 if dtype == E4M3 else 64, 128)
+    return TensorMap((rows, columns), (columns, 1), box, _shared_layout(128, dtype.itemsize * 8))
 
 
 @functools.cache
@@ -265,12 +221,14 @@ def _shared_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
 
 
+@functools.lru_cache(CACHED_SHAPES)
 def _scale_vector(rows: int, columns: int, box: int) -> TensorMap:
     """The 1x128 scales of an operand (rows, columns) as a vector, block column by block column."""
     blocks = cdiv(columns, BLOCK)
     return TensorMap(((blocks - 1) * round_up(rows, 4) + rows,), (1,), (box,), VECTOR.value)
 
 
+@functools.lru_cache(CACHED_SHAPES)
 def _scale_matrix(rows: int, columns: int) -> TensorMap:
     """128x128 scales as a matrix with padded rows; those of groups are stacked."""
     strides = (round_up(columns, 4), 1)

@@ -14,8 +14,6 @@ into every later step: partial sums are promoted to FP32 every 128 tokens. Both 
 `torch._scaled_mm` bit for bit, with and without `use_fast_accum`.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ from titan_fp8.kernels.hopper.gemm_blockwise import (
     MM_OPTIONS,
     WGRAD_OPTIONS,
     Launch,
-    matrix,
+    mapped,
     new_ticket_counter,
     run,
 )
@@ -31,7 +29,6 @@ from titan_fp8.kernels.hopper.gemm_rowwise_kernels import (
     rowwise_fprop_dgrad_kernel,
     rowwise_wgrad_kernel,
 )
-from titan_fp8.kernels.launch import CACHED_SHAPES, TensorMap
 from titan_fp8.layouts import E4M3
 
 
@@ -86,9 +83,8 @@ def mm_launch(
     groups = 1 if offs is None else offs.shape[0]
     assert b.shape[-1] == k and b.numel() == groups * n * k and n % 16 == 0 and k % 16 == 0
     assert sa.shape == (m,) and sb.shape == b.shape[:-1]
-    maps = _maps(m, groups * n, k, m, n, c_MN.itemsize)
     ticket = None if offs is None else new_ticket_counter(c_MN)
-    args = (*_operands(a_MK, sa, b, sb, c_MN, maps), offs, ticket, m, n, k, groups)
+    args = (*_operands(a_MK, sa, b, sb, c_MN), offs, ticket, m, n, k, groups)
     return rowwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
 
@@ -101,28 +97,12 @@ def wgrad_launch(
     assert b_KM.shape[1] == width and n % 16 == 0 and k % 16 == 0
     assert width % (16 if offs is None else 128) == 0
     assert sa.numel() == groups * n and sb.numel() == groups * k
-    maps = _maps(n, k, width, groups * n, k, c_ENK.itemsize)
-    args = _operands(a_NM, sa, b_KM, sb, c_ENK, maps)
     ticket = None if offs is None else new_ticket_counter(c_ENK)
-    args = (*args, offs, ticket, width, n, k, groups)
+    args = (*_operands(a_NM, sa, b_KM, sb, c_ENK), offs, ticket, width, n, k, groups)
     return rowwise_wgrad_kernel, args, WGRAD_OPTIONS[c_ENK.itemsize]
 
 
-@functools.lru_cache(CACHED_SHAPES)
-def _maps(
-    a_rows: int, b_rows: int, contracted: int, c_rows: int, c_columns: int, itemsize: int
-) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """How TMA accesses A, B and C, whose elements have `itemsize` bytes."""
-    return (
-        matrix(a_rows, contracted, 1),
-        matrix(b_rows, contracted, 1),
-        matrix(c_rows, c_columns, itemsize),
-    )
-
-
-def _operands(
-    a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor, maps: tuple[TensorMap, ...]
-) -> tuple:
+def _operands(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, c: Tensor) -> tuple:
     assert a.dtype == b.dtype == E4M3 and sa.dtype == sb.dtype == torch.float32
     assert all(t.is_contiguous() for t in (a, sa, b, sb, c))
-    return (a, maps[0]), sa, (b, maps[1]), sb, (c, maps[2]), c
+    return mapped(a), sa, mapped(b), sb, mapped(c), c

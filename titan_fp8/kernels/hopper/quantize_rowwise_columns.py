@@ -11,7 +11,6 @@ after the other:
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,85 +186,46 @@ def quantize_column_cast_kernel(
         )  # fmt: skip
 
 
-class _Tokens(NamedTuple):
-    """The tokens of a tensor (..., M, K), and the groups that they are in.
+def _quantize_columns(
+    x: Tensor, offs: Tensor | None, aligned: bool, rows: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """q (..., K, Mt) and s of the columns of x (..., M, K).
 
-    Attributes:
-        offs, m: the group ends, and M.
-        width: the columns of the transposed copy.
-        experts: the number of matrices, the product of the leading dimensions.
+    `rows`: q and s of its rows, which are written if given.
     """
-
-    offs: Tensor | None
-    m: int
-    width: int
-    experts: int
-
-    @property
-    def groups(self) -> int:
-        """E, 0 without groups."""
-        return 0 if self.offs is None else self.offs.shape[0]
-
-    @property
-    def scales(self) -> int:
-        """The number of scales of each column."""
-        return 1 if self.offs is None else self.groups
-
-
-def _launch_amax(
-    x: Tensor, amax: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None
-) -> None:
-    """Computes the maxima of the columns of x, and writes `rows`, q and s of its rows, if given."""
-    k, pack = x.shape[-1], 4 // x.element_size()
+    *lead, m, k = x.shape
+    width = transposed_width(m, offs, aligned, ROW_ALIGNMENT)
+    groups, of_group = (0, ()) if offs is None else (offs.shape[0], offs.shape)
+    scales = 1 if offs is None else groups  # of each column
+    q_t = x.new_empty(*lead, k, width, dtype=E4M3)
+    s_t = x.new_empty(*lead, *of_group, k, dtype=torch.float32)
+    amax = torch.zeros_like(s_t, dtype=torch.int32)
+    words, pack, matrices, lanes = (
+        as_words(x),
+        4 // x.itemsize,
+        math.prod(lead),
+        group_lanes(groups),
+    )
     if rows is None:
         layout, warps, tile_tokens = AMAX_LAYOUT, AMAX_WARPS, AMAX_TOKENS
-        q, s = (x, torch.int32), amax  # Placeholders, which are not written.
+        q, s = words, amax  # Placeholders, which are not written.
     else:
-        layout, warps = row_layout(k // pack)
-        tile_tokens = ROW_AMAX_TOKENS
+        (layout, warps), tile_tokens = row_layout(k // pack), ROW_AMAX_TOKENS
         q, s = (rows[0], FP8_WORDS[pack]), rows[1]
-    tiles = tiles_of(tokens.width, tokens.groups, tile_tokens)
-    blocks = cdiv(k // pack, layout.shape[1])
-    quantize_column_amax_kernel[(tiles * blocks, tokens.experts)](
-        (x, torch.int32), amax, k, k // pack, q, s, tokens.offs, tokens.m, tokens.width,
-        tokens.scales, tiles,
-        pack, rows is not None, tile_tokens, group_lanes(tokens.groups), layout, num_warps=warps,
-    )  # fmt: skip
-
-
-def _launch_cast(x: Tensor, amax: Tensor, q_t: Tensor, s_t: Tensor, tokens: _Tokens) -> None:
-    """Casts x by the maxima of its columns and writes their scales."""
-    k, pack = x.shape[-1], 4 // x.element_size()
+    if m:
+        tiles = tiles_of(width, groups, tile_tokens)
+        quantize_column_amax_kernel[(tiles * cdiv(k // pack, layout.shape[1]), matrices)](
+            words, amax, k, k // pack, q, s, offs, m, width, scales, tiles,
+            pack, rows is not None, tile_tokens, lanes, layout, num_warps=warps,
+        )  # fmt: skip
     layouts, warps = TILES[pack]
     # Tile e writes the scales of group e, so each group needs a tile, even one without tokens.
-    tiles = max(tokens.scales, tiles_of(tokens.width, tokens.groups, 128))
-    blocks = cdiv(k // pack, layouts.load.shape[1])
-    quantize_column_cast_kernel[(tiles * blocks, tokens.experts)](
-        (x, torch.int32), amax, (q_t, torch.int8), s_t, k, k // pack, tokens.offs, tokens.m,
-        tokens.width, tokens.scales, tiles,
-        pack, group_lanes(tokens.groups), layouts, maxnreg=MAXNREG, num_warps=warps,
+    tiles = max(scales, tiles_of(width, groups, 128))
+    quantize_column_cast_kernel[(tiles * cdiv(k // pack, layouts.load.shape[1]), matrices)](
+        words, amax, (q_t, torch.int8), s_t, k, k // pack, offs, m, width, scales, tiles,
+        pack, lanes, layouts, maxnreg=MAXNREG, num_warps=warps,
     )  # fmt: skip
-
-
-def _quantize_columns(
-    x: Tensor, tokens: _Tokens, rows: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """q (..., K, Mt) and s of the columns of x. `rows`: q and s of its rows, to be written."""
-    *lead, _, k = x.shape
-    groups = () if tokens.offs is None else tuple(tokens.offs.shape)
-    q_t = x.new_empty(*lead, k, tokens.width, dtype=E4M3)
-    s_t = x.new_empty(*lead, *groups, k, dtype=torch.float32)
-    amax = torch.zeros_like(s_t, dtype=torch.int32)
-    x, _ = as_words(x)
-    if tokens.m:
-        _launch_amax(x, amax, tokens, rows)
-    _launch_cast(x, amax, q_t, s_t, tokens)
     return q_t, s_t
-
-
-def _tokens_of(x: Tensor, offs: Tensor | None, aligned: bool) -> _Tokens:
-    *lead, m, _ = x.shape
-    return _Tokens(offs, m, transposed_width(m, offs, aligned, ROW_ALIGNMENT), math.prod(lead))
 
 
 def quantize_col_t(
@@ -275,7 +235,7 @@ def quantize_col_t(
 
     q (K, Mt); s (K,), with groups (E, K). A group without tokens has the scale of zero columns.
     """
-    return _quantize_columns(x, _tokens_of(x, offs, aligned))
+    return _quantize_columns(x, offs, aligned)
 
 
 def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,5 +251,4 @@ def quantize_row_col_t(
         # The first kernel could not hold a whole row.
         return (*quantize_row(x), *quantize_col_t(x, offs, aligned))
     q, s = torch.empty_like(x, dtype=E4M3), x.new_empty(x.shape[0], dtype=torch.float32)
-    q_t, s_t = _quantize_columns(x, _tokens_of(x, offs, aligned), (q, s))
-    return q, s, q_t, s_t
+    return q, s, *_quantize_columns(x, offs, aligned, (q, s))

@@ -1,0 +1,42 @@
+"""Runs a benchmark on one Hopper GPU, prints its table and, with --json, writes it to a file.
+
+    python scripts/bench NAME [--json FILE]
+
+Each has a module in scripts/bench that says what it measures. Other commands have options of their
+own (--help):
+
+    plans         trains production models under many parallel plans
+    kernel_table  measures the table that `titan_fp8.plan` reads without a GPU
+    render        writes docs/benchmarks.md from the files of --json
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+BENCHMARKS = ("gemm", "grouped", "host", "linear", "memory", "permutation", "quantize")
+COMMANDS = ("plans", "kernel_table", "render")
+
+
+def main(argv: list[str]) -> int | None:
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(f"bench.{argv[0]}").main(argv[1:])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python scripts/bench", None, __doc__, formatter_class=raw)
+    parser.add_argument("name", choices=(*BENCHMARKS, *COMMANDS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    args = parser.parse_args(argv)
+    from bench.common import report, require_hopper
+
+    require_hopper()
+    benchmark = importlib.import_module(f"bench.{args.name}")
+    rows, facts = benchmark.measure()
+    report(rows, args.json, benchmark.TITLE, benchmark.ABOUT, **facts)
+    return None
+
+
+if __name__ == "__main__":
+    # Not this folder, whose modules are those of the package `bench`, but scripts/ and the root.
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""Trains production models under many parallel plans, in bf16 and in FP8, and prints one table.
+
+    python scripts/bench plans [--steps N] [--recipes "bf16,bf16 tuned,blockwise"] [PLAN ...]
+
+Without a PLAN it runs all that use as many GPUs as there are (CUDA_VISIBLE_DEVICES counts): 1, 2 or
+4. Every run is compiled and has op-level activation checkpointing. FSDP2 gathers weights in FP8,
+unless "+bf16_all_gather" follows the recipe. Results are in outputs/bench_plans: a folder for each
+run, and the table as result.json, which render.py reads. A run that fails is reported in the table,
+the others go on, and the exit status is 1.
+
+`titan_fp8/plan/train.py` runs the jobs, as for `python -m titan_fp8.plan --train`. "compute %" is
+the share of a step in which rank 0 computes, from one traced step more.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bench import common
+from tables import Row
+
+from titan_fp8.plan import train
+from titan_fp8.recipe import BF16, RECIPE_NAMES
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "outputs" / "bench_plans"
+IN_BF16 = "+bf16_all_gather"
+ARMS = (*RECIPE_NAMES, train.TUNED)
+ABOUT = "Every run is compiled and has op-level activation checkpointing."
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model under one parallel plan; degrees as in torchtitan's [parallelism].
+
+    `blocks` is the number of its blocks, as a plan must fit on few GPUs; 0: all.
+    """
+
+    config: str
+    flavor: str
+    blocks: int = 0
+    replicate: int = 1
+    shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    batch: int = 1
+    tokens: int = 8192
+    micro_batches: int = 1
+    dtype: str = "float32"
+    reshard: str = "default"
+    balanced: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.replicate * self.shard * self.tp * self.cp * self.pp
+
+    @property
+    def batch_of_all(self) -> int:
+        return self.batch * self.micro_batches * self.replicate * self.shard
+
+
+LLAMA, LLAMA_70B, DEEPSEEK = "llama3_8b", "llama3_70b", "deepseek_v3_16b"
+MOE = {"batch": 4, "tokens": 4096, "balanced": True}
+PLANS = {
+    "llama3-8b": Plan(LLAMA, "8B", dtype="bfloat16"),
+    "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
+    "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
+    "llama3-8b-fsdp2-2048-kept": Plan(LLAMA, "8B", shard=2, tokens=2048, reshard="never"),
+    "llama3-8b-fsdp2-2048x4": Plan(LLAMA, "8B", shard=2, tokens=2048, micro_batches=4),
+    "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2, dtype="bfloat16"),
+    "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096, dtype="bfloat16"),
+    "llama3-8b-cp2": Plan(LLAMA, "8B", cp=2),
+    "llama3-8b-ddp2": Plan(LLAMA, "8B", 8, replicate=2),
+    "llama3-70b-tp2": Plan(LLAMA_70B, "70B", 6, tp=2, dtype="bfloat16"),
+    # 16 billion parameters in FP32 with the optimizer's states do not fit on two GPUs.
+    "deepseek-16b-ep2": Plan(DEEPSEEK, "16B", shard=2, ep=2, dtype="bfloat16", **MOE),
+    "deepseek-16b-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tokens=4096, dtype="bfloat16"),
+    "llama3-8b-fsdp4": Plan(LLAMA, "8B", shard=4),
+    "llama3-8b-fsdp4-2048": Plan(LLAMA, "8B", shard=4, tokens=2048),
+    "llama3-8b-hsdp2x2": Plan(LLAMA, "8B", replicate=2, shard=2),
+    "llama3-8b-tp2-fsdp2": Plan(LLAMA, "8B", shard=2, tp=2),
+    "llama3-8b-tp4": Plan(LLAMA, "8B", tp=4, dtype="bfloat16"),
+    "llama3-8b-pp2-fsdp2": Plan(LLAMA, "8B", shard=2, pp=2, batch=4, tokens=4096),
+    "llama3-8b-cp2-fsdp2": Plan(LLAMA, "8B", shard=2, cp=2),
+    "llama3-8b-ddp4": Plan(LLAMA, "8B", 8, replicate=4),
+    "llama3-70b-tp4": Plan(LLAMA_70B, "70B", 6, tp=4, dtype="bfloat16"),
+    "deepseek-16b-ep4": Plan(DEEPSEEK, "16B", shard=4, ep=4, **MOE),
+    "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
+    "deepseek-16b-ep2-tp2-fsdp2-etp1": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=1, **MOE),
+    "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
+    # A stage has two of the four GPUs, so expert parallelism has at most two, too.
+    "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B", 8, shard=2, pp=2, ep=2, **MOE),
+}
+"""Without FSDP, torchtitan computes under TP and PP in the dtype of the parameters, so they are
+bf16. With etp 1, it spreads the experts over the ranks of TP as well.
+"""
+
+
+def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
+    """torchtitan's flags for one run of an arm, with or without IN_BF16 at its end."""
+    arm, in_bf16, _ = arm.partition(IN_BF16)
+    values = {
+        "model.flavor": plan.flavor,
+        "model.hf_assets_path": "./data/tokenizer",
+        "parallelism.data_parallel_replicate_degree": plan.replicate,
+        "parallelism.data_parallel_shard_degree": plan.shard,
+        "parallelism.tensor_parallel_degree": plan.tp,
+        "parallelism.context_parallel_degree": plan.cp,
+        "parallelism.pipeline_parallel_degree": plan.pp,
+        "parallelism.expert_parallel_degree": plan.ep,
+        "parallelism.expert_tensor_parallel_degree": plan.etp,
+        "parallelism.fsdp_reshard_after_forward": plan.reshard,
+        "training.local_batch_size": plan.batch,
+        "training.global_batch_size": plan.batch_of_all,
+        "training.seq_len": plan.tokens,
+        "training.dtype": plan.dtype,
+        "training.dataset": "c4_test",
+        "training.dataset_path": "./data/corpus/train",
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
+        # So low that no run has a burst of the gradient norm, and losses can be compared.
+        "optimizer.lr": 5e-5,
+        "lr_scheduler.warmup_steps": max(1, steps // 5),
+    }
+    flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    flags += ["--compile.enable", *["--debug.moe_force_load_balance"] * plan.balanced]
+    sections = (train.LINEAR, train.GROUPED_MM)[: 1 + (plan.config == DEEPSEEK)]
+    flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
+    return [*flags, *train.arm_flags(arm, sections)]
+
+
+def row_of(name: str, recipe: str, result: train.Row | str, base: Row | None) -> Row:
+    """The row of a run, or of its error. `base` is that of the plan's first run."""
+    row: Row = {"plan": name, "GPUs": PLANS[name].gpus, "recipe": recipe}
+    row |= dict.fromkeys(("tokens/s", "x bf16", "GiB", "compute %", "loss", "gap %", "error"))
+    if isinstance(result, str):
+        return row | {"error": result}
+    row |= {key: result[key] for key in ("tokens/s", "GiB", "loss")}
+    row["compute %"] = 100 * result["compute"]
+    if base and base["recipe"] == "bf16" and base["loss"]:
+        row["gap %"] = 100 * (row["loss"] / base["loss"] - 1)
+        row["x bf16"] = row["tokens/s"] / base["tokens/s"]
+    return row
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python scripts/bench plans",
+        None,
+        __doc__,
+        f"PLAN: {', '.join(PLANS)}",
+        formatter_class=raw,
+    )
+    parser.add_argument("plans", nargs="*", metavar="PLAN")
+    parser.add_argument("--steps", type=int, default=30, help="of each run (default: 30)")
+    arms = f"{BF16},{train.TUNED},blockwise"
+    parser.add_argument("--recipes", default=arms, help=f"default: {arms}")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.plans if name not in PLANS]:
+        parser.error(f"no such plan: {', '.join(unknown)}; there are {', '.join(PLANS)}")
+    for recipe in args.recipes.split(","):
+        if recipe.removesuffix(IN_BF16) not in ARMS or recipe.startswith(BF16 + IN_BF16):
+            parser.error(
+                f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(ARMS)}, those in "
+                f"FP8 also with {IN_BF16} at the end"
+            )
+    if args.steps % train.LOG_EVERY or args.steps <= train.WARM_UP:
+        low = train.WARM_UP + train.LOG_EVERY
+        parser.error(f"--steps {args.steps}: multiples of {train.LOG_EVERY}, at least {low}")
+    gpus = torch.cuda.device_count()
+    args.plans = args.plans or [name for name, plan in PLANS.items() if plan.gpus == gpus]
+    if not args.plans:
+        parser.error(f"there are {gpus} GPUs: name a PLAN, as there are plans for 1, 2 and 4 GPUs")
+    if large := [name for name in args.plans if PLANS[name].gpus > gpus]:
+        parser.error(f"{', '.join(large)}: more GPUs than the {gpus} there are")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    os.chdir(ROOT)
+    if not Path("data/stamp").exists():
+        import prepare_data
+
+        prepare_data.main(["data"])
+    rows: list[Row] = []
+    for name in args.plans:
+        base = None
+        for recipe in args.recipes.split(","):
+            begin, folder = time.monotonic(), RESULTS / name / f"{recipe}-{time.time_ns()}"
+            print(f"== {name}, {recipe}", flush=True)
+            plan, flags = PLANS[name], flags_of(PLANS[name], recipe, args.steps)
+            config = f"configs/{plan.config}.toml"
+            try:
+                args_of_run = config, flags, plan.gpus, plan.blocks, args.steps, folder
+                row = row_of(name, recipe, train.run(*args_of_run), base)
+            except RuntimeError as error:
+                row = row_of(name, recipe, str(error), base)
+            base = base or row
+            rows.append(row)
+            result = row["error"] or f"{row['tokens/s']} tokens/s"
+            print(f"   {time.monotonic() - begin:.0f} s: {result}", flush=True)
+    speed = f"per GPU, median of steps {train.WARM_UP + 1} to {args.steps}"
+    facts = {"steps": args.steps, "tokens/s": speed}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    common.report(rows, RESULTS / "result.json", "Parallel plans", ABOUT, **facts)
+    return any(row["error"] for row in rows)

@@ -1,0 +1,1 @@
+"""What torch.compile and activation checkpointing are told about FP8 ops."""

@@ -1,0 +1,88 @@
+"""Checks of the arguments of a product.
+
+Each raises a ValueError that names the argument, its value and what is allowed.
+"""
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_fp8.ops import DTYPES
+
+_DTYPES = set(DTYPES)
+
+
+def check_bool(key: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} = {value!r}: allowed are true and false")
+
+
+def check_types(allowed: tuple[type, ...] = (Tensor,), **arguments: object) -> None:
+    """Every argument must be of one of these types; `type(None)` stands for None."""
+    for name, value in arguments.items():
+        if not isinstance(value, allowed):
+            names = " or ".join("None" if t is type(None) else t.__name__ for t in allowed)
+            raise ValueError(f"{name} is {reprlib.repr(value)}: allowed is a {names}")
+
+
+def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
+    """The dtype in which F.linear would compute, autocast included: bfloat16 or float32.
+
+    `others`: the other operands by name. Without autocast all must have x's dtype.
+    """
+    dtypes = {x.dtype, *[t.dtype for t in others.values() if t is not None]}
+    if not dtypes <= _DTYPES:
+        for name, t in {"x": x, **others}.items():
+            if t is not None and t.dtype not in _DTYPES:
+                allowed = "allowed are torch.bfloat16 and torch.float32"
+                raise ValueError(f"{name} is {t.dtype}: {allowed}")
+    device = x.device.type
+    # is_autocast_enabled raises for meta; amp.is_autocast_available would cause a graph break.
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if dtype not in DTYPES:
+            raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
+        return dtype
+    if len(dtypes) > 1:
+        each = {name: t.dtype for name, t in {"x": x, **others}.items() if t is not None}
+        raise ValueError(f"dtypes differ outside autocast: {each}")
+    return x.dtype
+
+
+def check_devices(x: Tensor, **others: Any) -> None:
+    """Tensors and quantized weights must be on x's device; kernels do not check addresses."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
+
+
+def fits_fp8(size: int) -> bool:
+    """Whether FP8 GEMMs take a dimension of this size: a positive multiple of 16."""
+    return size > 0 and size % 16 == 0
+
+
+def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
+    """N and K of a weight (..., N, K) must be positive multiples of 16."""
+    n, k = shape[-2:]
+    if not (fits_fp8(n) and fits_fp8(k)):
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
+            "positive multiples of 16"
+        )
+
+
+def checked_offs(offs: Any, groups: int) -> Tensor:
+    """The group ends, contiguous; `offs` must be a (groups,) int32 tensor."""
+    if not groups:
+        raise ValueError("weight has 0 groups: at least one is needed")
+    if not isinstance(offs, Tensor):
+        raise ValueError(f"offs is {offs!r}: allowed is a tensor, torch.int32 of shape ({groups},)")
+    if offs.dtype != torch.int32 or offs.shape != (groups,):
+        raise ValueError(
+            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "
+            f"allowed is torch.int32 of shape ({groups},)"
+        )
+    return offs.contiguous()

@@ -1,0 +1,98 @@
+"""The gated feed-forward, y = W2 (silu(W1 x) · W3 x).
+
+Only the next GEMM reads h = silu(a) · b, where a = W1 x and b = W3 x, and it reads it quantized.
+The same holds for da and db in backward. With a blockwise recipe the SwiGLU ops write them in FP8
+directly, so h, da and db never exist in high precision. Forward saves a, b and the FP8 columns of
+x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
+
+The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
+round twice: h, da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops,
+three separate products run instead.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_fp8.functional.checks import (
+    check_bool,
+    check_devices,
+    check_types,
+    checked_offs,
+    compute_dtype,
+)
+from titan_fp8.functional.gemms import Spec, quantized
+from titan_fp8.functional.product import product
+from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
+from titan_fp8.ops import run
+from titan_fp8.recipe import get_recipe
+
+
+def fp8_swiglu(
+    x: Tensor,
+    w1: Weight,
+    w2: Weight,
+    w3: Weight,
+    offs: Tensor | None = None,
+    *,
+    recipe: str = "blockwise",
+    emulate: bool = False,
+    aligned: bool = False,
+) -> Tensor:
+    """W2 (silu(W1 x) · W3 x) with its nine GEMMs in FP8, dense or for groups; differentiable.
+
+    Args:
+        x: (..., K), bfloat16 or float32; with groups (M, K), sorted by group.
+        w1, w3: (H, K); with groups (E, H, K). All dimensions are multiples of 16, dtypes as in
+            `fp8_linear`.
+        w2: (N, H); with groups (E, N, H).
+        offs: None, or (E,) int32, the end of each group, as in `fp8_grouped_mm`.
+        recipe, emulate, aligned: as in `fp8_grouped_mm`.
+
+    Returns:
+        y (..., N), with groups (M, N), in the dtype of F.linear.
+
+    Raises:
+        ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
+    """
+    get_recipe(recipe)
+    check_bool("emulate", emulate)
+    check_bool("aligned", aligned)
+    weights = {"w1": w1, "w2": w2, "w3": w3}
+    check_types(x=x)
+    check_types(WEIGHTS, **weights)
+    check_types(OPTIONAL, offs=offs)
+    _check_shapes(x, w1, w2, w3, offs)
+    in_high_precision = {n: check_weight(n, w, recipe) for n, w in weights.items()}
+    if offs is not None:
+        offs = checked_offs(offs, w1.shape[0])
+    check_devices(x, **weights, offs=offs)
+    spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
+    x_MK = x.reshape(-1, x.shape[-1])
+    if spec.recipe.feed_forward is not None:
+        y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)
+    else:
+        for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
+        x_cast = x_MK.detach().to(spec.dtype).contiguous()
+        x_quantized = run(quantized, x_cast, offs, for_wgrad, spec, emulate=emulate)
+        a_MH, b_MH = (product(x_MK, (w,), None, offs, spec, x_quantized) for w in (w1, w3))
+        y_MN = product(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
+    return y_MN.view(*x.shape[:-1], w2.shape[-2])
+
+
+def _check_shapes(x: Tensor, w1: Weight, w2: Weight, w3: Weight, offs: Tensor | None) -> None:
+    """Raises ValueError unless the shapes match."""
+    grouped = offs is not None
+    fit = (
+        (x.dim() == 2 if grouped else x.dim() > 0)
+        and len(w1.shape) == len(w2.shape) == (3 if grouped else 2)
+        and w1.shape == w3.shape
+        and w1.shape[:-2] == w2.shape[:-2]
+        and (w1.shape[-2], w1.shape[-1]) == (w2.shape[-1], x.shape[-1])
+    )
+    if not fit:
+        allowed = "(M, K) and (E, H, K), (E, N, H)" if grouped else "(..., K) and (H, K), (N, H)"
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and w1, w2, w3 {tuple(w1.shape)}, {tuple(w2.shape)}, "
+            f"{tuple(w3.shape)}: allowed are {allowed}, w3 as w1"
+        )

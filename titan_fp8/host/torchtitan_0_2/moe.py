@@ -1,0 +1,108 @@
+"""torchtitan's MoE layer, with gathers between token order and expert order (`permute.py`).
+
+Values differ from torchtitan's in the order in which a token's k outputs are summed. torchtitan
+also rounds more often in two places: it rounds a token's gradient after each summand, and under
+autocast it sums the outputs in bf16.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torchtitan.models.moe.moe import MoE, TokenReorderer
+
+from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
+from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
+from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
+
+
+class Routed(NamedTuple):
+    """The tokens of a batch, and their copies for the experts."""
+
+    tokens: Tensor  # (T, dim)
+    copies: Tensor | None  # (R, dim), sorted by expert; None if the experts exchange the tokens
+    counts: Tensor  # (experts,), the copies for each
+    slots: Tensor  # (R,), of each copy, as in `permute.Expand`
+    rows: Tensor  # (T, k), of each slot, as there
+    scores: Tensor | None  # (T, k), weights of the experts' outputs; None if copies are weighted
+    chosen: Tensor  # (T, k), the expert of each slot
+
+
+class GatherMoE(MoE):
+    """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
+
+    exchange_capacity: float | None = None
+    """Tokens travel to their experts in FP8, and a rank can get so many, relative to balanced
+    routing (`peer_exchange.py`). None: copies of them travel as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, seq, dim) to the same shape."""
+        return self.finish(self.route(x.flatten(0, -2), self.router, self.reorderer)).view_as(x)
+
+    def route(self, tokens: Tensor, router: nn.Module, reorderer: nn.Module) -> Routed:
+        """Chooses the experts of tokens (T, dim), and copies the tokens for them.
+
+        `router` and `reorderer` are those of this layer, with or without the compiler.
+        """
+        scores, chosen, counts = router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        if _sorts_all_slots(reorderer):
+            # What it computes, but it would also count the slots again and sort the scores.
+            slots = slots_by_expert(chosen, len(self.tokens_per_expert))
+        else:
+            # Under sequence parallelism these are only the slots of this rank's tokens.
+            _, slots, counts = reorderer(scores, chosen)
+        rows = rows_of_slots(slots, scores)
+        if self.exchange_capacity is not None:
+            return Routed(tokens, None, counts, slots, rows, scores, chosen)
+        before, after = (scores, None) if self.score_before_experts else (None, scores)
+        copies = Expand.call(tokens, slots, rows, before)
+        return Routed(tokens, copies, counts, slots, rows, after, chosen)
+
+    def finish(self, routed: Routed) -> Tensor:
+        """The experts and what follows them: (T, dim)."""
+        tokens, copies, counts, slots, rows, scores, chosen = routed
+        if copies is None:
+            assert scores is not None and self.exchange_capacity is not None
+            how = scores, self.score_before_experts, self.exchange_capacity
+            out = self.experts(tokens, Exchanged(rows, chosen, counts, slots, *how))
+        else:
+            copies = self.experts(copies, counts)
+        # Computed here to overlap with the all-to-all that returns the copies.
+        shared_experts = _without_compiler(self.shared_experts)
+        shared = None if shared_experts is None else shared_experts(tokens)
+        if copies is not None:
+            out = Combine.call(copies, slots, rows, scores)
+        out = out.to(tokens.dtype)
+        return out if shared is None else shared + out
+
+
+def _sorts_all_slots(reorderer: nn.Module) -> bool:
+    """Whether it is torchtitan's, without hooks such as those of sequence parallelism."""
+    original = reorderer._orig_mod if isinstance(reorderer, OptimizedModule) else reorderer
+    return type(original) is TokenReorderer and not (has_hooks(reorderer) or has_hooks(original))
+
+
+def _without_compiler(module: nn.Module | None) -> nn.Module | None:
+    """The feed-forward inside a compiled `module`, if it runs fused; otherwise `module`.
+
+    The ops of a fused feed-forward leave the compiler nothing to fuse, and calling them takes less
+    CPU time than calling compiled code.
+    """
+    if not isinstance(module, OptimizedModule) or has_hooks(module):
+        return module
+    original = module._orig_mod
+    return original if isinstance(original, FP8FeedForward) and original.runs_fused() else module
+
+
+def route_by_gathers(model: nn.Module) -> int:
+    """Turns the MoE layers of `model` into GatherMoE, in place, and returns how many.
+
+    Subclasses of MoE, such as DeepEP's, have their own forward and are left as they are.
+    """
+    layers = [module for module in model.modules() if type(module) is MoE]
+    for layer in layers:
+        layer.__class__ = GatherMoE
+    return len(layers)

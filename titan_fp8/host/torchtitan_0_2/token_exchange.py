@@ -1,0 +1,126 @@
+"""The all-to-alls of expert parallelism, with less CPU time.
+
+PyTorch's functional collectives do in Python what torchtitan's dispatch does not need: they resolve
+the process group, check the sizes, and pass through two autograd functions. These functions call
+the same ops, so activation checkpointing sees and saves what it did before.
+
+To send its rows, a rank must know how many of them each rank gets, and how many it receives. So
+the ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan
+copies the two sums to the CPU one after the other; here they are copied together.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import expert_parallel
+
+from titan_fp8.compile.activation_checkpointing import inside_checkpoint
+from titan_fp8.functional.product import no_double_backward
+from titan_fp8.host.torchtitan_0_2.permutation import permute, unpermute
+
+_c10d = torch.ops._c10d_functional
+
+
+def all_to_all(x: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    """Starts to send rows of x (S, ...) to each rank; `wait_for` returns those received.
+
+    There is no gradient. In an op-level checkpoint forward saves what it has received.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
+        return _c10d.all_to_all_single.default(x, received, sent, group_name)
+
+
+def wait_for(x: Tensor) -> Tensor:
+    """What a collective returns, once it is there."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return _c10d.wait_tensor.default(x)
+
+
+def exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[list[int]]]:
+    """Exchanges the rows for each expert (experts,) between the ranks.
+
+    Returns:
+        How many rows come from each rank for each local expert (experts,), rank first; and how many
+        this rank sends to, and receives from, each rank. Under op-level checkpointing a
+        recomputation gets what forward has saved.
+    """
+    with torch.no_grad():
+        parts = [len(counts) // group.size()] * group.size()
+        received = wait_for(all_to_all(counts, parts, parts, group.group_name))
+        splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
+        with inside_checkpoint():
+            splits = splits.to("cpu")
+    return received, splits.tolist()
+
+
+def all_to_all_single_autograd(
+    x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group: ProcessGroup
+) -> Tensor:
+    """Sends rows of x (S, dim) to each rank and returns those received, as AsyncCollectiveTensor.
+
+    Gradients flow through ops on the result. Its `wait()` returns a tensor without gradients, which
+    suits the forward of an autograd function, as in `permute.py`.
+
+    Args:
+        output_split_sizes, input_split_sizes: the rows from each rank, and for each rank.
+    """
+    return _Exchange.apply(x, output_split_sizes, input_split_sizes, group.group_name)
+
+
+def token_dispatch(
+    self: expert_parallel.ExpertParallel,
+    mod: Any,
+    inputs: tuple[Tensor, Tensor],
+    device_mesh: DeviceMesh,
+) -> tuple[Tensor, Tensor]:
+    """ExpertParallel._token_dispatch: sends each row to the rank of its expert.
+
+    Args:
+        inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
+
+    Returns:
+        The rows of the local experts, as `permute` pads them, and the padded sizes of the groups;
+        or the inputs, if the experts exchange their tokens by themselves.
+    """
+    rows, counts = inputs
+    if not isinstance(counts, Tensor):  # an `Exchanged` of peer_exchange.py
+        counts.pass_dispatch(mod, device_mesh)
+        self.permuted_indices = None
+        return inputs
+    group, ranks = device_mesh.get_group(), device_mesh.shape[0]
+    received, (self.input_splits, self.output_splits) = exchange_counts(counts, group)
+    rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
+    self.input_shape, rows, self.permuted_indices, sizes = permute(
+        rows, received, ranks, len(counts) // ranks
+    )
+    return rows, sizes
+
+
+def token_combine(
+    self: expert_parallel.ExpertParallel, mod: Any, rows: Tensor, device_mesh: DeviceMesh
+) -> Tensor:
+    """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
+    if self.permuted_indices is None:  # The experts have sent them back.
+        return rows
+    rows, group = unpermute(rows, self.input_shape, self.permuted_indices), device_mesh.get_group()
+    return all_to_all_single_autograd(rows, self.input_splits, self.output_splits, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows; backward sends the gradient of each row back to where it came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
+    ) -> Tensor:
+        ctx.arguments = sent, received, group_name
+        return AsyncCollectiveTensor(all_to_all(x, received, sent, group_name))
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return wait_for(all_to_all(g.contiguous(), *ctx.arguments)), None, None, None
