@@ -1,139 +1,169 @@
-"""The differentiable exchange equals its definition, in bf16 and with FP8 on the wire; on gloo."""
+"""Experts that get their tokens in FP8 compute what the numerics of the exchange say; on gloo.
+
+Each rank draws the tokens of all ranks, so it computes by itself what must arrive.
+"""
+
+import itertools
 
 import gloo
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_fp8 import reference
-from titan_fp8.exchange import CollectiveExchange, Combine, Dispatch, exchanged_swiglu
-from titan_fp8.permute import slots_by_expert
-from titan_fp8.swiglu import fp8_swiglu
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.host.exchange import rows_for
+from titan_fp8.host.permute import (
+    Combine,
+    Expand,
+    rows_of_slots,
+    slots_by_expert,
+    sort_back,
+    sort_by_expert,
+)
+from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
+from titan_fp8.host.torchtitan_0_2.token_exchange import (
+    all_to_all_single_autograd,
+    exchange_counts,
+)
+from titan_fp8.recipe import RECIPES
 
-RANKS, LOCAL, TOP_K, DIM, HIDDEN = 2, 3, 2, 144, 32
-EXPERTS = RANKS * LOCAL
-
-
-def batches(generator: torch.Generator, sends_all: bool) -> list[tuple[Tensor, ...]]:
-    """Tokens, index, chosen, counts, scores and gradients of each rank; rank 0 may have none."""
-    ranks = []
-    for tokens in (0 if sends_all else 150, 170):
-        chosen = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K).indices
-        sent = torch.rand(chosen.shape, generator=generator) < (1 if sends_all else 0.7)
-        slots = slots_by_expert(torch.where(sent, chosen, EXPERTS), EXPERTS + 1)[: sent.sum()]
-        index = reference.invert_index(slots, chosen.numel()).view_as(chosen)
-        counts = chosen[sent].bincount(minlength=EXPERTS)
-        scores = torch.rand(chosen.shape, generator=generator)
-        x, g = (torch.randn(tokens, DIM, generator=generator).bfloat16() for _ in range(2))
-        ranks.append((x, index, chosen, counts, scores, g))
-    return ranks
+LOCAL, TOP_K, DIM, HIDDEN, TOKENS = 3, 2, 144, 32, 150
+KINDS = ("any", "part", "one rank", "empty experts", "no tokens")
 
 
-def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    for n, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), n
+def draw(ranks: int, kind: str, seed: int) -> list[dict[str, Tensor]]:
+    """The tokens, gradients and routing of each rank. Scores are powers of two."""
+    generator, experts = torch.Generator().manual_seed(seed), ranks * LOCAL
+    batches = []
+    for rank in range(ranks):
+        tokens = 0 if kind == "no tokens" and rank == 0 else TOKENS + rank
+        preference = torch.rand(tokens, experts, generator=generator)
+        if kind == "one rank":
+            preference[:, :LOCAL] += 2
+        elif kind == "empty experts":
+            preference[:, ::2] -= 2
+        chosen = preference.topk(TOP_K).indices
+        sent = torch.rand(chosen.shape, generator=generator) < (0.6 if kind == "part" else 2)
+        slots = slots_by_expert(torch.where(sent, chosen, experts), experts + 1)[: sent.sum()]
+        scores = 2.0 ** torch.randint(-3, 1, chosen.shape, generator=generator)
+        counts = chosen[sent].bincount(minlength=experts)
+        x, g = torch.randn(2, tokens, DIM, generator=generator).bfloat16()
+        routing = {"chosen": chosen, "counts": counts, "slots": slots, "scores": scores}
+        batches.append(routing | {"x": x, "g": g, "rows": rows_of_slots(slots, scores)})
+    return batches
 
 
-def rows_and_gradients(rank: int, sends_all: bool) -> None:
-    batch = batches(torch.Generator().manual_seed(0), sends_all)
-    xs, indices, chosen, counts, scores, gs = map(list, zip(*batch))
-    routing = indices, chosen, torch.stack(counts), 128
-    want, origins = zip(*reference.exchange_send(xs, *routing))
-    ys = [torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-          for rows in want]  # fmt: skip
-    back = reference.exchange_deliver(ys, origins, [i.numel() for i in indices])[rank]
-    exchange = CollectiveExchange(dist.group.WORLD, top_k=TOP_K, experts=EXPERTS)
-    plan = exchange.plan(indices[rank], chosen[rank], counts[rank])
-    x, y, s = (t[rank].clone().requires_grad_() for t in (xs, ys, scores))
-    rows = Dispatch.call(x, None, exchange, plan)
-    rows.backward(ys[rank])
-    out = Combine.call(y, s, exchange, plan)
-    out.backward(gs[rank])
-    dy = reference.exchange_send(gs, *routing, scores)[rank][0]
-    want_out = reference.combine_rows(back, plan.slots, scores[rank])
-    dx = reference.combine_rows(back, plan.slots)
-    assert_same([rows, out, x.grad, y.grad], [want[rank], want_out, dx, dy])
-    want_scores = reference.dot_rows(gs[rank], back, plan.slots)
-    torch.testing.assert_close(s.grad, want_scores, rtol=1e-5, atol=1e-4)
+def draw_weights(rank: int) -> list[Tensor]:
+    shapes = (HIDDEN, DIM), (DIM, HIDDEN), (HIDDEN, DIM)
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randn(LOCAL, *s, generator=generator) / 8).bfloat16() for s in shapes]
 
 
-def fp8_on_the_wire(rank: int, recipe: str, before: bool) -> None:
-    """With scores that are powers of two, FP8 rows are those of the exchange in bf16."""
-    generator = torch.Generator().manual_seed(0)
-    x, index, chosen, counts, scores, g = batches(generator, False)[rank]
-    scores = 2.0 ** (4 * scores).round()
-    generator.manual_seed(rank)
-    weights = [torch.randn(LOCAL, *shape, generator=generator) / 8
-               for shape in ((HIDDEN, DIM), (DIM, HIDDEN), (HIDDEN, DIM))]  # fmt: skip
-    weights = [w.bfloat16() for w in weights]
-    exchange = CollectiveExchange(dist.group.WORLD, top_k=TOP_K, experts=EXPERTS)
-    plan = exchange.plan(index, chosen, counts)
-
-    def run(fp8: bool) -> list[Tensor]:
-        leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
-        if fp8:
-            options = {"recipe": recipe, "score_before_experts": before}
-            out = exchanged_swiglu(*leaves, exchange, plan, **options)
-        else:
-            first, last = (leaves[1], None) if before else (None, leaves[1])
-            rows = Dispatch.call(leaves[0], first, exchange, plan)
-            y = fp8_swiglu(rows, *leaves[2:], plan.ends, recipe=recipe, aligned=True)
-            out = Combine.call(y, last, exchange, plan)
-        out.backward(g)
-        return [out.detach(), *(leaf.grad for leaf in leaves)]
-
-    got, want = run(True), run(False)
-    # The gradients of the scores sum products of g in FP8 unless the scores come before.
-    exact = (0, 1, 2) if before else (0, 1)
-    assert_same([got[i] for i in exact], [want[i] for i in exact])
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype and (a - b).norm() <= 0.05 * b.norm()
+def exchanged(batch: dict, weights: list[Tensor], recipe: str, before: bool) -> list[Tensor]:
+    """The output and the gradients of tokens, scores and weights."""
+    leaves = [t.clone().requires_grad_() for t in (batch["x"], batch["scores"], *weights)]
+    exchange = AllToAllExchange(dist.group.WORLD)
+    plan = exchange.plan(*(batch[name] for name in ("rows", "chosen", "counts", "slots")))
+    out = exchanged_swiglu(*leaves, exchange, plan, recipe=recipe, score_before_experts=before)
+    out.backward(batch["g"])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def columns_are_quantized_from_rows(rank: int) -> None:
-    """dW2 is that of columns of g · score, dequantized from the rows that travel."""
-    batch = batches(torch.Generator().manual_seed(0), False)
-    xs, indices, chosen, counts, scores, gs = map(list, zip(*batch))
-    routing = indices, chosen, torch.stack(counts), 128
-    weights = [torch.randn(LOCAL, *shape, generator=torch.Generator().manual_seed(2)) / 8
-               for shape in ((HIDDEN, DIM), (DIM, HIDDEN), (HIDDEN, DIM))]  # fmt: skip
-    exchange = CollectiveExchange(dist.group.WORLD, top_k=TOP_K, experts=EXPERTS)
-    plan = exchange.plan(indices[rank], chosen[rank], counts[rank])
-    w1, w2, w3 = (w.bfloat16().requires_grad_() for w in weights)
-    exchanged_swiglu(xs[rank], scores[rank], w1, w2, w3, exchange, plan).backward(gs[rank])
+def by_copies_in_bf16(batch: dict, weights: list, recipe: str, before: bool) -> list[Tensor]:
+    """The same of experts whose rows travel in bf16."""
+    x, scores, *weights = (
+        t.clone().requires_grad_() for t in (batch["x"], batch["scores"], *weights)
+    )
+    group, (slots, rows) = dist.group.WORLD, (batch["slots"], batch["rows"])
+    copies = Expand.call(x, slots, rows, scores if before else None)
+    received, (sent, arriving) = exchange_counts(batch["counts"], group)
+    copies = all_to_all_single_autograd(copies, arriving, sent, group)
+    copies, permutation, sizes = sort_by_expert(copies, received, group.size(), 128)
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    y = sort_back(fp8_swiglu(copies, *weights, ends, recipe=recipe, aligned=True), permutation)
+    y = all_to_all_single_autograd(y, sent, arriving, group)
+    out = Combine.call(y, slots, rows, None if before else scores)
+    out.backward(batch["g"])
+    return [out.detach(), x.grad, scores.grad]
 
-    def arrive(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        q, s = zip(*map(reference.quantize_1x128, tensors))
-        q = [t.view(torch.uint8) for t in q]
-        q, s = (reference.exchange_send(list(t), *routing)[rank][0] for t in (q, s))
-        return q.view(torch.float8_e4m3fn), s
 
-    origin = reference.exchange_send(xs, *routing)[rank][1]
-    weight = torch.stack([scores[o % RANKS].flatten()[o // RANKS] if o >= 0 else torch.tensor(0.0)
-                          for o in origin.tolist()])  # fmt: skip
-    ends = plan.ends
-    q, s = arrive(xs)
+def places_of(rank: int, batches: list[dict]) -> tuple[list[tuple[int, int]], Tensor]:
+    """(rank, slot) of each row of this rank's experts, slot -1 for padding; the ends of groups."""
+    places: list[tuple[int, int]] = []
+    ends = []
+    for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
+        begin = len(places)
+        for source, batch in enumerate(batches):
+            of_expert = (batch["chosen"] == expert) & (batch["rows"] >= 0)
+            places += [(source, slot) for slot in of_expert.flatten().nonzero().flatten().tolist()]
+        places += [(0, -1)] * (max(128, -(-(len(places) - begin) // 128) * 128) + begin - len(places))
+        ends.append(len(places))
+    return places, torch.tensor(ends, dtype=torch.int32)
+
+
+def weight_gradients(
+    rank: int, batches: list[dict], weights: list[Tensor], recipe: str, before: bool
+) -> list[Tensor]:
+    """Those of w1, w2 and w3, by the reference, from rows that have been quantized once."""
+    options = {"scale_fmt": RECIPES[recipe].scale_fmt}
+    places, ends = places_of(rank, batches)
+
+    def rows_and_columns(name: str, weighted: bool) -> tuple[list[Tensor], list[Tensor]]:
+        quantized = [reference.quantize_1x128(batch[name], **options) for batch in batches]
+        zero = reference.quantize_1x128(torch.zeros(1, DIM), **options)
+        rows: list[list[Tensor]] = [[], []]
+        for source, slot in places:
+            q, s = (t[slot // TOP_K] for t in quantized[source]) if slot >= 0 else (t[0] for t in zero)
+            factor = batches[source]["scores"].flatten()[slot] if weighted and slot >= 0 else 1
+            rows[0].append(q.view(torch.uint8))
+            rows[1].append(s * factor)
+        q, s = torch.stack(rows[0]).view(torch.float8_e4m3fn), torch.stack(rows[1])
+        products = reference.dequantize_1x128(q, s)
+        return [q, s], [*reference.quantize_128x1_t(products, ends, True, **options)]
+
+    layout = ends, True
+    x_rows, x_columns = rows_and_columns("x", before)
+    g_rows, g_columns = rows_and_columns("g", not before)
+    w1, w2, w3 = weights
     a, b = (
-        reference.blockwise_mm(q, s, *reference.quantize_128x128(w.detach()), ends, True)
+        reference.blockwise_mm(*x_rows, *reference.quantize_128x128(w, **options), *layout)
         for w in (w1, w3)
     )
-    h = reference.quantize_128x1_t(reference.swiglu(a, b), ends, True)
-    q, s = arrive(gs)
-    g_columns = reference.quantize_128x1_t(
-        reference.dequantize_1x128(q, s * weight[:, None]), ends, True
-    )
-    want = reference.blockwise_wgrad(*g_columns, *h, ends, True)
-    assert torch.equal(w2.grad, want)
+    dh = reference.blockwise_mm(*g_rows, *reference.quantize_128x128_t(w2, **options), *layout)
+    parts = reference.swiglu_backward_1x128_128x1_t(dh, a, b, *layout, **options)
+    wgrad = reference.blockwise_wgrad
+    return [
+        wgrad(*parts[2:4], *x_columns, *layout),
+        wgrad(*g_columns, *parts[8:], *layout),
+        wgrad(*parts[6:8], *x_columns, *layout),
+    ]
 
 
-def all_of_it(rank: int) -> None:
-    for sends_all in (True, False):
-        rows_and_gradients(rank, sends_all)
-    for recipe in ("blockwise", "blockwise_pow2"):
-        for before in (False, True):
-            fp8_on_the_wire(rank, recipe, before)
-    columns_are_quantized_from_rows(rank)
+def compare(rank: int, ranks: int) -> None:
+    cases = itertools.product(KINDS, ("blockwise", "blockwise_pow2"), (False, True))
+    for seed, (kind, recipe, before) in enumerate(cases):
+        batches, weights = draw(ranks, kind, seed), draw_weights(rank)
+        got = exchanged(batches[rank], weights, recipe, before)
+        # The scores are powers of two, so copies in bf16 are quantized to the same rows.
+        want = by_copies_in_bf16(batches[rank], weights, recipe, before)
+        want += weight_gradients(rank, batches, weights, recipe, before)
+        for name, a, b in zip(("out", "x", "scores", "w1", "w2", "w3"), got, want, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b), (name, kind, recipe, before)
 
 
-def test_the_exchange_equals_its_definition():
-    gloo.spawn(all_of_it, RANKS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_travel_as_experts_would_quantize_them(ranks):
+    gloo.spawn(compare, ranks, ranks)
+
+
+def test_capacity_of_all_ranks_is_enough_for_any_routing():
+    for ranks, kind in itertools.product((1, 2, 3), KINDS):
+        batches = draw(ranks, kind, 0)
+        most = max(len(batch["x"]) for batch in batches)
+        capacity = rows_for(most, TOP_K, ranks * LOCAL, ranks, float(ranks))
+        needed = max(len(places_of(rank, batches)[0]) for rank in range(ranks))
+        assert needed <= capacity <= ranks * most * TOP_K + LOCAL * 128
+    assert rows_for(100, 2, 8, 4, 1.5) == 1.5 * 200 + 2 * 128
+    assert rows_for(100, 4, 8, 4, 4.0) == 4 * 200 + 2 * 128  # two of the four go elsewhere
