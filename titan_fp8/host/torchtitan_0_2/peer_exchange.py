@@ -88,7 +88,8 @@ class AllToAllExchange:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    """Rows of bytes. A contiguous x may have any strides along a dimension of size 1."""
+    return x.contiguous().view(-1).view(torch.uint8).view(len(x), x.shape[1] * x.itemsize)
 
 
 # As the bodies of `gemms.py`. The weights and their scales come after the constants.
