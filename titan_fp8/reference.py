@@ -405,24 +405,24 @@ def places_of_tokens(
 def gather_1x128_128x1_t(
     q: Tensor,
     s: Tensor,
-    slots: Tensor,
+    index: Tensor,
     offs: Tensor,
     weight: Tensor | None = None,
     k: int = 1,
     *,
     scale_fmt: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row ⌊slots[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, as GEMMs of groups read them.
+    """Row ⌊index[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, as GEMMs of groups read them.
 
-    slots (C,) integers, C and all ends `offs` multiples of 128; a row of zeros where q has no such
+    index (C,) int32, C and all ends `offs` multiples of 128; a row of zeros where q has no such
     row. weight (C,) FP32 multiplies the scales of the rows.
 
     Returns:
         The rows' q (C, K) and s (C, ⌈K/128⌉); then q (K, C) and s (K, C/128) of their columns,
         which are quantized again: `quantize_128x1_t` of the FP32 products q · s.
     """
-    inside = _inside(slots, q.shape[0] * k)
-    source = torch.where(inside, slots // k, q.shape[0])  # a row of zeros that is appended
+    inside = _inside(index, q.shape[0] * k)
+    source = torch.where(inside, index // k, q.shape[0])  # a row of zeros that is appended
     q = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, 1))[source].view(q.dtype)
     s = torch.cat((s, scale_of(s.new_zeros(1, s.shape[1]), scale_fmt)))[source]
     if weight is not None:

@@ -97,8 +97,10 @@ def places_of(rank: int, batches: list[dict]) -> tuple[list[tuple[int, int]], Te
         begin = len(places)
         for source, batch in enumerate(batches):
             of_expert = (batch["chosen"] == expert) & (batch["rows"] >= 0)
-            places += [(source, slot) for slot in of_expert.flatten().nonzero().flatten().tolist()]
-        places += [(0, -1)] * (max(128, -(-(len(places) - begin) // 128) * 128) + begin - len(places))
+            slots = of_expert.flatten().nonzero().flatten().tolist()
+            places += [(source, slot) for slot in slots]
+        while len(places) % 128 or len(places) == begin:
+            places.append((0, -1))
         ends.append(len(places))
     return places, torch.tensor(ends, dtype=torch.int32)
 
@@ -111,11 +113,12 @@ def weight_gradients(
     places, ends = places_of(rank, batches)
 
     def rows_and_columns(name: str, weighted: bool) -> tuple[list[Tensor], list[Tensor]]:
-        quantized = [reference.quantize_1x128(batch[name], **options) for batch in batches]
-        zero = reference.quantize_1x128(torch.zeros(1, DIM), **options)
+        # The last row of each is padding, at index -1.
+        padded = [torch.cat((batch[name], torch.zeros(1, DIM).bfloat16())) for batch in batches]
+        quantized = [reference.quantize_1x128(x, **options) for x in padded]
         rows: list[list[Tensor]] = [[], []]
         for source, slot in places:
-            q, s = (t[slot // TOP_K] for t in quantized[source]) if slot >= 0 else (t[0] for t in zero)
+            q, s = (t[slot // TOP_K] for t in quantized[source])
             factor = batches[source]["scores"].flatten()[slot] if weighted and slot >= 0 else 1
             rows[0].append(q.view(torch.uint8))
             rows[1].append(s * factor)

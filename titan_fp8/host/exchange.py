@@ -29,7 +29,7 @@ class Arrived(NamedTuple):
 
     q: Tensor  # (R, K) FP8
     s: Tensor  # (R, ⌈K/128⌉)
-    slots: Tensor  # (C,) integers: row c of the experts is row ⌊slots[c] / k⌋; negative for padding
+    slots: Tensor  # (C,) int32: row c of the experts is row ⌊slots[c] / k⌋; negative for padding
     weight: Tensor | None  # (C,) FP32, of the experts' rows
     k: int
 

@@ -19,12 +19,12 @@ from titan_fp8.ops.operands import (
     K,
     M,
     N,
+    Operand,
     R,
     blocks,
     fp8,
     fp32,
     high,
-    integers,
 )
 from titan_fp8.ops.registry import primitive
 
@@ -69,7 +69,7 @@ primitive(
     *(fp8(K, C), fp32(K, blocks(C))),
     q=fp8(R, K),
     s=fp32(R, blocks(K)),
-    slots=integers(C),
+    index=Operand((torch.int32,), (C,)),
     weight=fp32(C),
 )
 

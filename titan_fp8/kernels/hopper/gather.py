@@ -41,7 +41,7 @@ LAYOUTS = TileLayouts(
 
 @kernel(do_not_specialize=["R", "C", "S_ROW", "S_BLOCK", "S", "E", "tiles", "zero_scale"])
 def gather_1x128_128x1_t_kernel(
-    x, s, slots, offs, weight, q, s_rows, q_t, s_t,
+    x, s, index, offs, weight, q, s_rows, q_t, s_t,
     R, C, K, KW, S_ROW, S_BLOCK, S, E, tiles, zero_scale,
     TOP: gl.constexpr, SCALE_FMT: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def gather_1x128_128x1_t_kernel(
         TRANSPOSED: gl.constexpr = LAYOUTS.transposed
         word = block * 32
         i = row + tokens_of(0, LOAD)
-        source = _source(slots, i, R, TOP)
+        source = _source(index, i, R, TOP)
         j = word + gl.arange(0, 32, gl.SliceLayout(0, LOAD))
         inside = (source >= 0)[:, None] & (j < KW)[None, :]
         words = gl.load(x + (source.to(gl.int64)[:, None] * KW + j[None, :]), mask=inside, other=0)
@@ -65,7 +65,7 @@ def gather_1x128_128x1_t_kernel(
         shared = gl.allocate_shared_memory(gl.int32, LOAD.shape, LAYOUTS.shared, words)
 
         t = row + gl.arange(0, 128, gl.SliceLayout(0, TRANSPOSED))
-        source = _source(slots, t, R, TOP)
+        source = _source(index, t, R, TOP)
         from_s = s + (source.to(gl.int64) * S_ROW + block.to(gl.int64) * S_BLOCK)
         scale = gl.load(from_s, mask=source >= 0, other=0)
         if weight is not None:
@@ -88,9 +88,9 @@ def gather_1x128_128x1_t_kernel(
 
 
 @gluon.jit
-def _source(slots, row, R, TOP: gl.constexpr):
+def _source(index, row, R, TOP: gl.constexpr):
     """The row of x for each row; -1 if there is none."""
-    slot = gl.load(slots + row).to(gl.int32)
+    slot = gl.load(index + row)
     source = gl.where(slot < 0, -1, slot // TOP)
     return gl.where(source < R, source, -1)
 
@@ -98,29 +98,29 @@ def _source(slots, row, R, TOP: gl.constexpr):
 def gather_1x128_128x1_t(
     q: Tensor,
     s: Tensor,
-    slots: Tensor,
+    index: Tensor,
     offs: Tensor,
     weight: Tensor | None = None,
     k: int = 1,
     *,
     scale_fmt: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row ⌊slots[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, and the columns of all rows.
+    """Row ⌊index[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, and the columns of all rows.
 
-    slots (C,) integers below 2^31, negative for a row of zeros; C and all ends `offs` multiples of
+    index (C,) int32, negative for a row of zeros; C and all ends `offs` multiples of
     128; weight (C,) FP32, a factor of s, or None.
 
     Returns:
         q (C, K), s (C, ⌈K/128⌉), q (K, C) and s (K, C/128). What is past the last end is not
         written.
     """
-    (r, width), c = q.shape, len(slots)
+    (r, width), c = q.shape, len(index)
     blocks = cdiv(width, BLOCK)
     rows, q_t = (q.new_empty(shape) for shape in ((c, width), (width, c)))
     s_rows, s_t = scales_1x128(s, c, width), scales_1x128(s, width, c)
     if c:
         gather_1x128_128x1_t_kernel[(c // BLOCK * blocks,)](
-            (q, torch.int32), s, slots, offs, weight, (rows, torch.int32), s_rows,
+            (q, torch.int32), s, index, offs, weight, (rows, torch.int32), s_rows,
             (q_t, torch.int8), s_t, r, c, width, width // 4, *s.stride(), c, len(offs), c // BLOCK,
             ZERO_SCALES[scale_fmt], k, SCALE_FMTS[scale_fmt], LAYOUTS, num_warps=WARPS,
         )  # fmt: skip
