@@ -184,6 +184,10 @@ class PeerExchange:
             q, s: (T, dim) and (T, ⌈dim/128⌉), as quantize_1x128 returns them.
             weight: (T, k) FP32 of the copies, or None.
         """
+        if weight is not None:
+            if weight.dtype != torch.float32:
+                raise ValueError(f"weights of copies are {weight.dtype}: allowed is torch.float32")
+            weight = weight.contiguous()
         self.kernels.send(
             q, s, weight, plan.order, plan.chosen, plan.offset, plan.ends, plan.filled,
             self.deltas, self.rank, self.q, self.s, self.weight, self.slots,
@@ -197,6 +201,8 @@ class PeerExchange:
 
         y are of what has arrived last.
         """
+        if y.dtype != self.back.dtype:
+            raise ValueError(f"rows that return are {y.dtype}: allowed is {self.back.dtype}")
         self.kernels.deliver(y, self.slots, plan.ends, self.deltas, self.back)
         self._barrier()
         return self.back[: plan.rows.numel()]
