@@ -78,11 +78,13 @@ class FeedForwardOps:
         swiglu: h of a and b, quantized along its rows.
         swiglu_backward: da, db and h, quantized as the GEMMs of backward read them.
         dgrad_pair: dx, the sum of two dgrads.
+        gather: rows and columns of x or g, for rows of experts that were quantized before.
     """
 
     swiglu: Stage
     swiglu_backward: Stage
     dgrad_pair: Stage
+    gather: Stage
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
             swiglu=scaled("swiglu_1x128"),
             swiglu_backward=scaled("swiglu_backward_1x128_128x1_t"),
             dgrad_pair=scaled("blockwise_dgrad_pair"),
+            gather=scaled("gather_1x128_128x1_t"),
         ),
     )
 

@@ -400,3 +400,32 @@ def places_of_tokens(
     place = first_place.flatten()[segment] + token - first_token[segment]
     token_of_place = torch.full((length,), -1, device=counts.device).scatter_(0, place, token)
     return token_of_place.int(), place.int(), sizes.int()
+
+
+def gather_1x128_128x1_t(
+    q: Tensor,
+    s: Tensor,
+    index: Tensor,
+    offs: Tensor,
+    weight: Tensor | None = None,
+    k: int = 1,
+    *,
+    scale_fmt: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row ⌊index[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, as GEMMs of groups read them.
+
+    index (C,) int32, C and all ends `offs` multiples of 128; a row of zeros where q has no such
+    row. weight (C,) FP32 multiplies the scales of the rows.
+
+    Returns:
+        The rows' q (C, K) and s (C, ⌈K/128⌉); then q (K, C) and s (K, C/128) of their columns,
+        which are quantized again: `quantize_128x1_t` of the FP32 products q · s.
+    """
+    inside = _inside(index, q.shape[0] * k)
+    source = torch.where(inside, index // k, q.shape[0])  # a row of zeros that is appended
+    q = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, 1))[source].view(q.dtype)
+    s = torch.cat((s, scale_of(s.new_zeros(1, s.shape[1]), scale_fmt)))[source]
+    if weight is not None:
+        s = torch.where(inside[:, None], s * weight[:, None], s)
+    columns = quantize_128x1_t(dequantize_1x128(q, s), offs, True, scale_fmt=scale_fmt)
+    return q, to_layout_1x128(s), *columns

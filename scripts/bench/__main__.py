@@ -15,7 +15,7 @@ import importlib
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("gemm", "grouped", "host", "linear", "memory", "permutation", "quantize")
+BENCHMARKS = ("exchange", "gemm", "grouped", "host", "linear", "memory", "permutation", "quantize")
 COMMANDS = ("plans", "kernel_table", "render")
 
 

@@ -142,7 +142,11 @@ def quantizer_inputs(offs: Tensor | None) -> dict[str, tuple]:
         "swiglu_1x128": (x, normal(M, K)),
         "swiglu_backward_1x128_128x1_t": (x, normal(M, K), normal(M, K), offs),
         "transpose_fp8": (w.to(torch.float8_e4m3fn),),
-    }
+        "gather_1x128_128x1_t": (
+            *hopper.quantize_1x128(x), torch.arange(-8, 1016).int().cuda(),
+            torch.tensor([128, 128, 896]).int().cuda(),
+        ),
+    }  # fmt: skip
 
 
 def gemm_inputs(offs: Tensor | None) -> dict[str, tuple]:

@@ -48,6 +48,7 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
         x = torch.randn(m, k, dtype=dtype)
         yield ops.quantize_1x128, (x,)
         yield ops.quantize_row, (x,)
+        yield from gather_calls(x)
         for index in ([-1, 7, m - 1, -1, 0, m], []):
             yield from row_calls(x, torch.tensor(index, dtype=torch.int32))
         a, b = torch.randn(2, m, k, dtype=dtype)
@@ -80,6 +81,16 @@ def row_calls(x, index):
     for weight in (None, torch.randn(pairs.shape)):
         yield ops.combine_rows, (x, pairs, weight)
     yield ops.dot_rows, (torch.randn(len(pairs), x.shape[1], dtype=x.dtype), x, pairs)
+
+
+def gather_calls(x):
+    """Rows of x in FP8, in groups; there are no rows for the first and the last index."""
+    q, s = ops.quantize_1x128(x)
+    ends = offsets(128, 256)
+    for index in (torch.arange(-20, 364).int(), torch.arange(0).int()):
+        arguments = q, s, index, ends.clamp(max=len(index))
+        yield ops.gather_1x128_128x1_t, arguments
+        yield ops.gather_1x128_128x1_t, (*arguments, torch.randn(len(index)), 2)
 
 
 def index_calls():

@@ -255,7 +255,7 @@ def exchange_both_ways(rank: int) -> None:
     group = dist.group.WORLD
     counts = torch.arange(8) + 10 * rank
     want = functional.all_to_all_single(counts, None, None, group=group)
-    got, splits = token_exchange._exchange_counts(counts, group)
+    got, splits = token_exchange.exchange_counts(counts, group)
     assert type(got) is Tensor and torch.equal(got, want)
     assert splits == [each.view(2, -1).sum(1).tolist() for each in (counts, got)]
     for sent in ([[5, 3], [0, 2]], [[0, 0], [4, 0]], [[0, 7], [7, 0]], [[0, 0], [0, 0]]):

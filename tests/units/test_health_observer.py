@@ -21,7 +21,7 @@ from numerics import (
 from shapes import SMALL_GROUPS
 from torch import nn
 
-from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear
+from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.health import Layer, Observer, observer, sampling, watch
@@ -410,3 +410,20 @@ def test_launches(recipe):
     assert count(step) == before, "nothing must be left of an observer"
     assert 0 < (during - before).total() <= KERNELS_PER_LINEAR * len(layers)
     assert count(watching.table).total() < 200  # for any number of layers of these shapes
+
+
+def test_memory_of_a_quantizer_that_a_gather_of_rows_reuses_belongs_to_no_layer(monkeypatch):
+    x, w = torch.randn(128, 256), torch.randn(1, 256, 256)
+    ends, index = offsets([128]), torch.arange(128).int()
+    of_weight = layer(w)
+    for gathers in (False, True):
+        watching = Observer([of_weight])
+        ops = watching.wrap(reference)
+        q, s, *columns = ops.quantize_1x128_128x1_t(x, ends, True)
+        if gathers:
+            in_place = lambda *args, **options: (q, s, *columns)  # noqa: E731, B023
+            monkeypatch.setattr(reference, "gather_1x128_128x1_t", in_place)
+            ops.gather_1x128_128x1_t(q, s, index, ends)
+        ops.blockwise_fprop(q, s, of_weight.module.weight, ends, True, x.dtype, x.dtype, None)
+        table, _ = watching.table()
+        assert bool(table[0, OPERANDS.index("x fprop"), Stat.NONZERO]) != gathers

@@ -53,12 +53,15 @@ class Spec(NamedTuple):
 
 
 def quantize(
-    ops: Any, x_MK: Tensor, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
+    ops: Any, x_MK: Tensor | Operand, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
 ) -> tuple[Operand, Operand]:
     """The rows and columns of x (M, K), an input or a gradient, as GEMMs read them.
 
-    `rows` and `columns` say which of the two to compute; the other one is ().
+    `rows` and `columns` say which of the two to compute; the other one is (). x may also be both
+    already: q and s of the rows, q and s of the columns.
     """
+    if not isinstance(x_MK, Tensor):
+        return (x_MK[:2] if rows else ()), (x_MK[2:] if columns else ())
     recipe, layout = spec.recipe, (offs, spec.aligned)
     if columns and recipe.wgrad_in_bf16:
         return (recipe.quantize_rows.on(ops, x_MK) if rows else ()), (x_MK.bfloat16(),)
@@ -109,7 +112,7 @@ def _given(*results: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def quantized(
-    ops: Any, x_MK: Tensor, offs: Tensor | None, for_wgrad: bool, spec: Spec
+    ops: Any, x_MK: Tensor | Operand, offs: Tensor | None, for_wgrad: bool, spec: Spec
 ) -> tuple[Tensor, ...]:
     """The rows of x, and with `for_wgrad` its columns; a wgrad in bf16 reads x itself."""
     for_wgrad &= not spec.recipe.wgrad_in_bf16
@@ -153,7 +156,7 @@ def product_backward(
 
 def feed_forward(
     ops: Any,
-    x_MK: Tensor,
+    x_MK: Tensor | Operand,
     w1: Tensor,
     s1: Tensor | None,
     w2: Tensor,
@@ -174,7 +177,7 @@ def feed_forward(
 
 def feed_forward_backward(
     ops: Any,
-    g_MN: Tensor,
+    g_MN: Tensor | Operand,
     w1: Tensor,
     s1: Tensor | None,
     w2: Tensor,

@@ -102,6 +102,11 @@ class Observer:
         self._operands.append(operand)
         return operand
 
+    def forget(self, *quantized: Tensor) -> None:
+        """What is at these addresses now is not what a quantizer has written there before."""
+        for q in quantized:
+            self._by_address.pop(q.data_ptr(), None)
+
     def _note_shard(self, layer: int, gather: ShardGather) -> None:
         """Samples what this rank has quantized of a weight that FSDP2 gathers in FP8.
 

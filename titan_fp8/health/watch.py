@@ -87,6 +87,11 @@ def _both(observer: "Observer", c: Any, outputs: Any) -> None:
     _note(observer, c, observer.sampler.sampled(c.first), outputs[:2], outputs[2:])
 
 
+def _gather(observer: "Observer", _: Any, outputs: Any) -> None:
+    """Copies of rows that were quantized before: they are no samples of this layer's tokens."""
+    observer.forget(outputs[0], outputs[2])
+
+
 def _swiglu(observer: "Observer", c: Any, outputs: Any) -> None:
     a, b = map(observer.sampler.sampled, (c.a, c.b))
     _note(observer, c, swiglu(a, b), outputs)
@@ -145,3 +150,4 @@ for _r in RECIPES.values():
         WATCHED[_r.feed_forward.swiglu.name] = _swiglu
         WATCHED[_r.feed_forward.swiglu_backward.name] = _swiglu_backward
         WATCHED[_r.feed_forward.dgrad_pair.name] = _dgrad_pair
+        WATCHED[_r.feed_forward.gather.name] = _gather

@@ -115,11 +115,18 @@ def sort_by_expert(
         int32. As in torchtitan, R is the most that padding can lead to, rather than the sum of the
         sizes, so that it needs no device sync.
     """
-    tokens, experts = x.shape[0], counts.shape[0] // ranks
+    permutation, sizes = permutation_by_expert(counts, ranks, x.shape[0], alignment)
+    return Permute.call(x, *permutation), permutation, sizes
+
+
+def permutation_by_expert(
+    counts: Tensor, ranks: int, tokens: int, alignment: int
+) -> tuple[Permutation, Tensor]:
+    """The permutation of `sort_by_expert` for so many tokens, and the padded group sizes."""
+    experts = counts.shape[0] // ranks
     length = round_up(tokens + experts * alignment, alignment)
     *indices, sizes = call("places_of_tokens", counts, experts, ranks, tokens, length, alignment)
-    permutation = Permutation(*indices)
-    return Permute.call(x, *permutation), permutation, sizes
+    return Permutation(*indices), sizes
 
 
 def sort_back(y: Tensor, permutation: Permutation) -> Tensor:

@@ -29,7 +29,7 @@ LOADS_ACROSS = 4
 
 
 @gluon.jit
-def _load_rows(x, source, M, column, K, TILE: gl.constexpr):
+def load_rows(x, source, M, column, K, TILE: gl.constexpr):
     """Rows `source` of x (M, K) from `column` on; zeros where x has no such row."""
     j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
     inside = ((source >= 0) & (source < M))[:, None] & (j < K)[None, :]
@@ -59,7 +59,7 @@ def permute_gather_kernel(
     i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
     slot = gl.load(slots + i, mask=i < R, other=-1)
     source = gl.where(slot < 0, -1, slot // SLOTS)
-    values = _load_rows(x, source, M, column, units * UNIT, TILE)
+    values = load_rows(x, source, M, column, units * UNIT, TILE)
     if weight is not None:
         w = gl.load(weight + slot, mask=(source >= 0) & (source < M), other=0)
         values = (values.to(gl.float32) * w[:, None]).to(values.dtype)
@@ -78,7 +78,7 @@ def permute_combine_kernel(
     total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
     for k in gl.static_range(TOP):
         source = gl.load(index + (i * TOP + k), mask=i < T, other=-1)
-        values = _load_rows(y, source, M, column, units * UNIT, TILE)
+        values = load_rows(y, source, M, column, units * UNIT, TILE)
         if weight is None:
             total += values.to(gl.float32)
         else:
@@ -103,7 +103,7 @@ def permute_dot_kernel(
         inside = (i < T * TOP)[:, None] & (j < K)[None, :]
         token = (i // TOP).to(gl.int64)[:, None]
         left = gl.load(a + (token * K + j[None, :]), mask=inside, other=0)
-        right = _load_rows(b, source, M, column, K, TILE)
+        right = load_rows(b, source, M, column, K, TILE)
         total += gl.sum(left.to(gl.float32) * right.to(gl.float32), 1)
     # Zero even where a holds NaN or Inf.
     total = gl.where((source >= 0) & (source < M), total, 0)
@@ -111,7 +111,7 @@ def permute_dot_kernel(
 
 
 @functools.cache
-def _tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
+def tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedLinearLayout]:
     """For rows of k elements: the units of a row, the elements of a unit, and the layout of a tile.
 
     A unit is what one load reads. Each thread loads `loads` units of a tile.
@@ -129,7 +129,7 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
     """
     (m, width), r = x.shape, slots.shape[0]
     out = x.new_empty(r, width)
-    units, unit, tile = _tiling(width, x.element_size(), COPY_LOADS)
+    units, unit, tile = tiling(width, x.element_size(), COPY_LOADS)
     blocks = cdiv(width, tile.shape[1])
     if out.numel():
         permute_gather_kernel[(cdiv(r, tile.shape[0]) * blocks,)](
@@ -145,7 +145,7 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
     """
     (m, k), (t, top) = y.shape, index.shape
     out = y.new_empty(t, k)
-    units, unit, tile = _tiling(k, y.element_size(), SUM_LOADS)
+    units, unit, tile = tiling(k, y.element_size(), SUM_LOADS)
     blocks = cdiv(k, tile.shape[1])
     if out.numel():
         permute_combine_kernel[(cdiv(t, tile.shape[0]) * blocks,)](
@@ -161,7 +161,7 @@ def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     """
     t, top = index.shape
     out = a.new_empty(t, top, dtype=torch.float32)
-    units, unit, tile = _tiling(a.shape[1], a.element_size(), SUM_LOADS)
+    units, unit, tile = tiling(a.shape[1], a.element_size(), SUM_LOADS)
     if out.numel():
         permute_dot_kernel[(cdiv(out.numel(), tile.shape[0]),)](
             a, b, index, out, b.shape[0], t, units, top, unit, tile, num_warps=WARPS

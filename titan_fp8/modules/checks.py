@@ -3,6 +3,7 @@
 Each raises a ValueError that names the key or module, its value and what is allowed.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from titan_fp8.recipe import RECIPE_NAMES
 
 PERMUTATIONS = ("gather", "host")
 """The allowed values of `permutation`."""
+EXCHANGES = ("bf16", "fp8")
+"""The allowed values of `exchange`."""
 
 # Configuration values
 
@@ -47,6 +50,12 @@ def check_freq(key: str, value: object) -> None:
     """Allowed are numbers of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{key} = {value!r}: allowed are whole numbers of steps, 0 for never")
+
+
+def check_capacity(key: str, value: object) -> None:
+    """Allowed are finite numbers from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        raise ValueError(f"{key} = {value!r}: allowed are finite numbers from 1 on")
 
 
 def permutation_of(permutation: str | None, host_speedups: bool) -> str:

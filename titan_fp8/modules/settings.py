@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from titan_fp8.functional.checks import check_bool
 from titan_fp8.modules.checks import (
+    EXCHANGES,
     PERMUTATIONS,
+    check_capacity,
     check_choice,
     check_experts_patterns,
     check_freq,
@@ -24,6 +26,7 @@ from titan_fp8.recipe import RECIPE_NAMES
 
 RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
 PermutationName = Literal[PERMUTATIONS]  # type: ignore[valid-type]
+ExchangeName = Literal[EXCHANGES]  # type: ignore[valid-type]
 
 
 @dataclass(kw_only=True)
@@ -97,4 +100,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "health_freq": check_freq,
     "host_speedups": check_bool,
     "permutation": functools.partial(check_choice, allowed=PERMUTATIONS),
+    "exchange": functools.partial(check_choice, allowed=EXCHANGES),
+    "exchange_capacity": check_capacity,
 }

@@ -72,6 +72,8 @@ def _columns(alignment: int) -> Dim:
 M, R, T = Dim("M"), Dim("R"), Dim("T")
 N, K, H = (Dim(name, unit=16, empty=False) for name in "NKH")
 E = Dim("E", empty=False)
+C = Dim("C", unit=BLOCK)
+"""Rows of groups that end at multiples of 128."""
 MT, MT_ROWWISE = Dim("Mt", unit=BLOCK), Dim("Mt", unit=ROW_ALIGNMENT)
 """The columns of a transposed copy, of which nothing else is known."""
 MT_OF_M, MT_ROWWISE_OF_M = _columns(BLOCK), _columns(ROW_ALIGNMENT)

@@ -13,11 +13,13 @@ from titan_fp8 import reference
 from titan_fp8.ops.operands import (
     MT_OF_M,
     MT_ROWWISE_OF_M,
+    C,
     E,
     H,
     K,
     M,
     N,
+    Operand,
     R,
     blocks,
     fp8,
@@ -57,6 +59,18 @@ primitive(
     dh=high(M, H),
     a=_AS_FIRST,
     b=_AS_FIRST,
+)
+
+# Blockwise, of rows that have been quantized before they were sent to their experts
+
+primitive(
+    reference.gather_1x128_128x1_t,
+    *(fp8(C, K), fp32(C, blocks(K))),
+    *(fp8(K, C), fp32(K, blocks(C))),
+    q=fp8(R, K),
+    s=fp32(R, blocks(K)),
+    index=Operand((torch.int32,), (C,)),
+    weight=fp32(C),
 )
 
 # Rowwise

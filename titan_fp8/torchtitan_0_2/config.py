@@ -24,9 +24,16 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_fp8.modules.checks import permutation_of
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS
-from titan_fp8.modules.settings import ExpertsSettings, LinearSettings, RecipeName, Settings
-from titan_fp8.recipe import BF16
+from titan_fp8.modules.settings import (
+    ExchangeName,
+    ExpertsSettings,
+    LinearSettings,
+    RecipeName,
+    Settings,
+)
+from titan_fp8.recipe import BF16, RECIPES
 
 LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
@@ -68,6 +75,17 @@ class TitanFP8GroupedMM(_Section, ExpertsSettings):
     where = f"[{GROUPED_MM}]"
     recipe: RecipeName | None = None
     """As in the linear section, whose value is the default."""
+
+    exchange: ExchangeName = "bf16"
+    """How tokens, and the gradients of the experts' outputs, travel between the ranks of expert
+    parallelism. "bf16": in the dtype of the activations. "fp8": each is quantized once, before it
+    is copied for its experts, and weight gradients read what is quantized again from that. Needs a
+    blockwise recipe and permutation by gathers."""
+
+    exchange_capacity: float = 2.0
+    """The rows that a rank's experts can get, relative to balanced routing, where GPUs exchange
+    tokens in FP8 by writing to each other's memory. More rows are an error; the number of the ranks
+    is enough for any routing. It costs memory."""
 
 
 @dataclass
@@ -173,7 +191,8 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
     Raises:
         ValueError: model.converters is no list, names a converter that does not exist, or names a
             converter of titan_fp8 twice; experimental.custom_import cannot be imported; or a
-            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed.
+            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed;
+            or experts are to exchange tokens in FP8 by another recipe or permutation.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
@@ -204,6 +223,14 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
                 f'"{name}": list it there, or remove the section and its flags'
                 + (", as for models without experts" if name == GROUPED_MM else "")
             )
+    experts, recipe = config.quantize.grouped_mm.titan_fp8, experts_recipe(config.quantize)
+    permutation = permutation_of(experts.permutation, host_speedups_of(config))
+    suits = recipe == BF16 or (RECIPES[recipe].feed_forward and permutation == "gather")
+    if experts.exchange == "fp8" and not suits:
+        raise ValueError(
+            f'[{GROUPED_MM}] exchange = "fp8" with recipe = {recipe!r} and permutation = '
+            f'{permutation!r}: allowed are a blockwise recipe and "gather"'
+        )
     if utils.device_type != "cpu" and not torch.cuda.is_available():
         logger.warning(
             "titan_fp8: no GPU found. torchtitan.train fails without one; "

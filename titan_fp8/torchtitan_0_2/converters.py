@@ -81,7 +81,7 @@ class _Converter(QuantizationConverter):
         if section.fsdp_all_gather and recipe != BF16:
             self.gather_in_fp8(model)
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
-        if ours[0] == self.name:  # Once for both converters.
+        if ours[-1] == self.name:  # Once for both converters, when all is converted.
             speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
 
     def prepare(self, emulate: bool) -> None:

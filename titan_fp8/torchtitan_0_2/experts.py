@@ -21,6 +21,7 @@ from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8.functional.checks import check_bool, check_types
+from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
 from titan_fp8.layouts import BLOCK
 from titan_fp8.modules.checks import (
     check_choice,
@@ -57,8 +58,11 @@ class FP8GroupedExperts(GroupedExperts):
     compile_backend: str | None
     health_freq: int = 0
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim)."""
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor | Exchanged) -> Tensor:
+        """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim).
+
+        Or x (T, dim), in the order of the tokens, and how it is exchanged. Returns (T, dim).
+        """
         weights = (self.w1, self.w2, self.w3)
         aligned = False
         if isinstance(self.w1, DTensor):
@@ -72,6 +76,8 @@ class FP8GroupedExperts(GroupedExperts):
         if self.compile_backend is not None and not torch.compiler.is_compiling():
             run = compiled_run_experts(self.compile_backend)
         try:
+            if isinstance(num_tokens_per_expert, Exchanged):
+                return num_tokens_per_expert.run(x, *weights, self.recipe, self.emulate)
             return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None

@@ -10,12 +10,14 @@ from torchtitan.tools.logging import logger
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import log_permutation, speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2.input_stream import Streams
-from titan_fp8.host.torchtitan_0_2.moe import route_by_gathers
+from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
+from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2 import patches
-from titan_fp8.torchtitan_0_2.config import host_speedups_of
+from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, experts_recipe, host_speedups_of
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 
 def speed_up(
@@ -49,8 +51,11 @@ def speed_up(
         return
     layers = route_by_gathers(model)
     log_permutation(layers, section.permutation, section.where, "permutation")
+    has_hooks = False
     if layers and parallel_dims.ep_enabled:
-        patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
+        has_hooks = patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
+    if section.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16:
+        _exchange_in_fp8(model, section, parallel_dims.ep_enabled, has_hooks)
     # Under TP, MoE blocks have hooks that forbid it.
     if not (layers and on and compiles) or parallel_dims.tp_enabled:
         return
@@ -58,3 +63,30 @@ def speed_up(
         # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
         patches.SAC_POLICY.apply(with_fp8_policy)
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
+
+
+def _exchange_in_fp8(
+    model: nn.Module, section: TitanFP8GroupedMM, ep_enabled: bool, has_hooks: bool
+) -> None:
+    """Lets converted experts exchange their tokens in FP8; warns if nothing is exchanged.
+
+    Raises:
+        RuntimeError: torchtitan's hooks for the exchange are not those that could be replaced.
+    """
+    where = f'{section.where} exchange = "fp8"'
+    if not ep_enabled:
+        logger.warning(f"titan_fp8: {where} changes nothing: there is no expert parallelism")
+        return
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, GatherMoE) and isinstance(module.experts, FP8GroupedExperts)
+    ]
+    if not layers:
+        logger.warning(f"titan_fp8: {where} changes nothing: no MoE layer exchanges tokens by it")
+        return
+    if not has_hooks:
+        raise RuntimeError(f"{where}: not with the hooks of this version of torchtitan")
+    for layer in layers:
+        layer.exchange_capacity = section.exchange_capacity
+    logger.info(f"titan_fp8: {len(layers)} MoE layers exchange their tokens in FP8")

@@ -13,6 +13,7 @@ from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
+from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
 from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
 
 
@@ -20,15 +21,20 @@ class Routed(NamedTuple):
     """The tokens of a batch, and their copies for the experts."""
 
     tokens: Tensor  # (T, dim)
-    copies: Tensor  # (R, dim), sorted by expert
+    copies: Tensor | None  # (R, dim), sorted by expert; None if the experts exchange the tokens
     counts: Tensor  # (experts,), the copies for each
     slots: Tensor  # (R,), of each copy, as in `permute.Expand`
     rows: Tensor  # (T, k), of each slot, as there
     scores: Tensor | None  # (T, k), weights of the experts' outputs; None if copies are weighted
+    chosen: Tensor  # (T, k), the expert of each slot
 
 
 class GatherMoE(MoE):
     """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
+
+    exchange_capacity: float | None = None
+    """Tokens travel to their experts in FP8, and a rank can get so many, relative to balanced
+    routing (`peer_exchange.py`). None: copies of them travel as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, seq, dim) to the same shape."""
@@ -49,17 +55,27 @@ class GatherMoE(MoE):
             # Under sequence parallelism these are only the slots of this rank's tokens.
             _, slots, counts = reorderer(scores, chosen)
         rows = rows_of_slots(slots, scores)
+        if self.exchange_capacity is not None:
+            return Routed(tokens, None, counts, slots, rows, scores, chosen)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
-        return Routed(tokens, Expand.call(tokens, slots, rows, before), counts, slots, rows, after)
+        copies = Expand.call(tokens, slots, rows, before)
+        return Routed(tokens, copies, counts, slots, rows, after, chosen)
 
     def finish(self, routed: Routed) -> Tensor:
         """The experts and what follows them: (T, dim)."""
-        tokens, copies, counts, slots, rows, scores = routed
-        copies = self.experts(copies, counts)
+        tokens, copies, counts, slots, rows, scores, chosen = routed
+        if copies is None:
+            assert scores is not None and self.exchange_capacity is not None
+            how = scores, self.score_before_experts, self.exchange_capacity
+            out = self.experts(tokens, Exchanged(rows, chosen, counts, slots, *how))
+        else:
+            copies = self.experts(copies, counts)
         # Computed here to overlap with the all-to-all that returns the copies.
         shared_experts = _without_compiler(self.shared_experts)
         shared = None if shared_experts is None else shared_experts(tokens)
-        out = Combine.call(copies, slots, rows, scores).to(tokens.dtype)
+        if copies is not None:
+            out = Combine.call(copies, slots, rows, scores)
+        out = out.to(tokens.dtype)
         return out if shared is None else shared + out
 
 

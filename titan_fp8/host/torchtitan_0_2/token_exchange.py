@@ -25,7 +25,22 @@ from titan_fp8.host.torchtitan_0_2.permutation import permute, unpermute
 _c10d = torch.ops._c10d_functional
 
 
-def _exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[list[int]]]:
+def all_to_all(x: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    """Starts to send rows of x (S, ...) to each rank; `wait_for` returns those received.
+
+    There is no gradient. In an op-level checkpoint forward saves what it has received.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
+        return _c10d.all_to_all_single.default(x, received, sent, group_name)
+
+
+def wait_for(x: Tensor) -> Tensor:
+    """What a collective returns, once it is there."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return _c10d.wait_tensor.default(x)
+
+
+def exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[list[int]]]:
     """Exchanges the rows for each expert (experts,) between the ranks.
 
     Returns:
@@ -35,9 +50,7 @@ def _exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[
     """
     with torch.no_grad():
         parts = [len(counts) // group.size()] * group.size()
-        with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
-            arriving = _c10d.all_to_all_single.default(counts, parts, parts, group.group_name)
-        received = _c10d.wait_tensor.default(arriving)
+        received = wait_for(all_to_all(counts, parts, parts, group.group_name))
         splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
         with inside_checkpoint():
             splits = splits.to("cpu")
@@ -70,11 +83,16 @@ def token_dispatch(
         inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
 
     Returns:
-        The rows of the local experts, as `permute` pads them, and the padded sizes of the groups.
+        The rows of the local experts, as `permute` pads them, and the padded sizes of the groups;
+        or the inputs, if the experts exchange their tokens by themselves.
     """
     rows, counts = inputs
+    if not isinstance(counts, Tensor):  # an `Exchanged` of peer_exchange.py
+        counts.pass_dispatch(mod, device_mesh)
+        self.permuted_indices = None
+        return inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
-    received, (self.input_splits, self.output_splits) = _exchange_counts(counts, group)
+    received, (self.input_splits, self.output_splits) = exchange_counts(counts, group)
     rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
     self.input_shape, rows, self.permuted_indices, sizes = permute(
         rows, received, ranks, len(counts) // ranks
@@ -86,6 +104,8 @@ def token_combine(
     self: expert_parallel.ExpertParallel, mod: Any, rows: Tensor, device_mesh: DeviceMesh
 ) -> Tensor:
     """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
+    if self.permuted_indices is None:  # The experts have sent them back.
+        return rows
     rows, group = unpermute(rows, self.input_shape, self.permuted_indices), device_mesh.get_group()
     return all_to_all_single_autograd(rows, self.input_splits, self.output_splits, group)
 
@@ -98,13 +118,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
     ) -> Tensor:
         ctx.arguments = sent, received, group_name
-        with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
-            out = _c10d.all_to_all_single.default(x, received, sent, group_name)
-        return AsyncCollectiveTensor(out)
+        return AsyncCollectiveTensor(all_to_all(x, received, sent, group_name))
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out = _c10d.all_to_all_single.default(g.contiguous(), *ctx.arguments)
-            return _c10d.wait_tensor.default(out), None, None, None
+        return wait_for(all_to_all(g.contiguous(), *ctx.arguments)), None, None, None

@@ -1,5 +1,6 @@
 """The Hopper kernels (compute capability 9.0), in Gluon: a function for each primitive op."""
 
+from titan_fp8.kernels.hopper.gather import gather_1x128_128x1_t
 from titan_fp8.kernels.hopper.gemm_bf16 import bf16_wgrad
 from titan_fp8.kernels.hopper.gemm_blockwise import (
     blockwise_mm,
@@ -29,6 +30,7 @@ __all__ = [
     "blockwise_mm",
     "blockwise_mm_pair",
     "blockwise_wgrad",
+    "gather_1x128_128x1_t",
     "quantize_128x1_t",
     "quantize_128x128",
     "quantize_128x128_t",

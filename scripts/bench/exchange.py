@@ -1,0 +1,234 @@
+"""The exchange of tokens with their experts' ranks, on all GPUs of this host, without the experts.
+
+The shapes are those of Qwen3-30B-A3B: 8192 tokens a rank, 8 of 128 experts a token, 2048 channels,
+routed at random. Three ways: copies in bf16 by all-to-alls, the same tokens in FP8, and FP8 written
+by each GPU into the memory of the others. A result that differs between the last two ends the
+benchmark, and so do rows for fprop that differ from those of copies in bf16.
+
+- dispatch: from tokens to the operands of the experts' GEMMs, quantizing and counts included.
+- combine: from the experts' outputs to weighted sums.
+- backward: of both, from the gradient of the sums to the operands of dgrad and wgrad, and from the
+  gradients of the experts' inputs to that of the tokens.
+
+A call starts on all ranks at once. "us" is the median from its first launch to the end of its last
+kernel, waiting of the CPU included; "us in a row" and "CPU us" are of calls that follow each other
+without a pause. Bytes are those that leave a GPU for another.
+"""
+
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench.common import Result
+from tables import Row
+
+from titan_fp8.host import permute
+from titan_fp8.host.exchange import PeerExchange, rows_for
+from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange
+from titan_fp8.host.torchtitan_0_2.token_exchange import all_to_all, exchange_counts, wait_for
+from titan_fp8.kernels import hopper
+from titan_fp8.ops import call
+
+TOKENS, TOP_K, DIM, EXPERTS = 8192, 8, 2048, 128
+CAPACITY, CALLS = 1.25, 20
+TITLE = "Exchange of tokens"
+ABOUT = (
+    f"{TOKENS} tokens a rank of {DIM}, {TOP_K} of {EXPERTS} experts each: copies in bf16 by "
+    "all-to-alls, tokens in FP8 by all-to-alls, and by writes into the memory of other GPUs."
+)
+
+Step = Callable[[], Any]
+
+
+def operands(x: torch.Tensor, way: Any, plan: Any, weight: torch.Tensor | None = None) -> Any:
+    """What GEMMs read of tokens x that travel in FP8."""
+    arrived = way.arrive(*hopper.quantize_1x128(x), weight, plan)
+    read = arrived.q, arrived.s, arrived.slots, plan.ends, arrived.weight, arrived.k
+    return hopper.gather_1x128_128x1_t(*read)
+
+
+def in_fp8(way: Any, routing: tuple, x: Any, g: Any, scores: Any, y: Any) -> dict[str, Step]:
+    plan = way.plan(*routing)
+    operands(x, way, plan)
+    y = y[: len(operands(x, way, plan)[0])]
+
+    def combine() -> torch.Tensor:
+        return call("combine_rows", way.deliver(y, plan), plan.rows, scores)
+
+    kept = way.kept(way.deliver(y, plan))
+
+    def backward() -> tuple:
+        of_rows = operands(g, way, plan, scores)
+        dx = call("combine_rows", way.deliver(y, plan), plan.rows, None)
+        return of_rows, dx, call("dot_rows", g, kept, plan.rows)
+
+    dispatch = lambda: operands(x, way, way.plan(*routing))  # noqa: E731
+    return {"dispatch": dispatch, "combine": combine, "backward": backward}
+
+
+def in_bf16(group: Any, routing: tuple, x: Any, g: Any, scores: Any, y: Any) -> dict[str, Step]:
+    order, _, counts, slots = routing
+
+    def exchange(rows: Any, received: list[int], sent: list[int]) -> Any:
+        return wait_for(all_to_all(rows, received, sent, group.group_name))
+
+    def send(tokens: Any, weight: Any, received: list[int], sent: list[int]) -> Any:
+        copies = call("gather_rows", tokens, slots, weight, TOP_K)
+        return exchange(copies, received, sent)
+
+    received, (sent, arriving) = exchange_counts(counts, group)
+    of_rank = group.size(), sum(arriving), 128
+    permutation, sizes = permute.permutation_by_expert(received, *of_rank)
+    ends, y = sizes.cumsum(0, dtype=torch.int32), y[: len(permutation.tokens)]
+
+    def quantized(rows: Any, order: Any, ends: Any) -> Any:
+        return hopper.quantize_1x128_128x1_t(call("gather_rows", rows, order), ends, True)
+
+    def dispatch() -> Any:
+        received, (sent, arriving) = exchange_counts(counts, group)
+        rows = send(x, None, arriving, sent)
+        permutation, sizes = permute.permutation_by_expert(received, *of_rank)
+        return quantized(rows, permutation.tokens, sizes.cumsum(0, dtype=torch.int32))
+
+    def returned() -> Any:
+        return exchange(call("gather_rows", y, permutation.places), sent, arriving)
+
+    kept = returned()
+
+    def backward() -> tuple:
+        rows = quantized(send(g, scores, arriving, sent), permutation.tokens, ends)
+        dx = call("combine_rows", returned(), order, None)
+        return rows, dx, call("dot_rows", g, kept, order)
+
+    combine = lambda: call("combine_rows", returned(), order, scores)  # noqa: E731
+    return {"dispatch": dispatch, "combine": combine, "backward": backward}
+
+
+def kernels_of(e: PeerExchange, routing: tuple, x: Any, y: Any) -> dict[str, Step]:
+    """The kernels of the exchange, alone; they move the same tokens again."""
+    plan, (q, s) = e.plan(*routing), hopper.quantize_1x128(x)
+    e.arrive(q, s, None, plan)
+    places = plan.order, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas, e.rank
+    read = e.q, e.s, e.slots, plan.ends, None, TOP_K
+    return {
+        "kernel: barrier": e._barrier,
+        "kernels: plan": lambda: e.plan(*routing),
+        "kernel: send": lambda: e.kernels.send(q, s, None, *places, e.q, e.s, e.weight, e.slots),
+        "kernel: gather": lambda: hopper.gather_1x128_128x1_t(*read),
+        "kernel: deliver": lambda: e.kernels.deliver(y, e.slots, plan.ends, e.deltas, e.back),
+    }
+
+
+def check_equal(ways: dict[str, dict[str, Step]], end: int) -> None:
+    """Ends the process if results differ that must be equal."""
+    bf16, fp8, peers = ({what: step() for what, step in way.items()} for way in ways.values())
+    for what, got, want in (("FP8", fp8, bf16), ("peers", peers, fp8)):
+        pairs = [(a[:end], b[:end]) for a, b in zip(got["dispatch"][:2], want["dispatch"][:2])]
+        pairs += [(got["combine"], want["combine"])]
+        pairs += zip(got["backward"][1:], want["backward"][1:])
+        if not all(torch.equal(a.float(), b.float()) for a, b in pairs):
+            raise SystemExit(f"{what}: the exchange is wrong")
+
+
+def measure_step(step: Step) -> tuple[float, float, float]:
+    """Times in us: alone, in a row, and of the CPU in a row."""
+    for _ in range(3):
+        step()
+    alone = []
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(CALLS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        events[0].record()
+        step()
+        events[1].record()
+        torch.cuda.synchronize()
+        alone.append(events[0].elapsed_time(events[1]))
+    dist.barrier()
+    torch.cuda.synchronize()
+    events[0].record()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        step()
+    cpu = time.perf_counter() - begin
+    events[1].record()
+    torch.cuda.synchronize()
+    in_a_row = events[0].elapsed_time(events[1]) / CALLS
+    return statistics.median(alone) * 1e3, in_a_row * 1e3, cpu / CALLS * 1e6
+
+
+def measure_rank(rank: int, ranks: int, port: int, results: Any) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=ranks,
+        device_id=device,
+    )
+    torch.manual_seed(rank)
+    chosen = torch.rand(TOKENS, EXPERTS, device=device).topk(TOP_K).indices
+    scores = torch.rand(TOKENS, TOP_K, device=device)
+    slots = permute.slots_by_expert(chosen, EXPERTS)
+    order, counts = (
+        permute.rows_of_slots(slots, scores),
+        chosen.flatten().bincount(minlength=EXPERTS),
+    )
+    routing, group = (order, chosen, counts, slots), dist.group.WORLD
+    sizes = {"tokens": TOKENS, "top_k": TOP_K, "dim": DIM, "experts": EXPERTS}
+    capacity = rows_for(TOKENS, TOP_K, EXPERTS, ranks, CAPACITY)
+    peers = PeerExchange(group, **sizes, capacity=capacity, timeout_s=60.0)
+    x, g = (torch.randn(TOKENS, DIM, device=device).bfloat16() for _ in range(2))
+    y = torch.randn(peers.capacity, DIM, device=device).bfloat16()
+    tensors = routing, x, g, scores, y
+    ways = {
+        "all-to-alls, bf16": in_bf16(group, *tensors),
+        "all-to-alls, FP8": in_fp8(AllToAllExchange(group), *tensors),
+        "peers, FP8": in_fp8(peers, *tensors),
+    }
+    check_equal(ways, int(peers.plan(*routing).ends[-1]))
+    # Each token goes once to a rank, however many of its experts are there; what returns does not.
+    away = chosen // (EXPERTS // ranks) != rank
+    owners = torch.zeros(TOKENS, ranks, device=device).scatter_(1, chosen * ranks // EXPERTS, 1.0)
+    copies, once = int(away.sum()), int(owners.sum() - owners[:, rank].sum())
+    in_bytes, back = {"bf16": 2 * DIM, "FP8": DIM + DIM // 32}, copies * 2 * DIM
+    steps: list[tuple[str, Step, int]] = []
+    for way, functions in ways.items():
+        sent = (once if way.startswith("peers") else copies) * in_bytes[way.split()[-1]]
+        of = {"dispatch": sent, "combine": back, "backward": sent + back}
+        steps += [(f"{what}, {way}", step, of[what]) for what, step in functions.items()]
+    steps += [(what, step, 0) for what, step in kernels_of(peers, routing, x, y).items()]
+    rows: list[Row] = []
+    for what, step, moved in steps:
+        alone, in_a_row, cpu = measure_step(step)
+        times = {"us": alone, "us in a row": in_a_row, "CPU us": cpu}
+        rows.append({"step": what, **times, "GB sent": moved / 1e9 if moved else None})
+        if rank == 0:
+            print(rows[-1], file=sys.stderr, flush=True)
+    peers.check()
+    if rank == 0:
+        results.put((rows, peers.memory.nbytes / 2**20))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure() -> Result:
+    ranks = torch.cuda.device_count()
+    if ranks < 2:
+        sys.exit("bench: the exchange of tokens needs two GPUs")
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(measure_rank, (ranks, port, results), ranks)
+    rows, mebibytes = results.get()
+    return rows, {"ranks": ranks, "symmetric memory": f"{mebibytes:.0f} MiB"}

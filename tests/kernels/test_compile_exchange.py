@@ -1,0 +1,75 @@
+"""The kernels of the exchange compile for Hopper without spills, with wide loads and stores."""
+
+import pytest
+import torch
+from compile_utils import Compiler, needs_cuobjdump
+
+from titan_fp8.kernels import exchange
+from titan_fp8.kernels.hopper import gather
+
+RANKS, LOCAL, TOKENS, CAPACITY = 4, 32, 64, 512
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    results: list = []
+    for module in (exchange, gather):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Compiler(getattr(module, name), results))
+    return results
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("ranks, experts", [(2, 8), (4, 128), (8, 256)])
+def test_counts_and_places(compiled, ranks, experts):
+    flags, failure = integers(exchange.FLAG_WORDS), integers(2)
+    deltas, table = integers(ranks, dtype=torch.int64), integers(ranks, experts)
+    for counts in (None, integers(experts, dtype=torch.int64)):
+        exchange.barrier(flags, deltas, failure, 1, 10**11, counts, table)
+    exchange.places(table, failure, 1, 128, 4096)
+    print(*compiled, sep="\n")
+    assert len(compiled) == 3 and not any(result.spills for result in compiled)
+    for wait in compiled[:2]:
+        assert all(word in wait.sass for word in ("STRONG.SYS", "GLOBALTIMER", "BPT.TRAP"))
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dim, top", [(2048, 8), (576, 6)])
+def test_rows(compiled, dim, top):
+    q, arrived = (torch.zeros(n, dim).to(torch.float8_e4m3fn) for n in (TOKENS, RANKS * TOKENS))
+    s, arrived_s = (torch.zeros(-(-dim // 128), len(t)).t() for t in (q, arrived))
+    y, back = (torch.zeros(n, dim, dtype=torch.bfloat16) for n in (CAPACITY, TOKENS * top))
+    order, chosen = integers(TOKENS, top), integers(TOKENS, top, dtype=torch.int64)
+    offset, ends, slots = integers(RANKS * LOCAL), integers(LOCAL), integers(CAPACITY)
+    deltas, weights = integers(RANKS, dtype=torch.int64), torch.zeros(CAPACITY)
+    for weight in (None, torch.zeros(TOKENS, top)):
+        exchange.send(
+            q, s, weight, order, chosen, offset, ends, ends, deltas, 1,
+            arrived, arrived_s.contiguous(), weights, slots,
+        )  # fmt: skip
+    exchange.deliver(y, slots, ends, deltas, back)
+    print(*compiled, sep="\n")
+    assert not any(result.spills for result in compiled)
+    loads = exchange.COPY_LOADS
+    accesses = [(r.name, r.wide("ld"), r.wide("st")) for r in compiled]
+    assert accesses == [
+        *[("exchange_send_kernel", loads, loads)] * 2,
+        ("exchange_deliver_kernel", loads, loads),
+    ]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("scale_fmt", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("dim", [2048, 576])
+def test_operands_of_experts(compiled, dim, scale_fmt):
+    q, s = torch.zeros(512, dim).to(torch.float8_e4m3fn), torch.zeros(512, -(-dim // 128))
+    for weight in (None, torch.zeros(1024)):
+        gather.gather_1x128_128x1_t(
+            q, s, integers(1024), integers(8), weight, 8, scale_fmt=scale_fmt
+        )
+    print(*compiled, sep="\n")
+    assert [result.spills for result in compiled] == [0, 0]

@@ -1,0 +1,172 @@
+"""Experts that get their tokens in FP8 compute what the numerics of the exchange say; on gloo.
+
+Each rank draws the tokens of all ranks, so it computes by itself what must arrive.
+"""
+
+import itertools
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_fp8 import reference
+from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.host.exchange import rows_for
+from titan_fp8.host.permute import (
+    Combine,
+    Expand,
+    rows_of_slots,
+    slots_by_expert,
+    sort_back,
+    sort_by_expert,
+)
+from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
+from titan_fp8.host.torchtitan_0_2.token_exchange import (
+    all_to_all_single_autograd,
+    exchange_counts,
+)
+from titan_fp8.recipe import RECIPES
+
+LOCAL, TOP_K, DIM, HIDDEN, TOKENS = 3, 2, 144, 32, 150
+KINDS = ("any", "part", "one rank", "empty experts", "no tokens")
+
+
+def draw(ranks: int, kind: str, seed: int) -> list[dict[str, Tensor]]:
+    """The tokens, gradients and routing of each rank. Scores are powers of two."""
+    generator, experts = torch.Generator().manual_seed(seed), ranks * LOCAL
+    batches = []
+    for rank in range(ranks):
+        tokens = 0 if kind == "no tokens" and rank == 0 else TOKENS + rank
+        preference = torch.rand(tokens, experts, generator=generator)
+        if kind == "one rank":
+            preference[:, :LOCAL] += 2
+        elif kind == "empty experts":
+            preference[:, ::2] -= 2
+        chosen = preference.topk(TOP_K).indices
+        sent = torch.rand(chosen.shape, generator=generator) < (0.6 if kind == "part" else 2)
+        slots = slots_by_expert(torch.where(sent, chosen, experts), experts + 1)[: sent.sum()]
+        scores = 2.0 ** torch.randint(-3, 1, chosen.shape, generator=generator)
+        counts = chosen[sent].bincount(minlength=experts)
+        x, g = torch.randn(2, tokens, DIM, generator=generator).bfloat16()
+        routing = {"chosen": chosen, "counts": counts, "slots": slots, "scores": scores}
+        batches.append(routing | {"x": x, "g": g, "rows": rows_of_slots(slots, scores)})
+    return batches
+
+
+def draw_weights(rank: int) -> list[Tensor]:
+    shapes = (HIDDEN, DIM), (DIM, HIDDEN), (HIDDEN, DIM)
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randn(LOCAL, *s, generator=generator) / 8).bfloat16() for s in shapes]
+
+
+def exchanged(batch: dict, weights: list[Tensor], recipe: str, before: bool) -> list[Tensor]:
+    """The output and the gradients of tokens, scores and weights."""
+    leaves = [t.clone().requires_grad_() for t in (batch["x"], batch["scores"], *weights)]
+    exchange = AllToAllExchange(dist.group.WORLD)
+    plan = exchange.plan(*(batch[name] for name in ("rows", "chosen", "counts", "slots")))
+    out = exchanged_swiglu(*leaves, exchange, plan, recipe=recipe, score_before_experts=before)
+    out.backward(batch["g"])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def by_copies_in_bf16(batch: dict, weights: list, recipe: str, before: bool) -> list[Tensor]:
+    """The same of experts whose rows travel in bf16."""
+    x, scores, *weights = (
+        t.clone().requires_grad_() for t in (batch["x"], batch["scores"], *weights)
+    )
+    group, (slots, rows) = dist.group.WORLD, (batch["slots"], batch["rows"])
+    copies = Expand.call(x, slots, rows, scores if before else None)
+    received, (sent, arriving) = exchange_counts(batch["counts"], group)
+    copies = all_to_all_single_autograd(copies, arriving, sent, group)
+    copies, permutation, sizes = sort_by_expert(copies, received, group.size(), 128)
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    y = sort_back(fp8_swiglu(copies, *weights, ends, recipe=recipe, aligned=True), permutation)
+    y = all_to_all_single_autograd(y, sent, arriving, group)
+    out = Combine.call(y, slots, rows, None if before else scores)
+    out.backward(batch["g"])
+    return [out.detach(), x.grad, scores.grad]
+
+
+def places_of(rank: int, batches: list[dict]) -> tuple[list[tuple[int, int]], Tensor]:
+    """(rank, slot) of each row of this rank's experts, slot -1 for padding; the ends of groups."""
+    places: list[tuple[int, int]] = []
+    ends = []
+    for expert in range(rank * LOCAL, (rank + 1) * LOCAL):
+        begin = len(places)
+        for source, batch in enumerate(batches):
+            of_expert = (batch["chosen"] == expert) & (batch["rows"] >= 0)
+            slots = of_expert.flatten().nonzero().flatten().tolist()
+            places += [(source, slot) for slot in slots]
+        while len(places) % 128 or len(places) == begin:
+            places.append((0, -1))
+        ends.append(len(places))
+    return places, torch.tensor(ends, dtype=torch.int32)
+
+
+def weight_gradients(
+    rank: int, batches: list[dict], weights: list[Tensor], recipe: str, before: bool
+) -> list[Tensor]:
+    """Those of w1, w2 and w3, by the reference, from rows that have been quantized once."""
+    options = {"scale_fmt": RECIPES[recipe].scale_fmt}
+    places, ends = places_of(rank, batches)
+
+    def rows_and_columns(name: str, weighted: bool) -> tuple[list[Tensor], list[Tensor]]:
+        # The last row of each is padding, at index -1.
+        padded = [torch.cat((batch[name], torch.zeros(1, DIM).bfloat16())) for batch in batches]
+        quantized = [reference.quantize_1x128(x, **options) for x in padded]
+        rows: list[list[Tensor]] = [[], []]
+        for source, slot in places:
+            q, s = (t[slot // TOP_K] for t in quantized[source])
+            factor = batches[source]["scores"].flatten()[slot] if weighted and slot >= 0 else 1
+            rows[0].append(q.view(torch.uint8))
+            rows[1].append(s * factor)
+        q, s = torch.stack(rows[0]).view(torch.float8_e4m3fn), torch.stack(rows[1])
+        products = reference.dequantize_1x128(q, s)
+        return [q, s], [*reference.quantize_128x1_t(products, ends, True, **options)]
+
+    layout = ends, True
+    x_rows, x_columns = rows_and_columns("x", before)
+    g_rows, g_columns = rows_and_columns("g", not before)
+    w1, w2, w3 = weights
+    a, b = (
+        reference.blockwise_mm(*x_rows, *reference.quantize_128x128(w, **options), *layout)
+        for w in (w1, w3)
+    )
+    dh = reference.blockwise_mm(*g_rows, *reference.quantize_128x128_t(w2, **options), *layout)
+    parts = reference.swiglu_backward_1x128_128x1_t(dh, a, b, *layout, **options)
+    wgrad = reference.blockwise_wgrad
+    return [
+        wgrad(*parts[2:4], *x_columns, *layout),
+        wgrad(*g_columns, *parts[8:], *layout),
+        wgrad(*parts[6:8], *x_columns, *layout),
+    ]
+
+
+def compare(rank: int, ranks: int) -> None:
+    cases = itertools.product(KINDS, ("blockwise", "blockwise_pow2"), (False, True))
+    for seed, (kind, recipe, before) in enumerate(cases):
+        batches, weights = draw(ranks, kind, seed), draw_weights(rank)
+        got = exchanged(batches[rank], weights, recipe, before)
+        # The scores are powers of two, so copies in bf16 are quantized to the same rows.
+        want = by_copies_in_bf16(batches[rank], weights, recipe, before)
+        want += weight_gradients(rank, batches, weights, recipe, before)
+        for name, a, b in zip(("out", "x", "scores", "w1", "w2", "w3"), got, want, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b), (name, kind, recipe, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_travel_as_experts_would_quantize_them(ranks):
+    gloo.spawn(compare, ranks, ranks)
+
+
+def test_capacity_of_all_ranks_is_enough_for_any_routing():
+    for ranks, kind in itertools.product((1, 2, 3), KINDS):
+        batches = draw(ranks, kind, 0)
+        most = max(len(batch["x"]) for batch in batches)
+        capacity = rows_for(most, TOP_K, ranks * LOCAL, ranks, float(ranks))
+        needed = max(len(places_of(rank, batches)[0]) for rank in range(ranks))
+        assert needed <= capacity <= ranks * most * TOP_K + LOCAL * 128
+    assert rows_for(100, 2, 8, 4, 1.5) == 1.5 * 200 + 2 * 128
+    assert rows_for(100, 4, 8, 4, 4.0) == 4 * 200 + 2 * 128  # two of the four go elsewhere

@@ -1,0 +1,255 @@
+"""Tokens between the ranks of experts, by writes into each other's GPU memory.
+
+docs/exchange.md explains the design. The CPU launches and never waits. It learns of what went wrong
+on the GPU from pinned memory, which `check` reads.
+"""
+
+import logging
+import math
+import threading
+import time
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
+
+ALIGN_BYTES = 256
+TIMEOUT_S = 300.0
+
+_log = logging.getLogger(__name__)
+
+
+class Arrived(NamedTuple):
+    """Tokens in FP8 that have come to this rank, and which of them its experts get."""
+
+    q: Tensor  # (R, K) FP8
+    s: Tensor  # (R, ⌈K/128⌉)
+    slots: Tensor  # (C,) int32: row c of the experts is row ⌊slots[c] / k⌋; negative for padding
+    weight: Tensor | None  # (C,) FP32, of the experts' rows
+    k: int
+
+
+class PeerPlan(NamedTuple):
+    """Where the copies of a batch's tokens go, and what arrives; made by `PeerExchange.plan`."""
+
+    order: Tensor  # (T, k) integers: where each copy is among this rank's; -1 if not sent
+    chosen: Tensor  # (T, k) integers: its expert
+    rows: Tensor  # (T, k) int32: its row in what comes back; -1 if not sent
+    offset: Tensor  # (experts,) int32: `order` plus this is its row at its receiver
+    ends: Tensor  # (local experts,) int32: of the padded groups that arrive
+    filled: Tensor  # (local experts,) int32: where the padding of each group begins
+
+
+class PeerExchange:
+    """A rank's part of the exchange within `group`, whose GPUs can write to each other's memory.
+
+    All ranks of the group make it together, with the same arguments, and then call `plan` and any
+    number of times `arrive` and `deliver`, in turns and on one stream each. What these two return
+    holds until the next call of the same one; kernels read it that are launched before the next
+    call of any.
+
+    Args:
+        group: NCCL ranks of one host, at most 32.
+        tokens: the most tokens that a rank has in a batch.
+        top_k: the experts of a token.
+        dim: the channels of a token, a multiple of 16.
+        experts: of all ranks; a multiple of the ranks. Rank r has the r-th part of them.
+        capacity: the rows that a rank can receive, padding included. `rows_for` computes it.
+        timeout_s: how long a GPU waits for the others.
+        key: the setting of the capacity, for errors.
+
+    Raises:
+        ValueError: other arguments than these.
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        tokens: int,
+        top_k: int,
+        dim: int,
+        experts: int,
+        capacity: int,
+        timeout_s: float = TIMEOUT_S,
+        key: str = "exchange_capacity",
+    ):
+        from torch.distributed import _symmetric_memory as symmetric
+
+        from titan_fp8.kernels import exchange as kernels
+
+        self.kernels, self.key = kernels, key
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        if not 1 <= self.ranks <= kernels.MAX_RANKS:
+            raise ValueError(f"a group of {self.ranks} ranks: at most {kernels.MAX_RANKS} exchange")
+        if dim % 16:
+            raise ValueError(f"dim = {dim}: allowed are multiples of 16")
+        if experts % self.ranks:
+            raise ValueError(f"{experts} experts on {self.ranks} ranks: allowed are multiples")
+        if tokens * top_k * self.ranks >= 2**31:
+            raise ValueError(f"{tokens} tokens x {top_k} x {self.ranks} ranks: at most 2^31 - 1")
+        self.tokens, self.top_k, self.experts = tokens, top_k, experts
+        self.capacity = round_up(capacity, BLOCK)
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        i32, f32 = torch.int32, torch.float32
+        parts = {
+            "flags": ((kernels.FLAG_WORDS,), i32),
+            "table": ((self.ranks, experts), i32),
+            "slots": ((self.capacity,), i32),
+            "weight": ((self.capacity,), f32),
+            "s": ((self.ranks * tokens, cdiv(dim, BLOCK)), f32),
+            "q": ((self.ranks * tokens, dim), E4M3),
+            "back": ((tokens * top_k, dim), torch.bfloat16),
+        }
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values()]
+        padded = [round_up(size, ALIGN_BYTES) for size in sizes]
+        self.memory = symmetric.empty(sum(padded), dtype=torch.uint8, device=self.device)
+        pieces = zip(parts.items(), self.memory.split(padded), sizes, strict=True)
+        views = {
+            name: piece[:size].view(dtype).view(shape)
+            for (name, (shape, dtype)), piece, size in pieces
+        }
+        self.flags, self.table, self.slots = views["flags"], views["table"], views["slots"]
+        self.weight, self.back = views["weight"], views["back"]
+        self.q, self.s = views["q"], views["s"]
+        self.flags.zero_()
+        torch.cuda.synchronize()
+        handle = symmetric.rendezvous(self.memory, group.group_name)
+        begin, addresses = self.memory.data_ptr(), list(handle.buffer_ptrs)
+        shift = begin - addresses[self.rank]  # 0, unless buffers have a common header.
+        deltas = [(address + shift - begin) // 16 for address in addresses]
+        self.deltas = torch.tensor(deltas, dtype=torch.int64, device=self.device)
+        self.failure = torch.zeros(2, dtype=i32, pin_memory=True)
+        self.identity = torch.arange(tokens * top_k, dtype=i32, device=self.device)
+        self.identity = self.identity.view(tokens, top_k)
+        dist.barrier(group, device_ids=[self.device.index])
+        _report_failures(self)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a GPU kernel has stopped because an exchange was impossible."""
+        code, needed = self.failure.tolist()
+        if not code:
+            return
+        kind, rank = code >> 8 << 8, code & 255
+        if kind == self.kernels.TIMED_OUT.value:
+            raise RuntimeError(
+                f"exchange of tokens: rank {self.rank} of the experts' group has waited "
+                f"{self.timeout_ns / 1e9:g} s for rank {rank}, which has died or hangs"
+            )
+        raise RuntimeError(
+            f"{self.key}: rank {rank} of the experts' group would get {needed} rows, padding "
+            f"included; the capacity is {self.capacity}. Raise the key, or balance the routing"
+        )
+
+    def plan(self, order: Tensor, chosen: Tensor, counts: Tensor, slots: Tensor) -> PeerPlan:
+        """Exchanges the counts of a batch, and computes where its copies go.
+
+        Args:
+            order: (T, k) integers: where each copy is among those of this rank, sorted by expert;
+                -1 for a copy that another rank sends.
+            chosen: (T, k) integers: the expert of each copy.
+            counts: (experts,) integers: this rank's copies for each expert.
+            slots: the inverse of `order`, of which this exchange has no use.
+
+        Raises:
+            ValueError: other shapes.
+            RuntimeError: an exchange has failed before.
+        """
+        t, k = order.shape
+        if t > self.tokens or k != self.top_k or chosen.shape != order.shape:
+            raise ValueError(
+                f"order has shape {tuple(order.shape)} and chosen {tuple(chosen.shape)}: allowed "
+                f"are (T, {self.top_k}) with T up to {self.tokens}"
+            )
+        if counts.shape != (self.experts,):
+            raise ValueError(f"counts has shape {tuple(counts.shape)}: not ({self.experts},)")
+        self._barrier(counts.contiguous(), self.table)
+        offset, ends, filled = self.kernels.places(
+            self.table, self.failure, self.rank, BLOCK, self.capacity
+        )
+        rows = torch.where(order < 0, -1, self.identity[:t])
+        return PeerPlan(order.contiguous(), chosen.contiguous(), rows, offset, ends, filled)
+
+    def arrive(self, q: Tensor, s: Tensor, weight: Tensor | None, plan: PeerPlan) -> Arrived:
+        """What comes to this rank's experts of all ranks' tokens in FP8, in symmetric memory.
+
+        Args:
+            q, s: (T, dim) and (T, ⌈dim/128⌉), as quantize_1x128 returns them.
+            weight: (T, k) FP32 of the copies, or None.
+        """
+        if weight is not None:
+            if weight.dtype != torch.float32:
+                raise ValueError(f"weights of copies are {weight.dtype}: allowed is torch.float32")
+            weight = weight.contiguous()
+        self.kernels.send(
+            q, s, weight, plan.order, plan.chosen, plan.offset, plan.ends, plan.filled,
+            self.deltas, self.rank, self.q, self.s, self.weight, self.slots,
+        )  # fmt: skip
+        self._barrier()
+        weights = None if weight is None else self.weight
+        return Arrived(self.q, self.s, self.slots, weights, self.top_k)
+
+    def deliver(self, y: Tensor, plan: PeerPlan) -> Tensor:
+        """Sends rows y (capacity, dim) bf16 back: (T · k, dim), symmetric memory, at `plan.rows`.
+
+        y are of what has arrived last.
+        """
+        if y.dtype != self.back.dtype:
+            raise ValueError(f"rows that return are {y.dtype}: allowed is {self.back.dtype}")
+        self.kernels.deliver(y, self.slots, plan.ends, self.deltas, self.back)
+        self._barrier()
+        return self.back[: plan.rows.numel()]
+
+    def kept(self, back: Tensor) -> Tensor:
+        """What `deliver` has returned, in memory of its own."""
+        return back.clone()
+
+    # `arrive` and `deliver` take turns, and what they return is read by kernels that are launched
+    # before the next barrier. So every barrier also says that all ranks have read what the exchange
+    # before the last has brought, and the same memory may be written again.
+
+    def _barrier(self, counts: Tensor | None = None, table: Tensor | None = None) -> None:
+        self.check()
+        self.kernels.barrier(
+            self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, table
+        )
+
+
+def rows_for(
+    tokens: int, top_k: int, experts: int, ranks: int, factor: float, copies: int | None = None
+) -> int:
+    """The capacity for `factor` times the rows that a rank gets from balanced routing.
+
+    Padding comes on top: at most one block for each local expert. The result never exceeds what any
+    routing needs.
+
+    Args:
+        copies: those that each rank sends; by default one for each expert of its tokens.
+    """
+    local = experts // ranks
+    copies = tokens * top_k if copies is None else copies
+    worst = ranks * min(copies, tokens * min(top_k, local))
+    return min(worst, math.ceil(copies * factor)) + local * BLOCK
+
+
+def _report_failures(exchange: PeerExchange) -> None:
+    """Logs a failure as soon as it happens. PyTorch's own error does not say what it is."""
+    words, alive = exchange.failure.numpy(), weakref.ref(exchange)
+
+    def watch() -> None:
+        while alive() is not None and not words[0]:
+            time.sleep(0.05)
+        if (failed := alive()) is not None:
+            try:
+                failed.check()
+            except RuntimeError as error:
+                _log.error("titan_fp8: %s", error)
+
+    threading.Thread(target=watch, name="titan_fp8 exchange", daemon=True).start()

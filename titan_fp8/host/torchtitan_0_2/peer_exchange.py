@@ -1,0 +1,303 @@
+"""Experts that exchange their tokens in FP8, in place of torchtitan's all-to-alls in bf16.
+
+A token is quantized once, before it is copied for its experts, and so is the gradient of the
+output. fprop and dgrad read what travels; the columns that wgrad reads are quantized again from
+that (the op `gather_1x128_128x1_t`). Scores multiply the scales. The experts' outputs and the
+gradients of the tokens return in bf16.
+
+torchtitan exchanges tokens in hooks on the experts. Here the experts do it: `GatherMoE` calls them
+with its tokens, and an `Exchanged` in place of the counts, which the hooks let pass. GPUs of one
+host write to each other's memory (`PeerExchange`). Elsewhere all-to-alls move the same bytes.
+"""
+
+import functools
+import socket
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.tools.logging import logger
+
+from titan_fp8.functional.checks import compute_dtype
+from titan_fp8.functional.gemms import DTypes, Spec, feed_forward, feed_forward_backward, quantized
+from titan_fp8.functional.product import Function, no_double_backward
+from titan_fp8.functional.weights import Weight, check_weight, operands_of
+from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
+from titan_fp8.host.permute import Permutation, permutation_by_expert
+from titan_fp8.host.torchtitan_0_2.token_exchange import all_to_all, exchange_counts, wait_for
+from titan_fp8.layouts import BLOCK, E4M3
+from titan_fp8.ops import call, run
+
+
+class AllToAllPlan(NamedTuple):
+    """As `PeerPlan`, of an AllToAllExchange."""
+
+    slots: Tensor  # (R,) int64: the copies that this rank sends, sorted by expert
+    rows: Tensor  # (T, k): the row of each copy in what comes back, -1 if not sent
+    ends: Tensor  # (local experts,) int32: of the padded groups that arrive
+    permutation: Permutation  # of what arrives
+    sent: list[int]  # the copies for each rank
+    received: list[int]  # those from each rank
+
+
+class AllToAllExchange:
+    """The steps of `PeerExchange` by all-to-alls, on any devices and hosts.
+
+    The CPU waits for sizes. `group` has any backend.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+
+    def plan(self, order: Tensor, chosen: Tensor, counts: Tensor, slots: Tensor) -> AllToAllPlan:
+        """As `PeerExchange.plan`."""
+        received, (sent, arriving) = exchange_counts(counts, self.group)
+        permutation, sizes = permutation_by_expert(
+            received, self.group.size(), sum(arriving), BLOCK
+        )
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        return AllToAllPlan(slots, order, ends, permutation, sent, arriving)
+
+    def arrive(self, q: Tensor, s: Tensor, weight: Tensor | None, plan: AllToAllPlan) -> Arrived:
+        """As `PeerExchange.arrive`, in one all-to-all of bytes."""
+        parts = [_bytes(t)[plan.slots // plan.rows.shape[1]] for t in (q, s)]
+        if weight is not None:
+            parts.append(_bytes(weight.flatten()[plan.slots, None]))
+        widths = [part.shape[1] for part in parts]
+        sent = torch.cat(parts, 1)
+        arrived = wait_for(all_to_all(sent, plan.received, plan.sent, self.group.group_name))
+        q, s, *weights = (part.contiguous() for part in arrived.split(widths, 1))
+        places = plan.permutation.tokens
+        weight = None
+        if weights:
+            weight = call("gather_rows", weights[0].view(torch.float32), places).flatten()
+        return Arrived(q.view(E4M3), s.view(torch.float32), places, weight, 1)
+
+    def deliver(self, y: Tensor, plan: AllToAllPlan) -> Tensor:
+        """As `PeerExchange.deliver`, the rows that have been sent: (R, dim)."""
+        rows = call("gather_rows", y, plan.permutation.places)
+        return wait_for(all_to_all(rows, plan.sent, plan.received, self.group.group_name))
+
+    def kept(self, back: Tensor) -> Tensor:
+        """As `PeerExchange.kept`."""
+        return back
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Rows of bytes. A contiguous x may have any strides along a dimension of size 1."""
+    return x.contiguous().view(-1).view(torch.uint8).view(len(x), x.shape[1] * x.itemsize)
+
+
+# As the bodies of `gemms.py`. The weights and their scales come after the constants.
+
+
+def _forward(
+    ops: Any, q: Tensor, s: Tensor, slots: Tensor, weight: Tensor | None, k: int, offs: Tensor,
+    for_wgrad: bool, spec: Spec, *weights: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    operands = spec.feed_forward.gather.on(ops, q, s, slots, offs, weight, k)
+    arguments: list[Any] = [ops, operands, *weights, offs, for_wgrad, spec]
+    return feed_forward(*arguments)
+
+
+def _backward(
+    ops: Any, q: Tensor, s: Tensor, slots: Tensor, weight: Tensor | None, k: int, offs: Tensor,
+    dtypes: DTypes, spec: Spec, *saved: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    operands = spec.feed_forward.gather.on(ops, q, s, slots, offs, weight, k)
+    arguments: list[Any] = [ops, operands, *saved[:6], offs, dtypes, spec, *saved[6:]]
+    return feed_forward_backward(*arguments)
+
+
+class _ExchangedSwiGLU(Function):
+    """out (T, N) of tokens x (T, K): their experts' outputs, weighted by scores (T, k) and summed.
+
+    `before`: the scores weight the copies of the tokens instead of the outputs. `for_wgrad`:
+    backward computes a gradient that reads the columns of x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scores: Tensor,
+        exchange: Any,
+        plan: Any,
+        before: bool,
+        for_wgrad: bool,
+        spec: Spec,
+        *weights: Weight,
+    ) -> Tensor:
+        x = x.detach().contiguous()
+        operands = [operands_of(w, spec.dtype) for w in weights]
+        arrived = _arrive(x, scores if before else None, exchange, plan, spec)
+        for_fprop = [t for w, _ in operands for t in w]
+        arguments = *arrived, plan.ends, for_wgrad, spec, *for_fprop
+        y, *saved = run(_forward, *arguments, emulate=spec.emulate)
+        back = exchange.deliver(y, plan)
+        ctx.exchange, ctx.plan, ctx.before, ctx.spec = exchange, plan, before, spec
+        ctx.dtypes = [w.dtype for w in weights]
+        kept = None  # of which the gradients of scores are made
+        if ctx.needs_input_grad[1]:
+            kept = x if before else exchange.kept(back)
+        for_dgrad = [t for _, w in operands for t in w]
+        ctx.x_dtype = x.dtype
+        ctx.save_for_backward(scores, kept, *for_dgrad, *saved)
+        return call("combine_rows", back, plan.rows, None if before else scores)
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, g: Tensor) -> Any:
+        exchange, plan, before, spec = ctx.exchange, ctx.plan, ctx.before, ctx.spec
+        scores, kept, *saved = ctx.saved_tensors
+        _, needs_scores, _, _, _, _, _, *needs = ctx.needs_input_grad
+        g = g.contiguous()
+        arrived = _arrive(g, None if before else scores, exchange, plan, spec)
+        # All ranks must deliver, whether they need dx or not.
+        dtypes = spec.dtype, *[d if need else None for d, need in zip(ctx.dtypes, needs)]
+        arguments = *arrived, plan.ends, dtypes, spec, *saved
+        dx, *gradients = run(_backward, *arguments, emulate=spec.emulate)
+        back = exchange.deliver(dx, plan)
+        dscores = None
+        if needs_scores:
+            a, b = (kept, back) if before else (g, kept)
+            dscores = call("dot_rows", a, b, plan.rows)
+        dx = call("combine_rows", back, plan.rows, scores if before else None).to(ctx.x_dtype)
+        dws = [gradients.pop(0) if need else None for need in needs]
+        return dx, dscores, None, None, None, None, None, *dws
+
+
+def _arrive(x: Tensor, weight: Tensor | None, exchange: Any, plan: Any, spec: Spec) -> Arrived:
+    """Quantizes tokens, and exchanges them."""
+    q, s = run(quantized, x.to(spec.dtype), None, False, spec, emulate=spec.emulate)
+    return exchange.arrive(q, s, weight, plan)
+
+
+def exchanged_swiglu(
+    x: Tensor,
+    scores: Tensor,
+    w1: Weight,
+    w2: Weight,
+    w3: Weight,
+    exchange: PeerExchange | AllToAllExchange,
+    plan: Any,
+    *,
+    recipe: str = "blockwise",
+    emulate: bool = False,
+    score_before_experts: bool = False,
+) -> Tensor:
+    """The experts of tokens x (T, dim), on all ranks, with FP8 on the wire; differentiable.
+
+    Args:
+        x: (T, dim) bf16; with an AllToAllExchange also FP32.
+        scores: (T, k) FP32.
+        w1, w3: (local experts, H, dim). w2: (local experts, dim, H).
+        plan: what `exchange.plan` has returned for these tokens.
+        recipe: a blockwise one.
+        score_before_experts: the scores weight the copies of the tokens, not the outputs.
+    """
+    weights = {"w1": w1, "w2": w2, "w3": w3}
+    given = {name: check_weight(name, w, recipe) for name, w in weights.items()}
+    spec = Spec(recipe, emulate, True, compute_dtype(x, **given))
+    for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
+    options = score_before_experts, for_wgrad, spec
+    return _ExchangedSwiGLU.call(x, scores, exchange, plan, *options, w1, w2, w3)
+
+
+class Exchanged:
+    """How the tokens of a MoE layer go to their experts.
+
+    No dataclass and no tuple: FSDP2 would cast the tensors of these.
+
+    Args:
+        order, chosen, counts, slots: as in `PeerExchange.plan`.
+        scores: (T, k) FP32.
+        before: the scores weight the copies of the tokens, not the outputs.
+        capacity: the rows that a rank can get, relative to balanced routing.
+    """
+
+    def __init__(
+        self,
+        order: Tensor,
+        chosen: Tensor,
+        counts: Tensor,
+        slots: Tensor,
+        scores: Tensor,
+        before: bool,
+        capacity: float,
+    ):
+        self.routing = order, chosen, counts, slots
+        self.scores, self.before, self.capacity = scores, before, capacity
+        self.group: ProcessGroup | None = None
+
+    def pass_dispatch(self, experts: nn.Module, mesh: DeviceMesh) -> None:
+        """Notes between which ranks tokens are exchanged; torchtitan's hook calls it."""
+        self.group = mesh.get_group()
+        weight: Any = next(experts.parameters())
+        whole = weight.device_mesh
+        if self.before and "etp" in (whole.mesh_dim_names or ()):
+            # Each rank has a part of what the experts compute, and of the gradients. The hook does
+            # the same to the tokens.
+            scores = DTensor.from_local(self.scores, whole["etp"], (Replicate(),))
+            self.scores = scores.to_local(grad_placements=(Partial(),))
+
+    def run(
+        self, x: Tensor, w1: Weight, w2: Weight, w3: Weight, recipe: str, emulate: bool
+    ) -> Tensor:
+        """The experts' outputs for tokens x, combined: (T, dim)."""
+        order, _, counts, slots = self.routing
+        assert self.group is not None, "only the hooks of expert parallelism say which ranks"
+        exchange: PeerExchange | AllToAllExchange
+        if x.is_cuda and x.dtype == torch.bfloat16 and _reach_each_other(self.group):
+            sizes = *x.shape, order.shape[1], len(counts), len(slots), self.capacity
+            exchange = _peer_exchange(self.group, *sizes)
+        else:
+            exchange = AllToAllExchange(self.group)
+        plan = exchange.plan(*self.routing)
+        return exchanged_swiglu(
+            x, self.scores, w1, w2, w3, exchange, plan,
+            recipe=recipe, emulate=emulate, score_before_experts=self.before,
+        )  # fmt: skip
+
+
+@functools.cache
+def _reach_each_other(group: ProcessGroup) -> bool:
+    """Whether each rank's GPU can write to the memory of the others; a collective at first."""
+    mine = here, device = socket.gethostname(), torch.cuda.current_device()
+    all_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(all_ranks, mine, group=group)
+    reachable = all(
+        host == here and (other == device or torch.cuda.can_device_access_peer(device, other))
+        for host, other in all_ranks
+    )
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, reachable, group=group)
+    return all(answers)
+
+
+@functools.cache
+def _peer_exchange(
+    group: ProcessGroup,
+    tokens: int,
+    dim: int,
+    top_k: int,
+    experts: int,
+    copies: int,
+    factor: float,
+) -> PeerExchange:
+    """The exchange of batches of this size. The layers of a model use it one after the other."""
+    exchange = PeerExchange(
+        group, tokens=tokens, top_k=top_k, dim=dim, experts=experts,
+        capacity=rows_for(tokens, top_k, experts, group.size(), factor, copies),
+        key="[quantize.grouped_mm.titan_fp8] exchange_capacity",
+    )  # fmt: skip
+    logger.info(
+        f"titan_fp8: {group.size()} GPUs exchange tokens by writing to each other's memory, "
+        f"{exchange.memory.nbytes / 2**20:.0f} MiB of each; experts have room for "
+        f"{exchange.capacity} rows"
+    )
+    return exchange
