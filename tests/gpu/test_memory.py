@@ -4,6 +4,7 @@ Compiled, with op-level checkpointing, as big models train. The first four layer
 of DeepSeekV3-16B need less than 40 GiB by count.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def peak(folder: Path, model: str, recipe: str, batch: tuple[int, int], ep: int)
     command += ["--compile.enable", "--activation_checkpoint.mode", "selective"]
     command += ["--activation_checkpoint.selective_ac_option", "op"]
     command += ["--validation.no_enable", "--checkpoint.no_enable", "--metrics.log_freq", 1]
-    log = log_of(command, TIMEOUT, NGPU="2", LOG_RANK="0,1", PYTHONPATH=str(HELPERS))
+    path = os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    log = log_of(command, TIMEOUT, NGPU="2", LOG_RANK="0,1", PYTHONPATH=path)
     assert log.count("weights in FP8") == (0 if recipe == "bf16" else 2 * (1 + (ep > 1)))
     reserved = [scalar.value for scalar in read_log(log) if scalar.name == "memory"]
     assert len(reserved) == 2 * STEPS
