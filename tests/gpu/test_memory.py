@@ -25,8 +25,8 @@ if torch.cuda.device_count() < 2:
 
 STEPS = 5
 TIMEOUT = 300
-MORE = {"blockwise": 0.5, "rowwise": 1.5}
-"""GiB that a recipe may need beyond bf16."""
+MORE = 0.5
+"""GiB that blockwise may need beyond bf16."""
 
 
 def peak(folder: Path, model: str, recipe: str, batch: tuple[int, int], ep: int) -> float:
@@ -53,6 +53,6 @@ def peak(folder: Path, model: str, recipe: str, batch: tuple[int, int], ep: int)
     ("model", "batch", "ep"), [("llama3", (1, 8192), 1), ("deepseek_v3", (2, 4096), 2)]
 )
 def test_peaks_are_those_of_bf16(tmp_path, model, batch, ep):
-    gib = {r: peak(tmp_path / r, model, r, batch, ep) for r in ("bf16", *MORE)}
+    gib = {r: peak(tmp_path / r, model, r, batch, ep) for r in ("bf16", "blockwise")}
     print(gib)
-    assert all(gib[recipe] <= gib["bf16"] + more for recipe, more in MORE.items()), gib
+    assert gib["blockwise"] <= gib["bf16"] + MORE, gib
