@@ -7,7 +7,7 @@ own (--help):
 
     plans         trains production models under many parallel plans
     kernel_table  measures the table that `titan_fp8.plan` reads without a GPU
-    render        writes docs/benchmarks.md from the files of --json
+    render        writes docs/kernels.md from the files of --json
 """
 
 import argparse

@@ -25,7 +25,7 @@ LINEAR, EXPERTS = f"quantize.linear.{OURS}", f"quantize.grouped_mm.{OURS}"
 TORCHAO_LINEAR, TORCHAO_EXPERTS = "quantize.linear.float8", "converge.torchao_experts"
 PRODUCT_ERROR = 0.037
 """RMS error of a product of two e4m3 matrices of Gaussian data, relative to its RMS, as
-the benchmark of GEMMs measures it (docs/benchmarks.md)."""
+the benchmark of GEMMs measures it (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
