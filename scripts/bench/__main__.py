@@ -6,8 +6,9 @@ Each has a module in scripts/bench that says what it measures. Other commands ha
 own (--help):
 
     plans         trains production models under many parallel plans
+    release       makes a table and a chart of results of plans
     kernel_table  measures the table that `titan_fp8.plan` reads without a GPU
-    render        writes docs/benchmarks.md from the files of --json
+    render        writes docs/kernels.md from the files of --json
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 BENCHMARKS = ("exchange", "gemm", "grouped", "host", "linear", "memory", "permutation", "quantize")
-COMMANDS = ("plans", "kernel_table", "render")
+COMMANDS = ("plans", "release", "kernel_table", "render")
 
 
 def main(argv: list[str]) -> int | None:

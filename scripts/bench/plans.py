@@ -1,19 +1,26 @@
 """Trains production models under many parallel plans, in bf16 and in FP8, and prints one table.
 
-    python scripts/bench plans [--steps N] [--recipes "bf16,bf16 tuned,blockwise"] [PLAN ...]
+    python scripts/bench plans [--steps N] [--repeats N] [--recipes "bf16,bf16 tuned,blockwise"]
+        [PLAN ...]
 
 Without a PLAN it runs all that use as many GPUs as there are (CUDA_VISIBLE_DEVICES counts): 1, 2 or
 4. Every run is compiled and has op-level activation checkpointing. FSDP2 gathers weights in FP8,
 unless "+bf16_all_gather" follows the recipe. Results are in outputs/bench_plans: a folder for each
-run, and the table as result.json, which render.py reads. A run that fails is reported in the table,
-the others go on, and the exit status is 1.
+run, and the table as result.json, which release.py reads. A run that fails is reported in the
+table, the others go on, and the exit status is 1.
+
+"torchao tensorwise" and "torchao rowwise" are stock torchtitan with torchao 0.17 on PYTHONPATH.
+Linears take torchtitan's converter, tensorwise with FP8 gathers; that of experts does not work with
+0.17, so experts take torchao's rowwise products as in scripts/converge/arms.py.
 
 `titan_fp8/plan/train.py` runs the jobs, as for `python -m titan_fp8.plan --train`. "compute %" is
 the share of a step in which rank 0 computes, from one traced step more.
 """
 
 import argparse
+import importlib.metadata
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +29,23 @@ import torch
 from bench import common
 from tables import Row
 
+from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS
 from titan_fp8.plan import train
 from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "outputs" / "bench_plans"
 IN_BF16 = "+bf16_all_gather"
-ARMS = (*RECIPE_NAMES, train.TUNED)
+FLOAT8 = "--quantize.linear.float8"
+TORCHAO = {
+    "torchao tensorwise": [
+        f"{FLOAT8}.enable_fsdp_float8_all_gather",
+        f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
+    ],
+    "torchao rowwise": [f"{FLOAT8}.recipe_name", "rowwise"],
+}
+ARMS = (*RECIPE_NAMES, train.TUNED, *TORCHAO)
+ALLOWED = (*ARMS, *(recipe + IN_BF16 for recipe in RECIPE_NAMES if recipe != BF16))
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -36,7 +53,8 @@ ABOUT = "Every run is compiled and has op-level activation checkpointing."
 class Plan:
     """A model under one parallel plan; degrees as in torchtitan's [parallelism].
 
-    `blocks` is the number of its blocks, as a plan must fit on few GPUs; 0: all.
+    `model` is its name if it is not that of the config, whose other settings it takes. `blocks` is
+    the number of its blocks, as a plan must fit on few GPUs; 0: all.
     """
 
     config: str
@@ -55,6 +73,7 @@ class Plan:
     dtype: str = "float32"
     reshard: str = "default"
     balanced: bool = False
+    model: str = ""
 
     @property
     def gpus(self) -> int:
@@ -67,6 +86,7 @@ class Plan:
 
 LLAMA, LLAMA_70B, DEEPSEEK = "llama3_8b", "llama3_70b", "deepseek_v3_16b"
 MOE = {"batch": 4, "tokens": 4096, "balanced": True}
+QWEN = {**MOE, "batch": 2, "model": "qwen3"}
 PLANS = {
     "llama3-8b": Plan(LLAMA, "8B", dtype="bfloat16"),
     "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
@@ -91,6 +111,8 @@ PLANS = {
     "llama3-8b-ddp4": Plan(LLAMA, "8B", 8, replicate=4),
     "llama3-70b-tp4": Plan(LLAMA_70B, "70B", 6, tp=4, dtype="bfloat16"),
     "deepseek-16b-ep4": Plan(DEEPSEEK, "16B", shard=4, ep=4, **MOE),
+    "deepseek-16b-ep4-bf16": Plan(DEEPSEEK, "16B", shard=4, ep=4, dtype="bfloat16", **MOE),
+    "qwen3-30b-ep4": Plan(DEEPSEEK, "30B-A3B", 24, shard=4, ep=4, dtype="bfloat16", **QWEN),
     "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
     "deepseek-16b-ep2-tp2-fsdp2-etp1": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=1, **MOE),
     "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
@@ -100,6 +122,18 @@ PLANS = {
 """Without FSDP, torchtitan computes under TP and PP in the dtype of the parameters, so they are
 bf16. With etp 1, it spreads the experts over the ranks of TP as well.
 """
+
+
+def config_of(plan: Plan, arm: str, folder: Path) -> str:
+    """The TOML of a run. That of torchao does not load titan_fp8; it is written to the folder."""
+    config = f"configs/{plan.config}.toml"
+    if arm not in TORCHAO:
+        return config
+    ours = r"^custom_config_module.*?\n|^\[quantize\..*?(?=^\[|\Z)"
+    text = re.sub(ours, "", (ROOT / config).read_text(), flags=re.MULTILINE | re.DOTALL)
+    folder.mkdir(parents=True)
+    (folder / "job.toml").write_text(text)
+    return str(folder / "job.toml")
 
 
 def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
@@ -130,7 +164,16 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     flags += ["--compile.enable", *["--debug.moe_force_load_balance"] * plan.balanced]
-    sections = (train.LINEAR, train.GROUPED_MM)[: 1 + (plan.config == DEEPSEEK)]
+    flags += ["--model.name", plan.model] if plan.model else []
+    experts = plan.config == DEEPSEEK
+    if arm in TORCHAO:
+        converters = "quantize.linear.float8" + ",converge.torchao_experts" * experts
+        flags += ["--model.converters", converters, *TORCHAO[arm]]
+        flags += [f"{FLOAT8}.filter_fqns", ",".join(DEFAULT_FILTER_FQNS)]
+        flags += ["--quantize.grouped_mm.float8.fqns", "experts"] * experts
+        flags += ["--experimental.custom_import", "scripts.converge.arms"] * experts
+        return flags
+    sections = (train.LINEAR, train.GROUPED_MM)[: 1 + experts]
     flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
     return [*flags, *train.arm_flags(arm, sections)]
 
@@ -160,17 +203,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("plans", nargs="*", metavar="PLAN")
     parser.add_argument("--steps", type=int, default=30, help="of each run (default: 30)")
+    repeats = "of all recipes, in turn (default: 1)"
+    parser.add_argument("--repeats", type=int, default=1, choices=range(1, 10), help=repeats)
     arms = f"{BF16},{train.TUNED},blockwise"
     parser.add_argument("--recipes", default=arms, help=f"default: {arms}")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.plans if name not in PLANS]:
         parser.error(f"no such plan: {', '.join(unknown)}; there are {', '.join(PLANS)}")
     for recipe in args.recipes.split(","):
-        if recipe.removesuffix(IN_BF16) not in ARMS or recipe.startswith(BF16 + IN_BF16):
-            parser.error(
-                f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(ARMS)}, those in "
-                f"FP8 also with {IN_BF16} at the end"
-            )
+        if recipe not in ALLOWED:
+            parser.error(f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(ALLOWED)}")
+        if recipe in TORCHAO and not common.HAS_TORCHAO:
+            parser.error(f"--recipes: {recipe!r} needs torchao 0.17 on PYTHONPATH")
     if args.steps % train.LOG_EVERY or args.steps <= train.WARM_UP:
         low = train.WARM_UP + train.LOG_EVERY
         parser.error(f"--steps {args.steps}: multiples of {train.LOG_EVERY}, at least {low}")
@@ -193,12 +237,12 @@ def main(argv: list[str]) -> int:
     rows: list[Row] = []
     for name in args.plans:
         base = None
-        for recipe in args.recipes.split(","):
+        for recipe in args.recipes.split(",") * args.repeats:
             begin, folder = time.monotonic(), RESULTS / name / f"{recipe}-{time.time_ns()}"
             print(f"== {name}, {recipe}", flush=True)
             plan, flags = PLANS[name], flags_of(PLANS[name], recipe, args.steps)
-            config = f"configs/{plan.config}.toml"
             try:
+                config = config_of(plan, recipe, folder)
                 args_of_run = config, flags, plan.gpus, plan.blocks, args.steps, folder
                 row = row_of(name, recipe, train.run(*args_of_run), base)
             except RuntimeError as error:
@@ -209,6 +253,8 @@ def main(argv: list[str]) -> int:
             print(f"   {time.monotonic() - begin:.0f} s: {result}", flush=True)
     speed = f"per GPU, median of steps {train.WARM_UP + 1} to {args.steps}"
     facts = {"steps": args.steps, "tokens/s": speed}
+    if common.HAS_TORCHAO:
+        facts["torchao"] = importlib.metadata.version("torchao")
     RESULTS.mkdir(parents=True, exist_ok=True)
     common.report(rows, RESULTS / "result.json", "Parallel plans", ABOUT, **facts)
     return any(row["error"] for row in rows)

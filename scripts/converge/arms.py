@@ -25,7 +25,7 @@ LINEAR, EXPERTS = f"quantize.linear.{OURS}", f"quantize.grouped_mm.{OURS}"
 TORCHAO_LINEAR, TORCHAO_EXPERTS = "quantize.linear.float8", "converge.torchao_experts"
 PRODUCT_ERROR = 0.037
 """RMS error of a product of two e4m3 matrices of Gaussian data, relative to its RMS, as
-the benchmark of GEMMs measures it (docs/benchmarks.md)."""
+the benchmark of GEMMs measures it (docs/kernels.md)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def apply(arm: Arm, config: JobConfig) -> None:
         config.model.converters = [torchao.get(name, name) for name in converters]
         quantize.linear.float8.recipe_name = arm.torchao
         quantize.linear.float8.filter_fqns = quantize.linear.titan_fp8.filter_fqns
+        quantize.grouped_mm.float8.fqns = quantize.grouped_mm.titan_fp8.fqns
     if arm.converter:
         config.model.converters = [*converters, arm.converter]
 
@@ -152,7 +153,7 @@ class TorchaoExperts(_Converter):
         from torchao.quantization.quant_api import quantize_
 
         set_token_group_alignment_size_m(16)
-        fqns = self.job_config.quantize.grouped_mm.titan_fp8.fqns
+        fqns = self.job_config.quantize.grouped_mm.float8.fqns
         quantize_(
             model,
             config=Float8TrainingOpConfig(),

@@ -42,7 +42,8 @@ class Plan:
     def sequences(self) -> int:
         """The sequences of a batch. A rank has one or, without FSDP, two.
 
-        Under tensor parallelism with etp 1, torchtitan's gradients are wrong for two (docs/log.md).
+        Under tensor parallelism with etp 1, torchtitan's gradients are wrong for two
+        (docs/history/log_2026-11-20.md).
         """
         return 2 * self.replicate
 

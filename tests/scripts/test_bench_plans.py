@@ -44,10 +44,13 @@ def test_every_plan_has_the_gpus_that_its_name_says():
         (["--recipes", "bf16,fp8"], "--recipes: 'fp8' is no recipe; allowed: blockwise, "),
         (["llama3-8b-fsdp4"], "llama3-8b-fsdp4: more GPUs than the 2 there are"),
         (["--recipes", "bf16+bf16_all_gather"], "'bf16+bf16_all_gather' is no recipe"),
+        (["--recipes", "bf16 tuned+bf16_all_gather"], "'bf16 tuned+bf16_all_gather' is no recipe"),
+        (["--recipes", "torchao rowwise"], "'torchao rowwise' needs torchao 0.17 on PYTHONPATH"),
     ],
 )
 def test_bad_arguments(argv, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(common, "HAS_TORCHAO", False)
     with pytest.raises(SystemExit) as stopped:
         plans.parse(argv)
     assert stopped.value.code == 2 and message in capsys.readouterr().err
@@ -68,6 +71,24 @@ def test_weights_are_gathered_in_bf16_if_the_recipe_says_so(name):
         experts = quantize.grouped_mm.titan_fp8.fsdp_all_gather
         assert gathers == (not in_bf16)
         assert experts == (gathers or not name.startswith("deepseek"))
+
+
+@pytest.mark.parametrize("name", ["llama3-8b-fsdp4", "qwen3-30b-ep4"])
+@pytest.mark.parametrize(
+    "arm, values",
+    [("torchao tensorwise", (True, True, None)), ("torchao rowwise", (False, False, "rowwise"))],
+)
+def test_torchao_runs_in_stock_torchtitan(name, arm, values, tmp_path):
+    plan = PLANS[name]
+    config = plans.config_of(plan, arm, tmp_path / "run")
+    config = parse_args(["--job.config_file", config, *plans.flags_of(plan, arm, 30)])
+    float8 = config.quantize.linear.float8
+    gathers = float8.enable_fsdp_float8_all_gather, float8.precompute_float8_dynamic_scale_for_fsdp
+    assert (*gathers, float8.recipe_name) == values
+    assert float8.filter_fqns == ["output", "router.gate"]
+    assert not hasattr(config.quantize.linear, "titan_fp8")
+    experts = ["converge.torchao_experts"] if name.startswith("qwen3") else []
+    assert config.model.converters == ["quantize.linear.float8", *experts]
 
 
 def test_micro_batches_are_those_of_the_plan():
@@ -98,10 +119,10 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/stamp").touch()
-    assert plans.main(["llama3-8b-fsdp2", "llama3-8b-tp2"]) == 1
+    assert plans.main(["llama3-8b-fsdp2", "llama3-8b-tp2", "--repeats", "2"]) == 1
     rows = json.loads((tmp_path / "results" / "result.json").read_text())["rows"]
     arms = ("bf16", "bf16 tuned", "blockwise")
     names = [(row["plan"], row["recipe"]) for row in rows]
-    assert names == [(p, a) for p in ("llama3-8b-fsdp2", "llama3-8b-tp2") for a in arms]
+    assert names == [(p, a) for p in ("llama3-8b-fsdp2", "llama3-8b-tp2") for a in arms * 2]
     assert all(row["error"] == "RuntimeError: out of memory" for row in rows)
     assert "RuntimeError: out of memory" in capsys.readouterr().out

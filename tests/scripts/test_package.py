@@ -1,6 +1,7 @@
 """What pip installs, without this repository beside it."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,9 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 USE = """
 import torch, titan_fp8
+from torchtitan.models.moe.moe import GroupedExperts
 assert titan_fp8.__file__.startswith({folder!r}), titan_fp8.__file__
-x, w = torch.randn(3, 32), torch.randn(16, 32)
-assert titan_fp8.fp8_linear(x, w).shape == (3, 16)
+x, weight, bias, weights = map(torch.randn, [(32, 32), (16, 32), (16,), (2, 16, 32)])
+offs, linear = torch.tensor([16, 32], dtype=torch.int32), torch.nn.Linear(32, 32)
+model = torch.nn.ModuleDict(dict(linear=linear, experts=GroupedExperts(32, 32, 2, True)))
+{python}
+assert y.shape == (32, 16) and report.converted and type(linear) is torch.nn.Linear
 """
 CONFIG = """
 [job]
@@ -56,7 +61,10 @@ def test_the_wheel_works_without_the_repository(source: Path, tmp_path: Path) ->
     run(sys.executable, "-m", "pip", "install", "-q", *options, source, cwd=tmp_path)
     data = [p for p in (ROOT / "titan_fp8").rglob("*") if p.suffix in (".c", ".json")]
     assert data and all((folder / p.relative_to(ROOT)).exists() for p in data)
-    run(sys.executable, "-c", USE.format(folder=str(folder)), cwd=tmp_path, PYTHONPATH=str(folder))
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    (python,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    use = USE.format(folder=str(folder), python=python)
+    run(sys.executable, "-c", use, cwd=tmp_path, PYTHONPATH=str(folder))
     (tmp_path / "job.toml").write_text(CONFIG)
     plan = ("-m", "titan_fp8.plan", "job.toml", "--ngpu", "1")
     assert "attention.wq" in run(sys.executable, *plan, cwd=tmp_path, PYTHONPATH=str(folder))

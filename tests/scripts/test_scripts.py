@@ -15,7 +15,10 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"]
+LOG = ROOT / "docs" / "log.md"
+PAGES += sorted(set((ROOT / "docs").glob("*.md")) - {LOG})
+HISTORY = sorted((ROOT / "docs" / "history").glob("*.md"))
+"""Their commands are those of their time, and so are the log's."""
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
@@ -148,14 +151,19 @@ def test_readme_has_the_two_commands() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_names_what_exists(page: Path) -> None:
+def test_the_commands_of_a_page_name_what_exists(page: Path) -> None:
     for command in commands_of(page):
         for word in command:
             if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
                 path, _, function = word.partition(":")
                 assert (ROOT / path).exists(), word
                 assert not function or f"def {function}(" in (ROOT / path).read_text(), word
-    for link in re.findall(r"\]\((?!https?://)([^)]*)\)", page.read_text()):
+
+
+@pytest.mark.parametrize("page", [*PAGES, LOG, *HISTORY], ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]*)\)|^\[\w+\]: (\S+)$", page.read_text(), re.MULTILINE)
+    for link in filter(lambda link: "://" not in link, map("".join, links)):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
@@ -163,3 +171,10 @@ def test_a_page_names_what_exists(page: Path) -> None:
         assert not anchor or anchor in [
             re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings
         ], link
+
+
+def test_the_index_of_history_has_every_entry() -> None:
+    index = (ROOT / "docs/history/README.md").read_text()
+    for page in HISTORY:
+        for date, title in re.findall(r"^### (2026-[\d-]+): (.*)$", page.read_text(), re.MULTILINE):
+            assert f"- {date} [{title}]({page.name}#" in index

@@ -46,7 +46,7 @@ stores by TMA where the tile is full and with a mask elsewhere. Rows of no group
 blocks, so they are zero, and so is the dW of an empty group.
 
 One configuration serves all shapes. At the dense shapes measured cuBLAS was never faster by more
-than the noise (docs/log.md).
+than the noise (docs/kernels.md).
 """
 
 import functools

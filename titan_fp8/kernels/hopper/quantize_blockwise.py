@@ -8,7 +8,7 @@ Programs that write only the transposed copy are numbered along the tokens, whic
 the rows of the copy (3 to 5 % faster). Those that write both layouts are numbered along the
 channels (up to 2 % faster).
 
-docs/benchmarks.md has the times, docs/log.md what else was tried.
+docs/kernels.md has the times, docs/history/log_2026-11_kernels.md what else was tried.
 """
 
 import math
