@@ -1,9 +1,10 @@
 """How titan_fp8 patches torchtitan and PyTorch, and the patches that torchtitan 0.2 and 0.3 share.
 
-Each `Patch` names its targets, why they are replaced and when that can go; docs/log.md, under "Which
-mechanisms still pay", says what it gains. The code that needs a patch applies it: search for its constant, such as
-SAC_POLICY, to find the replacement. `torchtitan_0_2/patches.py` and `torchtitan_0_3/patches.py`
-have the patches that only one version needs, and the list of all that it gets.
+Each `Patch` names its targets, why they are replaced and when that can go; the log says what it
+gains ("Which mechanisms still pay"). The code that needs a patch applies it: search for its
+constant, such as SAC_POLICY, to find the replacement. `torchtitan_0_2/patches.py` and
+`torchtitan_0_3/patches.py` have the patches that only one version needs, and the list of all that
+it gets.
 
 `Patch.apply` checks that every target exists and takes the parameters that the replacement relies
 on. If not, a required patch raises; any other is left out with one warning, and the results of

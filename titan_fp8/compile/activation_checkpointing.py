@@ -10,8 +10,8 @@ among them.
 
 `with_fp8_policy` makes that policy see a dense FP8 GEMM as the `aten.mm` that it replaces. So every
 second one is saved, and a block saves as many bytes as in bf16. Saving all of them was 6 % faster
-on Llama3-8B and took more memory than no checkpointing at all (docs/history/log_2026-11-20.md). Grouped GEMMs are
-recomputed, as torchtitan's are.
+on Llama3-8B and took more memory than no checkpointing at all (docs/history/log_2026-11-20.md).
+Grouped GEMMs are recomputed, as torchtitan's are.
 
 GEMMs in blocks that are compiled in parts are recomputed, too. Dense blocks are compiled as a
 whole: Dynamo traces the checkpoint with the block, asks the policy while it traces, and the
