@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Lint, types and all tests. Three test runs happen side by side, because tests of parallel plans
-# leave the cores idle at times:
+# Lint, types and all tests. Four runs happen side by side, because tests of parallel plans leave
+# the cores idle at times:
 #
-#   all tests but those of the other two
-#   tests/kernels, which compiles the kernels for Hopper, with the oldest supported Triton
+#   all tests but those of the others
+#   the tests of tests/kernels that need Triton, with the oldest supported version
 #   tests/torchtitan_0_3, in an environment of its own
+#   lint.sh
 #
 # The first prints as it goes, the others when it is done. With a GPU, tests/gpu runs last.
-# Arguments go to pytest, and then only the first test run happens, of all tests or of those named:
+# Arguments go to pytest, and then only lint and the tests happen, all or those named:
 #
 #   ./scripts/test.sh [tests/units ...] [-k compare ...]
 set -euo pipefail
@@ -15,15 +16,16 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/jobs.sh"
 cd "$root"
 prepare_env dev
-attended ./scripts/lint.sh
 pytest=("$python" -m pytest -q --durations 20 --dist worksteal)
 if [[ $# -gt 0 ]]; then
+    attended ./scripts/lint.sh
     everything=tests
     for argument; do [[ $argument != tests* ]] || everything=; done
     exec "${pytest[@]}" -n 2 $everything "$@" # unquoted on purpose: no word if it is empty
 fi
 
-# torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not.
+# torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not. A
+# replay repeats launches, whatever has compiled the kernels.
 with_oldest_triton() {
     local oldest=3.6.0 folder
     [[ "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]] || return 0
@@ -33,7 +35,8 @@ with_oldest_triton() {
             die "could not install triton $oldest"
         mv "$temporary/triton" "$folder"
     fi
-    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" -n 1 tests/kernels
+    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" -n 1 \
+        --ignore-glob "*/test_replay*" tests/kernels
 }
 
 with_torchtitan_0_3() {
@@ -50,6 +53,8 @@ start with_oldest_triton >"$temporary/triton.log" 2>&1
 triton=$!
 start with_torchtitan_0_3 >"$temporary/torchtitan.log" 2>&1
 torchtitan=$!
+start ./scripts/lint.sh >"$temporary/lint.log" 2>&1
+lint=$!
 failed=0
 attended "${pytest[@]}" -n 3 tests || failed=1
 wait "$triton" || failed=1
@@ -58,6 +63,9 @@ cat "$temporary/triton.log"
 wait "$torchtitan" || failed=1
 echo "== tests/torchtitan_0_3 with torchtitan 0.3"
 cat "$temporary/torchtitan.log"
+wait "$lint" || failed=1
+echo "== lint.sh"
+cat "$temporary/lint.log"
 
 if [[ $failed == 0 ]] && "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 then

@@ -9,7 +9,9 @@ The routing is fixed, since a token near a tie may go to another expert after an
 is uneven and leaves two experts without tokens.
 """
 
+import copy
 import dataclasses
+import functools
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -113,13 +115,21 @@ def fix_routing(learned_scores: bool) -> None:
 def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
     flavors = get_train_spec(plan.model).model_args
     flavors[FLAVOR] = dataclasses.replace(flavors["debugmodel"], **SHAPES[plan.model])
-    flags = plan.flags(recipe)
+    flags = plan.flags(RECIPES[0])
     flags += ["--model.flavor", FLAVOR, "--training.mixed_precision_param", precision]
     flags += ["--training.local_batch_size", str(plan.sequences // plan.shares)]
     flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
     # Loss parallel sums the softmax in another order, which can change how a value is rounded.
     flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
-    return parse_args(flags)
+    config = copy.deepcopy(parse_once(*flags))
+    config.quantize.linear.titan_fp8.recipe = recipe
+    return config
+
+
+@functools.cache
+def parse_once(*flags: str) -> JobConfig:
+    """Parsing takes as long as a forward and backward."""
+    return parse_args([*flags])
 
 
 def dims_of(plan: Plan) -> ParallelDims:
@@ -152,7 +162,8 @@ def materialize(*parts: nn.Module) -> None:
 def load(parts: list[nn.Module], checkpoint: Path, alone: bool) -> None:
     # Random numbers would take a quarter of the time of a plan. A weight that is not loaded is NaN.
     def nan(weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return weight.fill_(torch.nan)
+        (weight.to_local() if isinstance(weight, DTensor) else weight).fill_(torch.nan)
+        return weight
 
     with mock.patch("torch.nn.init.trunc_normal_", nan), mock.patch("torch.nn.init.normal_", nan):
         materialize(*parts)

@@ -1,7 +1,7 @@
 """Weights that FSDP2 gathers in FP8, in what users do besides training; on gloo ranks.
 
-Each test compares bits with those of gathers in high precision, for one recipe of each kind of
-scales; `test_fsdp_all_gather_plans.py` trains with the others.
+Each test compares bits with those of gathers in high precision, in a model with one recipe of each
+kind of scales; `test_fsdp_all_gather_plans.py` trains with the others.
 """
 
 import copy
@@ -15,7 +15,6 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from plans import RECIPES
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -33,14 +32,15 @@ from titan_fp8.modules.linear import FP8Linear
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 
 
-def build(recipe: str, fp8: bool) -> nn.Sequential:
+def build(fp8: bool) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(3)))
-    return convert_and_gather(model, recipe, fp8)
+    convert_linears(model, recipe="rowwise", filter_fqns=["0.1", "2.1"])
+    convert_linears(model, recipe="blockwise", filter_fqns=[])  # the others
+    return gather(model, fp8)
 
 
-def convert_and_gather(model: nn.Module, recipe: str, fp8: bool) -> nn.Module:
-    convert_linears(model, recipe=recipe, filter_fqns=[])
+def gather(model: nn.Module, fp8: bool) -> nn.Module:
     if fp8:
         fsdp.gather_in_fp8(model, FP8Linear)
     return model
@@ -59,7 +59,7 @@ def batch(seed: int) -> Tensor:
 
 
 def train(model: nn.Sequential) -> list[Tensor]:
-    """The loss and the parameters of two steps."""
+    """The loss and this rank's parameters of two steps."""
     found = []
     for seed in range(2):
         loss = model(batch(seed)).float().square().mean()
@@ -68,7 +68,7 @@ def train(model: nn.Sequential) -> list[Tensor]:
             for p in model.parameters():
                 p -= 0.1 * p.grad
         model.zero_grad()
-        found += [loss.detach(), *(p.full_tensor() for p in model.parameters())]
+        found += [loss.detach(), *(p.detach().to_local().clone() for p in model.parameters())]
         requantize([model])
     return found
 
@@ -78,9 +78,9 @@ def gathered_in_fp8(model: nn.Sequential) -> bool:
 
 
 def compare(rank: int, *uses: Callable) -> None:
-    for use, recipe in itertools.product(uses, RECIPES):
-        want, got = (use(recipe, fp8) for fp8 in (False, True))
-        assert len(got) == len(want) and all(map(torch.equal, got, want)), (use.__name__, recipe)
+    for use in uses:
+        want, got = (use(fp8) for fp8 in (False, True))
+        assert len(got) == len(want) and all(map(torch.equal, got, want)), use.__name__
 
 
 # Writes that PyTorch notices, and writes that it does not
@@ -143,9 +143,10 @@ def by_apply(model: nn.Sequential) -> None:
     model._apply(lambda t: t * 0.9)
 
 
-def by_apply_to_a_layer(model: nn.Sequential) -> None:
-    """FSDP2 is not told, and goes on with the memory that the shard had."""
-    model[1][1]._apply(lambda t: t * 0.9)
+def by_apply_to_layers(model: nn.Sequential) -> None:
+    """FSDP2 is not told, and goes on with the memory that the shards had."""
+    for block in model:
+        block[1]._apply(lambda t: t * 0.9)
 
 
 def in_backward(model: nn.Sequential) -> None:
@@ -173,13 +174,13 @@ def to_shards(write: Callable) -> Callable:
 
 WRITES = [by_compiled_code, by_numpy, by_pointer, by_views, by_one_rank]
 WRITES = [to_shards(write) for write in WRITES] + [by_foreach, by_optimizer, by_set_data]
-WRITES += [by_state_dict, by_load, by_assign, by_apply, by_apply_to_a_layer, in_backward]
+WRITES += [by_state_dict, by_load, by_assign, by_apply, by_apply_to_layers, in_backward]
 
 
-def losses(write: Callable, recipe: str, fp8: bool, told: bool = False) -> list[Tensor]:
-    """Those of four steps. In each, other weights are in place for a while, before backward."""
-    model, found = shard(build(recipe, fp8)), []
-    for step in range(4):
+def losses(write: Callable, fp8: bool, told: bool = False) -> list[Tensor]:
+    """Those of three steps. In each, other weights are in place for a while, before backward."""
+    model, found = shard(build(fp8)), []
+    for step in range(3):
         loss = model(batch(step)).float().square().mean()
         own = [p.detach().to_local().clone() for p in model.parameters()]
         with torch.no_grad():
@@ -198,12 +199,12 @@ def losses(write: Callable, recipe: str, fp8: bool, told: bool = False) -> list[
 
 
 def compare_writes(rank: int) -> None:
-    for write, recipe in itertools.product(WRITES, RECIPES):
-        want = losses(write, recipe, fp8=False)
+    for write in WRITES:
+        want = losses(write, fp8=False)
         assert not torch.equal(want[-1], want[1]), write.__name__
         for told in (False, True):
-            got = losses(write, recipe, fp8=True, told=told)
-            assert all(map(torch.equal, got, want)), (write.__name__, recipe, told, got, want)
+            got = losses(write, fp8=True, told=told)
+            assert all(map(torch.equal, got, want)), (write.__name__, told, got, want)
 
 
 def test_no_write_is_missed():
@@ -219,8 +220,8 @@ def plain_copy(value: DTensor) -> DTensor:
     return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, **shape)
 
 
-def assign_plain_shards(recipe: str, fp8: bool) -> list[Tensor]:
-    model = shard(build(recipe, fp8))
+def assign_plain_shards(fp8: bool) -> list[Tensor]:
+    model = shard(build(fp8))
     found = train(model)
     with torch.no_grad():
         state = {name: plain_copy(value * 0.5) for name, value in model.state_dict().items()}
@@ -229,10 +230,10 @@ def assign_plain_shards(recipe: str, fp8: bool) -> list[Tensor]:
     return found + train(model)
 
 
-def assign_whole_weights_before_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
-    state = build(recipe, fp8=False).state_dict()
+def assign_whole_weights_before_fsdp(fp8: bool) -> list[Tensor]:
+    state = build(fp8=False).state_dict()
     with torch.device("meta"):
-        model = build(recipe, fp8)
+        model = build(fp8)
     model.load_state_dict(state, assign=True)
     shard(model)
     assert gathered_in_fp8(model) == fp8
@@ -246,9 +247,9 @@ def test_assigned_weights_are_gathered_in_fp8_too():
 # SimpleFSDP
 
 
-def load_under_simple_fsdp(recipe: str, fp8: bool) -> list[Tensor]:
+def load_under_simple_fsdp(fp8: bool) -> list[Tensor]:
     """Replaces no parameter, since an optimizer may hold it, and so each gets a gradient."""
-    model = build(recipe, fp8)
+    model = build(fp8)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     simple_fsdp.data_parallel(model, mesh, mode="fully_shard")
     held = dict(model.named_parameters())
@@ -267,26 +268,25 @@ def test_simple_fsdp():
 
 
 class FeedForward(nn.Module):
-    def __init__(self, fused: bool):
+    def __init__(self):
         super().__init__()
-        self.norm, self.fused = nn.RMSNorm(DIM), fused
+        self.norm = nn.RMSNorm(DIM)
         self.w1, self.w3 = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, 2 * DIM, bias=False)
         self.w2 = nn.Linear(2 * DIM, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        if self.fused:
-            weights = self.w1.weight, self.w2.weight, self.w3.weight
-            return fp8_swiglu(x, *weights, recipe=self.w1.recipe)
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        weights = self.w1.weight, self.w2.weight, self.w3.weight
+        return fp8_swiglu(self.norm(x), *weights, recipe=self.w1.recipe)
 
 
-def gather_some_in_fp8(recipe: str, fp8: bool) -> list[Tensor]:
+def gather_some_in_fp8(fp8: bool) -> list[Tensor]:
     """FSDP2 gathers a weight in high precision if it shards its last dimension."""
     found = []
-    for others in (["w2"], ["w3"], ["w1", "w2"]):
+    for recipe, others in itertools.product(RECIPES, (["w2"], ["w3"], ["w1", "w2"])):
         torch.manual_seed(0)
-        model = convert_and_gather(FeedForward(fused=True), recipe, fp8)
+        model = FeedForward()
+        convert_linears(model, recipe=recipe, filter_fqns=[])
+        gather(model, fp8)
         in_high_precision = [model.get_submodule(name).weight for name in others]
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -312,8 +312,8 @@ def infer(model: nn.Sequential) -> list[Tensor]:
         return [model(batch(9)).clone()]
 
 
-def infer_before_and_after_writes(recipe: str, fp8: bool) -> list[Tensor]:
-    model = shard(build(recipe, fp8))
+def infer_before_and_after_writes(fp8: bool) -> list[Tensor]:
+    model = shard(build(fp8))
     found = train(model) + infer(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -321,13 +321,13 @@ def infer_before_and_after_writes(recipe: str, fp8: bool) -> list[Tensor]:
     return found + infer(model) + train(model)
 
 
-def infer_only(recipe: str, fp8: bool) -> list[Tensor]:
-    model = shard(build(recipe, fp8))
+def infer_only(fp8: bool) -> list[Tensor]:
+    model = shard(build(fp8))
     return infer(model) + infer(model)
 
 
-def infer_with_assigned_weights(recipe: str, fp8: bool) -> list[Tensor]:
-    model = shard(build(recipe, fp8))
+def infer_with_assigned_weights(fp8: bool) -> list[Tensor]:
+    model = shard(build(fp8))
     found = train(model)
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -342,8 +342,8 @@ def test_inference_mode():
 # Copies
 
 
-def copy_state_dict(recipe: str, fp8: bool) -> list[Tensor]:
-    model = shard(build(recipe, fp8))
+def copy_state_dict(fp8: bool) -> list[Tensor]:
+    model = shard(build(fp8))
     train(model)
     state = copy.deepcopy(model.state_dict())
     found = train(model)
@@ -351,19 +351,19 @@ def copy_state_dict(recipe: str, fp8: bool) -> list[Tensor]:
     return found + train(model)
 
 
-def copy_model(recipe: str, fp8: bool) -> list[Tensor]:
-    model = build(recipe, fp8)
+def copy_model(fp8: bool) -> list[Tensor]:
+    model = build(fp8)
     other = shard(copy.deepcopy(model))
     shard(model)
     assert gathered_in_fp8(other) == fp8
     return train(model) + train(other)
 
 
-def save_shards(recipe: str, fp8: bool) -> list[Tensor]:
+def save_shards(fp8: bool) -> list[Tensor]:
     """A shard is an ordinary tensor, alone and in files."""
-    model = shard(build(recipe, fp8))
+    model = shard(build(fp8))
     found = train(model)
-    found.append(copy.deepcopy(model[0][1]).weight.full_tensor())
+    found += [copy.deepcopy(block[1]).weight.full_tensor() for block in model]
     for p in model.parameters():
         assert type(p._local_tensor) is Tensor and not p._local_tensor.__dict__
         torch.save(p._local_tensor, file := io.BytesIO())
@@ -381,8 +381,8 @@ def test_copies():
 # replicate
 
 
-def train_replicas(recipe: str, fp8: bool) -> list[Tensor]:
-    return train(shard(build(recipe, fp8), replicate))
+def train_replicas(fp8: bool) -> list[Tensor]:
+    return train(shard(build(fp8), replicate))
 
 
 def test_replicate():
@@ -392,8 +392,8 @@ def test_replicate():
 # Shards of different sizes
 
 
-def load_between_steps(recipe: str, fp8: bool) -> list[Tensor]:
-    model = shard(build(recipe, fp8))
+def load_between_steps(fp8: bool) -> list[Tensor]:
+    model = shard(build(fp8))
     early = model.state_dict()
     found = train(model)
     state = {name: value.detach().clone() for name, value in early.items()}
@@ -404,9 +404,9 @@ def load_between_steps(recipe: str, fp8: bool) -> list[Tensor]:
     return found + [value.full_tensor() for value in early.values()]
 
 
-def evaluate_averages(recipe: str, fp8: bool) -> list[Tensor]:
+def evaluate_averages(fp8: bool) -> list[Tensor]:
     """Assigns other weights for an evaluation, and then the same ones again."""
-    model = shard(build(recipe, fp8))
+    model = shard(build(fp8))
     found = train(model)
     own = dict(model.state_dict())
     averages = {name: value.detach().clone().mul_(0.5) for name, value in own.items()}
@@ -425,7 +425,7 @@ def test_small_shards_that_are_replaced():
 
 
 def change_recipe(rank: int) -> None:
-    model = shard(build("rowwise", fp8=True))
+    model = shard(build(fp8=True))
     model(batch(0)).sum().backward()
     model[1][1].recipe = "blockwise_pow2"
     with pytest.raises(RuntimeError, match=r"1\.1: recipe is 'blockwise_pow2'.*for 'rowwise'"):
@@ -440,7 +440,7 @@ def write_after_an_early_quantization(rank: int) -> None:
     """As `health_freq` quantizes, to look at the shards before the step that gathers them."""
     losses = []
     for fp8 in (False, True):
-        model = shard(build("blockwise", fp8))
+        model = shard(build(fp8))
         for _ in range(2):
             model(batch(0)).sum().backward()
             requantize([model])

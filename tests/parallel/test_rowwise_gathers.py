@@ -151,14 +151,14 @@ WAYS += (after_weights_that_replace_these_for_a_while, prefetched_after_its_forw
 
 
 def train(way: Callable, fp8: bool) -> list[Tensor]:
-    """Gradients and losses."""
+    """This rank's gradients and losses."""
     model, found = sharded(fp8), []
     for step in range(STEPS):
         loss = way(model, step).float().square().mean()
         loss.backward()
         for p in model.parameters():
             if p.grad is not None:
-                found.append(p.grad.full_tensor())
+                found.append(p.grad.to_local())
                 with torch.no_grad():
                     p -= 0.1 * p.grad
         found.append(loss.detach())

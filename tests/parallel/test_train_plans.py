@@ -75,6 +75,7 @@ def within(plan: Plan, other: Plan) -> bool:
 TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PLANS)]
 # The MoE has HSDP and TP as well, and its blocks contain those of the dense model.
 TRAINED.remove(Plan("llama3", replicate=2, fsdp=2))
+TRAINED.remove(Plan("llama3", fsdp=2, tp=2))
 TRAINED.remove(Plan("deepseek_v3", fsdp=2, tp=2, ep=2))
 
 

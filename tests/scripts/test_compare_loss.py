@@ -222,27 +222,26 @@ def test_a_plot_that_cannot_be_written(tmp_path, base):
 
 
 def test_as_a_command(tmp_path, base):
+    """With a log whose name is not UTF-8, and is shown."""
     dump(tmp_path, "fp8", curve(range(1, 101), 0.3))
-    command = [sys.executable, str(SCRIPTS / "compare_loss.py"), "bf16", "fp8"]
+    write_log(tmp_path / os.fsdecode(b"\xe9"), curve(range(1, 101), 0.1))
+    command = [sys.executable, str(SCRIPTS / "compare_loss.py"), "bf16", "fp8", b"\xe9"]
     env = os.environ | {"TERM": "dumb"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "FAIL  fp8: the gap of +0.300" in done.stdout
+    assert "ok    \\udce9\n" in done.stdout
     assert "\033" not in done.stdout and done.stderr == ""
     assert (tmp_path / "compare_loss.png").is_file()
 
 
-def test_names_that_are_not_utf_8(tmp_path, base):
-    """TensorBoard cannot read such event files; logs may have such names, which are shown."""
-    write_log(tmp_path / os.fsdecode(b"\xe9"), curve(range(1, 101), 0.1))
-    dump(tmp_path, "fp8", curve(range(1, 101), 0.1)).rename(tmp_path / os.fsdecode(b"\xe8"))
-    command = [sys.executable, str(SCRIPTS / "compare_loss.py"), "--out", b"\xe8.png", "bf16"]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True}
-    done = subprocess.run([*command, b"\xe9"], **options)
-    assert done.returncode == 0 and "ok    \\udce9\n" in done.stdout
-    assert done.stdout.endswith("plot: \\udce8.png\n")
-    assert (tmp_path / os.fsdecode(b"\xe8.png")).is_file()
-    done = subprocess.run([*command, b"\xe8"], **options)
-    assert done.returncode == 2 and "TensorBoard reads only names in UTF-8" in done.stderr
+def test_a_plot_and_event_files_whose_names_are_not_utf_8(tmp_path, base):
+    """TensorBoard cannot read such event files."""
+    other = dump(tmp_path, "fp8", curve(range(1, 101), 0.1))
+    out = tmp_path / os.fsdecode(b"\xe8.png")
+    assert compare(base, other, out=out)[0] == 0 and out.is_file()
+    other = other.rename(tmp_path / os.fsdecode(b"\xe8"))
+    status, _, text = compare(base, other)
+    assert status == 2 and "TensorBoard reads only names in UTF-8" in text
 
 
 def test_windows_of_any_length(tmp_path, base):

@@ -13,7 +13,7 @@ from corpus import write_text as write_corpus
 from paired_runs import SCRIPTS, SHORT, write_text
 from tokenizers import Tokenizer
 
-TWO_RANKS = [*SHORT, "--training.local_batch_size", "4"]
+TWO_RANKS = [*SHORT, "--training.steps", "4", "--training.local_batch_size", "4"]
 STUB = """
 import json, os, sys, time
 of = dict(zip(sys.argv, sys.argv[1:]))

@@ -9,6 +9,7 @@ from titan import build, parse_args
 
 ARMS = ("null", "blockwise", "rowwise_with_gw_hp", "errors", "control")
 COMPILE = ("--compile.enable", "--compile.backend", "eager")
+THREE_STEPS = ("--training.steps", "3")
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -36,10 +37,10 @@ def result(trainer, seed: int, ulp: bool = False) -> tuple[dict, list[torch.Tens
 def test_second_run_is_that_of_a_new_trainer(tmp_path, text, model, arm):
     """Bit by bit, with the state of the optimizer, of the experts' balance and of random errors."""
     toml = SCRIPTS / "tiny.toml" if model == "llama3" else write_moe(tmp_path)
-    with paired_trainer(arm, text, toml) as trainer:
+    with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
         first, _ = result(trainer, 1)
         second, after_second = result(trainer, 2)
-    with paired_trainer(arm, text, toml) as trainer:
+    with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
         alone, after_alone = result(trainer, 2)
     assert second == alone and equal(after_second, after_alone)
     assert first["curve"] != second["curve"]
@@ -48,7 +49,8 @@ def test_second_run_is_that_of_a_new_trainer(tmp_path, text, model, arm):
 def test_second_run_compiles_nothing(tmp_path, text):
     from torch._dynamo.utils import counters
 
-    with paired_trainer("blockwise", text, write_moe(tmp_path), *COMPILE) as trainer:
+    flags = (*COMPILE, *THREE_STEPS)
+    with paired_trainer("blockwise", text, write_moe(tmp_path), *flags) as trainer:
         trainer.run(1, False, math.inf)
         compiled = counters["stats"]["unique_graphs"]
         assert compiled
@@ -59,7 +61,7 @@ def test_second_run_compiles_nothing(tmp_path, text):
 def test_arms_of_a_seed_start_from_the_same_weights_and_read_the_same_text(tmp_path, text):
     seen, toml = {}, write_moe(tmp_path)
     for arm in ("bf16", *ARMS):
-        with paired_trainer(arm, text, toml) as trainer:
+        with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
             run = trainer.run(3, arm == "null", math.inf)
             trainer.restart(3)
             seen[arm] = run, weights(trainer)
