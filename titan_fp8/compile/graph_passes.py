@@ -31,7 +31,7 @@ from titan_fp8.recipe import RECIPES
 MAX_STEPS = 16
 """Steps of a sequence; a replay has room for 64 tensors and 128 addresses (`launcher.c`)."""
 
-_FP8_OPS = {op.overload for op in OPS.values() if op.replays}
+_FP8_OPS = {op.overload for op in OPS.values() if op.is_fp8}
 
 EAGER = "eager_input_vals"
 """The key of a node's meta with the arguments, as tensors without data, that the op has in eager

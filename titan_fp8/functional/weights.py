@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_fp8.functional.checks import check_bool, check_multiples_of_16, check_types
-from titan_fp8.functional.gemms import Operand
 from titan_fp8.functional.gemms import Weight as WeightOperand
 from titan_fp8.layouts import BLOCK, cdiv
-from titan_fp8.ops.operands import for_kernels
 from titan_fp8.recipe import get_recipe
 
 _aten = torch.ops.aten
@@ -130,8 +128,8 @@ class QuantizedWeight(NamedTuple):
     """
 
     recipe: str
-    rows: Operand
-    columns: Operand
+    rows: tuple[Tensor, Tensor]
+    columns: tuple[Tensor, Tensor]
 
     @property
     def shape(self) -> torch.Size:
@@ -152,14 +150,13 @@ class QuantizedWeight(NamedTuple):
     @property
     def for_fprop(self) -> WeightOperand:
         """q as fprop reads it."""
-        q, s = self.rows
-        return for_kernels(q), s
+        return self.rows
 
     @property
     def for_dgrad(self) -> WeightOperand:
         """The q that dgrad reads, laid out as the weight, a view of its transpose."""
         q_t, s_t = self.columns
-        return for_kernels(q_t).mT, s_t
+        return q_t.mT, s_t
 
 
 Weight = Tensor | QuantizedWeight
