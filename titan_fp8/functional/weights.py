@@ -97,11 +97,14 @@ class GatheredWeight(Tensor):
         return implementation(*args, **(kwargs or {}))
 
 
-def _same(w: GatheredWeight, *args: Any) -> GatheredWeight:
-    """A view of the whole weight: `args` are its own size, strides and offset, if any."""
-    for sizes, own in zip(args, (w.shape, w.stride())):
-        if tuple(sizes) != tuple(own):
-            raise NotImplementedError(f"{w} cannot be viewed as {tuple(sizes)}")
+def _same(
+    w: GatheredWeight, size: Any = None, stride: Any = None, storage_offset: int | None = None
+) -> GatheredWeight:
+    """A view of the whole weight: size, strides and offset are its own, if they are given."""
+    own = [*w.shape], [*w.stride()], 0
+    view = [*(size or own[0])], [*(stride or own[1])], storage_offset or 0
+    if view != own:
+        raise NotImplementedError(f"{w} cannot be viewed as size, stride, offset {view}")
     return GatheredWeight(w.q, w.s, w.q_columns, w.s_t, w.dtype)
 
 
