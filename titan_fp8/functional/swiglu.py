@@ -21,7 +21,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import Spec, quantized
+from titan_fp8.functional.gemms import ProductSpec, quantized
 from titan_fp8.functional.product import product
 from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
 from titan_fp8.ops import run
@@ -67,7 +67,7 @@ def fp8_swiglu(
     if offs is not None:
         offs = checked_offs(offs, w1.shape[0])
     check_devices(x, **weights, offs=offs)
-    spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
+    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
     if spec.recipe.feed_forward is not None:
         y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8.functional.checks import check_bool, check_multiples_of_16, check_types
-from titan_fp8.functional.gemms import Weight as WeightOperand
+from titan_fp8.functional.gemms import WeightOperand
 from titan_fp8.layouts import BLOCK, cdiv
 from titan_fp8.recipe import get_recipe
 
