@@ -18,7 +18,6 @@ import functools
 import logging
 import re
 from array import array
-from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -91,7 +90,7 @@ class Kernel(GluonJITFunction):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._launcher: Callable | None = None
+        self._launcher: functools.partial | None = None
 
     def __getitem__(self, grid: tuple[int, ...]):
         """A function that launches the kernel, given its arguments and options."""
@@ -99,7 +98,7 @@ class Kernel(GluonJITFunction):
             plans: dict[bytes, bytes] = {}
             first = functools.partial(self._launch_first, plans, [])
             constants = bytes(p.is_constexpr for p in self.params)
-            self._launcher = native().Launcher(first, plans, constants)
+            self._launcher = functools.partial(native().launch, first, plans, constants)
         if (recorder := RECORDER.get()) is not None:
             return functools.partial(recorder.launch, self._launcher, grid)
         return functools.partial(self._launcher, grid)
