@@ -58,15 +58,6 @@ class GatheredWeight(Tensor):
         """q, which the op of dgrad transposes, and the scales of the transpose."""
         return self.q if self.q_columns is None else self.q_columns, self.s_t
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raises NotImplementedError if it should be cast, as by autocast, which q cannot be."""
-        if dtype != self.dtype:
-            raise NotImplementedError(
-                f"{self} was quantized as {self.dtype} and is to be multiplied as {dtype}: let "
-                "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
-                "fsdp_all_gather = false"
-            )
-
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         columns = [] if self.q_columns is None else ["q_columns"]
         return ["q", "s", *columns, "s_t"], self.dtype
@@ -174,10 +165,14 @@ def operands_of(w: Weight, dtype: torch.dtype) -> tuple[WeightOperand, WeightOpe
     Raises:
         NotImplementedError: a GatheredWeight is to be cast to `dtype`, as by autocast.
     """
-    if isinstance(w, GatheredWeight):
-        w.check_dtype(dtype)
-    elif isinstance(w, Tensor):
+    if isinstance(w, Tensor) and not isinstance(w, GatheredWeight):
         return (w, None), (w, None)
+    if isinstance(w, GatheredWeight) and w.dtype != dtype:
+        raise NotImplementedError(
+            f"{w} was quantized as {w.dtype} and is to be multiplied as {dtype}: let "
+            "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
+            "fsdp_all_gather = false"
+        )
     return w.for_fprop, w.for_dgrad
 
 

@@ -46,7 +46,7 @@ OPS: dict[str, "Op"] = {}
 """All ops but `sequence`, by name."""
 SCHEMAS: list[str] = []
 """The schemas of all ops. torch.compile's caches on disk do not notice that they have changed, so
-the passes over its graphs do (`chained_pass.py`)."""
+the passes over its graphs do (`compile/graph_passes.py`)."""
 
 DISPATCHED, EMULATED = SimpleNamespace(), SimpleNamespace()
 """The ops, called through PyTorch's dispatcher; those of `EMULATED` with `emulate=True`."""
