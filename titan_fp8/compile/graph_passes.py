@@ -2,13 +2,11 @@
 
 Both passes run after the partitioner, on each graph by itself. They change no result by a bit.
 
-Quantizers. A layer quantizes its input once for fprop, along the rows, and for wgrad, along the
-columns. If backward recomputes that, forward needs the rows alone and backward the columns alone.
-Such a quantizer is replaced by one that writes only what is read.
+Quantizers. If backward recomputes the quantizer of a layer's input, forward needs its rows alone
+and backward its columns alone. Such a quantizer is replaced by one that writes only what is read.
 
-Sequences. Each op costs the CPU more than many of its kernels run. Ops that read each other's
-outputs or the same tensor, such as a quantizer and the GEMMs after it, become one `sequence`
-(`ops/sequence.py`). Then what only they read is no tensor any more.
+Sequences. Ops that read each other's outputs or the same tensor, such as a quantizer and the GEMMs
+after it, become one `sequence` (`ops/sequence.py`), and what only they read is no tensor any more.
 """
 
 import logging

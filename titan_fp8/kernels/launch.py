@@ -1,11 +1,8 @@
 """Kernel launches that take little CPU time.
 
-An FP8 layer launches three kernels where a bf16 layer launches one, and a MoE model keeps the CPU
-busy anyway. To launch a kernel, Triton binds and hashes all arguments, layouts included, checks
-tensor descriptors and packs parameters, all in Python. That takes 40 to 80 us, longer than many
-kernels run.
-
-Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
+To launch a kernel, Triton binds and hashes all arguments, layouts included, checks tensor
+descriptors and packs parameters, all in Python. That takes 40 to 80 us, longer than many kernels
+run. Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
 compiled kernel by the properties of the arguments that Triton specializes on, packs the parameters
 and calls the CUDA driver. Triton's launch hooks see only the first launch.
 
@@ -38,8 +35,9 @@ POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters, the same numbers as in `step.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
-"""How many shapes the caches of launch arguments hold. With expert parallelism the number of tokens
-differs from step to step."""
+"""How many shapes each cache of launch arguments or replays holds. With expert parallelism the number
+of tokens differs from step to step. A replay holds 3.4 KiB a launch, so all replays of a product,
+which launches four kernels, hold at most 14 MiB."""
 
 
 class TensorMap(NamedTuple):

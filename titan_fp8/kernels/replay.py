@@ -1,9 +1,7 @@
 """Functions whose kernel launches are recorded once and then replayed by `launcher.c`.
 
-A product allocates a few tensors and launches a few kernels, and all of it follows from the shapes,
-strides and dtypes of its inputs. In Python this takes longer than many of the kernels run. So
-`replayed` calls a function in Python the first two times that it sees such inputs, and records the
-second call (`record.py`). From then on a call allocates the outputs and one workspace for the
+`replayed` calls a function in Python the first two times that it sees inputs of the same shapes,
+strides and dtypes, and records the second call (`record.py`). From then on a call allocates the outputs and one workspace for the
 temporaries, and one call into C does all launches, with the addresses of the new tensors.
 
 What a function must do to be replayed:

@@ -11,13 +11,8 @@ A composite op is a function of an implementation, `impl`, whose primitive ops i
 body over what computes the ops on the device of a tensor (`implementation`), or, where something
 must see the ops, over `DISPATCHED`.
 
-Arguments are checked when ops are called as `torch.ops.titan_fp8`, also while they are traced, but
-not again when launches are replayed.
-
-Ops are functional: they write to none of their arguments and return fresh tensors. That lets
-torch.compile merge equal calls, such as the quantization of an input that wq, wk and wv share. They
-have no gradient: their outputs never require grad, even if their inputs do. The layers and
-`fp8_linear`, `fp8_grouped_mm` and `fp8_swiglu` are differentiable.
+Ops are functional: they write to none of their arguments and return fresh tensors. They have no
+gradient: their outputs never require grad, even if their inputs do.
 """
 
 import functools
