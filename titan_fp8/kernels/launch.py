@@ -2,9 +2,9 @@
 
 To launch a kernel, Triton binds and hashes all arguments, layouts included, checks tensor
 descriptors and packs parameters, all in Python. That takes 40 to 80 us, longer than many kernels
-run. Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
-compiled kernel by the properties of the arguments that Triton specializes on, packs the parameters
-and calls the CUDA driver. Triton's launch hooks see only the first launch.
+run. Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up
+the compiled kernel by the properties of the arguments that Triton specializes on, packs the
+parameters and calls the CUDA driver. Triton's launch hooks see only the first launch.
 
 An argument is a tensor, a number, None or a pair: (tensor, dtype) for a tensor whose bytes the
 kernel reads or writes as another dtype, (tensor, TensorMap) for one that it accesses by TMA. Pairs
@@ -35,9 +35,9 @@ POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters, the same numbers as in `step.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
-"""How many shapes each cache of launch arguments or replays holds. With expert parallelism the number
-of tokens differs from step to step. A replay holds 3.4 KiB a launch, so all replays of a product,
-which launches four kernels, hold at most 14 MiB."""
+"""How many shapes each cache of launch arguments or replays holds. With expert parallelism the
+number of tokens differs from step to step. A replay holds 3.4 KiB a launch, so all replays of a
+product, which launches four kernels, hold at most 14 MiB."""
 
 
 class TensorMap(NamedTuple):

@@ -1,8 +1,9 @@
 """Functions whose kernel launches are recorded once and then replayed by `launcher.c`.
 
 `replayed` calls a function in Python the first two times that it sees inputs of the same shapes,
-strides and dtypes, and records the second call (`record.py`). From then on a call allocates the outputs and one workspace for the
-temporaries, and one call into C does all launches, with the addresses of the new tensors.
+strides and dtypes, and records the second call (`record.py`). From then on a call allocates the
+outputs and one workspace for the temporaries, and one call into C does all launches, with the
+addresses of the new tensors.
 
 What a function must do to be replayed:
 

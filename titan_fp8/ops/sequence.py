@@ -26,7 +26,7 @@ _DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 class Place(NamedTuple):
     """Where the tensor of an argument or a result comes from.
 
-    Steps count from 1; the "outputs" of step 0 are the tensors that the op is given.
+    Steps count from 1. The outputs of step 0 are the tensors that the op is given.
     """
 
     step: int
