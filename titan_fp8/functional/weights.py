@@ -193,7 +193,7 @@ def quantize_weight(
         ValueError: a recipe, type, shape or dtype other than these.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
-    ops = get_recipe(recipe)
+    quantizers = get_recipe(recipe)
     check_bool("emulate", emulate)
     check_types(weight=weight)
     if weight.dim() not in (2, 3):
@@ -202,8 +202,8 @@ def quantize_weight(
         )
     check_multiples_of_16("weight", weight.shape)
     weight = weight.contiguous()
-    rows = ops.quantize_weight(weight, emulate=emulate)
-    return QuantizedWeight(recipe, rows, ops.quantize_weight_t(weight, emulate=emulate))
+    rows = quantizers.quantize_weight(weight, emulate=emulate)
+    return QuantizedWeight(recipe, rows, quantizers.quantize_weight_t(weight, emulate=emulate))
 
 
 def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
