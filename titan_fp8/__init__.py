@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from titan_fp8.functional import QuantizedWeight, fp8_grouped_mm, fp8_linear, quantize_weight
-from titan_fp8.modules.conversion import revert
 from titan_fp8.modules.linear import FP8Linear, convert_linears
 from titan_fp8.modules.report import ConversionReport
+from titan_fp8.modules.revert import revert
 
 __version__ = "0.1.0"
 

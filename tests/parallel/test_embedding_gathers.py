@@ -13,10 +13,21 @@ from titan_fp8.fsdp.requantize import requantize
 VOCABULARY, DIM = 40, 16
 
 
+class Projected(nn.Embedding):
+    """Backward reads the weight of its projection."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.projection = nn.Linear(DIM, DIM)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.projection(super().forward(tokens))
+
+
 class Model(nn.Module):
-    def __init__(self, tied: bool):
+    def __init__(self, tied: bool, projected: bool):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.embedding = (Projected if projected else nn.Embedding)(VOCABULARY, DIM)
         self.layer = nn.Linear(DIM, DIM)
         self.output = nn.Linear(DIM, VOCABULARY, bias=False)
         if tied:
@@ -29,6 +40,7 @@ class Model(nn.Module):
 UNITS = {
     "alone": lambda model: model.embedding,
     "with a layer": lambda model: [model.embedding, model.layer],
+    "projected": lambda model: model.embedding,
     "tied": lambda model: [model.embedding, model.output],
     "root": None,
 }
@@ -38,7 +50,7 @@ UNITS = {
 def train(unit: str, told: bool = False) -> tuple[list[Tensor], int]:
     """Parameters after three steps, and the numbers received in the last."""
     torch.manual_seed(0)
-    model = Model(tied=unit == "tied")
+    model = Model(tied=unit == "tied", projected=unit == "projected")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if choose := UNITS[unit]:
         fully_shard(choose(model), mesh=mesh)

@@ -182,8 +182,8 @@ def test_the_table_says_which_sizes_keep_experts_in_bf16(tmp_path, caplog):
         model.layers[layer].moe.experts = GroupedExperts(256, width, 8, use_grouped_mm=True)
     convert(config, model)
     table = report(caplog.text)
-    assert table["layers.1.moe.experts"][1] == "- w1: [40] are not multiples of 16"
-    assert table["layers.2.moe.experts"][1] == "- w1: [0] are not positive multiples of 16"
+    assert table["layers.1.moe.experts"][1] == "- w1: N = 40 is not a multiple of 16"
+    assert table["layers.2.moe.experts"][1] == "- w1: N = 0 is not a positive multiple of 16"
 
 
 def test_fqns_choose_among_the_experts(tmp_path, caplog):

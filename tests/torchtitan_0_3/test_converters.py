@@ -190,8 +190,8 @@ def test_experts_with_products_of_their_own_are_left(caplog, monkeypatch):
     table = report(caplog.text)
     name = "layers.{}.moe.routed_experts.inner_experts"
     assert "Own has grouped products of its own" in table[name.format(2)][1]
-    assert "w1_EFD: [40] are not multiples of 16" in table[name.format(3)][1]
-    assert "w1_EFD: [0] are not positive multiples of 16" in table[name.format(4)][1]
+    assert "w1_EFD: N = 40 is not a multiple of 16" in table[name.format(3)][1]
+    assert "w1_EFD: N = 0 is not a positive multiple of 16" in table[name.format(4)][1]
     assert table[name.format(1)] == (", ".join(["8 x 256 x 256"] * 3), "blockwise")
 
 

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
-from titan_fp8.compile import chained_pass
+from titan_fp8.compile import graph_passes
 from titan_fp8.compile.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
 from titan_fp8.ops import registry, sequence
 from titan_fp8.ops.sequence import Place, Step, encode
@@ -199,7 +199,7 @@ def test_passes_of_others_run_first_and_decide_what_is_cached():
 
 
 def test_a_pass_that_takes_more_than_a_graph_stays(caplog):
-    kind = chained_pass.CustomInferenceAwareGraphPass
+    kind = graph_passes.CustomInferenceAwareGraphPass
     if not kind:
         pytest.skip("torch 2.11 has none")
     other = type("Aware", (kind,), {"__call__": lambda *_: None, "uuid": lambda _: "other"})()

@@ -451,6 +451,15 @@ def test_a_gathered_weight_is_not_cast():
     assert fp8_linear(x, weight).dtype == torch.float32
 
 
+def test_a_gathered_weight_has_no_other_views():
+    q, s = reference.quantize_128x128(torch.randn(32, 48))
+    weight = GatheredWeight(q, s, None, s.mT, torch.float32)
+    assert weight.as_strided((32, 48), (48, 1), 0).shape == weight.view(32, 48).shape
+    for view in (((32, 48), (48, 1), 16), ((32, 48), (1, 32), 0)):
+        with pytest.raises(NotImplementedError, match="cannot be viewed as"):
+            weight.as_strided(*view)
+
+
 def test_a_linear_of_ones_own_making():
     layer = titan_fp8.FP8Linear(32, 16)
     x = torch.randn(3, 32)

@@ -5,6 +5,7 @@ import torch
 from count import Count
 
 import titan_fp8
+from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.layouts import cdiv
 from titan_fp8.recipe import RECIPES, Recipe, Scaling
@@ -70,6 +71,17 @@ def test_a_quantized_weight_gives_the_same_bits(recipe: str, grouped: bool, comp
     g = torch.randn_like(want)
     assert torch.equal(got, want)
     assert torch.equal(*(torch.autograd.grad(y, x, g)[0] for y in (got, want)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dgrad_reads_a_quantized_weight_as_it_lies(recipe: str, monkeypatch):
+    """Also where the op is dispatched; its transpose is stored."""
+    monkeypatch.setattr(reference, "transpose_fp8", lambda q: pytest.fail("transposed again"))
+    x = torch.randn(M, K, requires_grad=True)
+    weight = titan_fp8.quantize_weight(torch.randn(N, K), recipe=recipe)
+    with Count():
+        titan_fp8.fp8_linear(x, weight, recipe=recipe).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

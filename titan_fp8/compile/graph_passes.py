@@ -2,15 +2,14 @@
 
 Both passes run after the partitioner, on each graph by itself. They change no result by a bit.
 
-Quantizers. A layer quantizes its input once for fprop, along the rows, and for wgrad, along the
-columns. If backward recomputes that, forward needs the rows alone and backward the columns alone.
-Such a quantizer is replaced by one that writes only what is read.
+Quantizers. If backward recomputes the quantizer of a layer's input, forward needs its rows alone
+and backward its columns alone. Such a quantizer is replaced by one that writes only what is read.
 
-Sequences. Each op costs the CPU more than many of its kernels run. Ops that read each other's
-outputs or the same tensor, such as a quantizer and the GEMMs after it, become one `sequence`
-(`ops/sequence.py`). Then what only they read is no tensor any more.
+Sequences. Ops that read each other's outputs or the same tensor, such as a quantizer and the GEMMs
+after it, become one `sequence` (`ops/sequence.py`), and what only they read is no tensor any more.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,28 @@ from itertools import zip_longest
 from operator import getitem
 from typing import Any, cast
 
+import torch._inductor.custom_graph_pass
 from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._ops import OpOverload
 
-from titan_fp8.compile.chained_pass import ChainedPass
 from titan_fp8.ops import sequence
-from titan_fp8.ops.registry import OPS
+from titan_fp8.ops.registry import OPS, SCHEMAS
 from titan_fp8.ops.sequence import Place, Step
 from titan_fp8.recipe import RECIPES
+
+_log = logging.getLogger(__name__)
+
+# torch 2.13; in 2.11 no pass is one.
+CustomInferenceAwareGraphPass: Any = getattr(
+    torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", ()
+)
 
 MAX_STEPS = 16
 """Steps of a sequence; a replay has room for 64 tensors and 128 addresses (`launcher.c`)."""
 
-_FP8_OPS = {op.overload for op in OPS.values() if op.replays}
+_FP8_OPS = {op.overload for op in OPS.values() if op.is_fp8}
 
 EAGER = "eager_input_vals"
 """The key of a node's meta with the arguments, as tensors without data, that the op has in eager
@@ -45,15 +52,41 @@ _BOTH = {
 
 
 @dataclass(frozen=True)
-class FewerOps(ChainedPass):
-    """Both passes, as `torch._inductor.config.post_grad_custom_post_pass`."""
+class FewerOps(CustomGraphPass):
+    """Both passes, after those in `before`: `torch._inductor.config.post_grad_custom_post_pass`."""
 
-    def run(self, graph: fx.Graph) -> None:
+    before: tuple[Callable[[fx.Graph], None], ...] = ()
+
+    @classmethod
+    def after(cls, existing: Any) -> Any:
+        """What to install in place of `existing`: a pass, a list of passes or None.
+
+        That is `existing` itself, with a warning, if it has a pass that takes more than a graph.
+        """
+        if isinstance(existing, cls):
+            return existing
+        several = isinstance(existing, (list, tuple))
+        before = tuple(existing) if several else (existing,) if existing else ()
+        if any(isinstance(each, CustomInferenceAwareGraphPass) for each in before):
+            _log.warning("titan_fp8: %s is left out: it cannot follow %r", cls.__name__, existing)
+            return existing
+        return cls(before)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self.before:
+            graph_pass(graph)
         narrow_quantizers(graph)
         merge_ops(graph)
 
-    def files(self) -> tuple[str, ...]:
-        return __file__, sequence.__file__
+    def uuid(self) -> object:
+        """What torch.compile's caches tell versions of the passes by; None: nothing is cached.
+
+        The schemas of the ops are a part of it: cached code calls them, and the caches do not
+        notice that they have changed.
+        """
+        before = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.before]
+        files = __file__, sequence.__file__
+        return None if None in before else (get_hash_for_files(files), *SCHEMAS, *before)
 
 
 def narrow_quantizers(graph: fx.Graph) -> None:
@@ -62,23 +95,20 @@ def narrow_quantizers(graph: fx.Graph) -> None:
         rows, columns = _BOTH[node.target]
         read = {user.args[1] for user in node.users}
         if read <= {0, 1}:
-            _replace_quantizer(node, rows, 0, _without_layout)
+            _replace_quantizer(node, rows, 0)
         elif read <= {2, 3}:
-            _replace_quantizer(node, columns, 2, lambda args, options: (args, options))
+            _replace_quantizer(node, columns, 2)
 
 
-def _without_layout(args: tuple, options: dict) -> tuple[tuple, dict]:
-    """The arguments of a quantizer of rows, which has no use for `offs` and `aligned`."""
-    return args[:1], {k: v for k, v in options.items() if k not in ("offs", "aligned")}
-
-
-def _replace_quantizer(
-    node: fx.Node,
-    op: OpOverload,
-    first: int,
-    arguments: Callable[[tuple, dict], tuple[tuple, dict]],
-) -> None:
+def _replace_quantizer(node: fx.Node, op: OpOverload, first: int) -> None:
     """Replaces the node by `op`, whose outputs are those of the node from `first` on."""
+
+    def arguments(args: Any, options: Any) -> tuple[Any, Any]:
+        if first:
+            return args, options
+        # A quantizer of rows has no use for `offs` and `aligned`.
+        return args[:1], {k: v for k, v in options.items() if k not in ("offs", "aligned")}
+
     with node.graph.inserting_before(node):
         narrow = node.graph.call_function(op, *arguments(node.args, node.kwargs))
     narrow.meta = node.meta | {"val": node.meta["val"][first : first + 2]}

@@ -10,20 +10,8 @@ To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under 
 
 With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
 Gradients, and what the optimizer and checkpoints see, do not change. `gather_in_fp8` marks the
-weights of FP8 layers, and FSDP2 is shown an extension for them, a `ShardGather`
-(`sharded_weight.py`):
-
-    parameter          high precision, an ordinary DTensor of this rank's shard
-      | fsdp_pre_all_gather: quantizes the shard (`shards.py`), unless its copy can be trusted
-      v
-    all-gather         one per FSDP2 unit: weights in FP8, other parameters as without titan_fp8
-      | fsdp_post_all_gather
-      v
-    GatheredWeight     what the layer multiplies by (`functional/weights.py`)
-
-Rowwise recipes quantize rows for fprop and columns for dgrad. Each gather moves both, as many bytes
-as in bf16. When shards are quantized, `sharded_weight.py` says. After each step of the optimizer
-the adapters call `requantize` (`requantize.py`), so that it happens once a step.
+weights of FP8 layers, and FSDP2 is shown an extension for them, a `ShardGather`, which
+`sharded_weight.py` explains. docs/architecture.md shows the steps.
 """
 
 from torch import nn

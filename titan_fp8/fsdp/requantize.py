@@ -8,6 +8,7 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -69,6 +70,9 @@ def _leave_out_embeddings(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             modules_of[module._get_fsdp_state()].append(module)
     for modules in modules_of.values():
-        # An embedding that is tied to the output layer shares its unit, which backward needs.
-        if len(modules) == 1 and isinstance(modules[0], nn.Embedding):
-            modules[0].set_unshard_in_backward(False)
+        # An embedding that is tied to the output layer shares its unit, which backward needs. A
+        # subclass, or another parameter, may be read in backward.
+        unit: Any = modules[0]
+        is_embedding = type(unit).__bases__ == (FSDPModule, nn.Embedding)
+        if len(modules) == 1 and is_embedding and len([*unit.parameters()]) == 1:
+            unit.set_unshard_in_backward(False)

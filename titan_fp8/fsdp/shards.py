@@ -13,6 +13,7 @@ of its parts, so the ranks agree on it by a maximum:
 3. A rank that shares blocks casts its whole shard with the agreed scales.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -81,32 +82,36 @@ class QuantizedShard:
             released.
         q_columns: rowwise, the shard quantized along its columns, for dgrad; else None.
         s, s_t: the scales of the whole weight, for fprop and dgrad.
-        table: what the ranks agree on. Blockwise, the scales, of which `s` is a view; rowwise, the
-            scales of the rows, and then the absolute maxima of the columns.
+        amax: rowwise, the absolute maxima of the columns of the whole weight; else None.
+        table: what the ranks agree on, of which `s` and `amax` are views.
     """
 
     def __init__(self, recipe: str, emulate: bool, spec: ShardSpec, device: torch.device):
         self.emulate, self.spec = emulate, spec
-        self.ops = get_recipe(recipe)
-        self.blockwise = self.ops.has_weight_blocks
+        self.recipe = get_recipe(recipe)
         self.q: Tensor | None = None
         self.q_columns: Tensor | None = None
+        self.amax: Tensor | None = None
         *lead, n, k = spec.whole
-        if self.blockwise:
+        if self.recipe.has_weight_blocks:
             rows, columns = cdiv(n, BLOCK), cdiv(k, BLOCK)
             # In the layout of 128x128 scales (`layouts.py`).
             self.table = torch.zeros(*lead, rows, round_up(columns, 4), device=device)
             table_t = torch.zeros(*lead, columns, round_up(rows, 4), device=device)
             self.s, self.s_t = self.table[..., :columns], table_t[..., :rows]
         else:
-            self.table = torch.zeros(*lead, n + k, device=device)
-            self.s, self.s_t = (torch.zeros(*lead, size, device=device) for size in (n, k))
+            sizes = math.prod(lead) * n, math.prod(lead) * k
+            self.table = torch.zeros(sum(sizes), device=device)
+            self.s, self.amax = (part.view(*lead, -1) for part in self.table.split(sizes))
+            self.s_t = torch.zeros_like(self.amax)
 
     def shares_blocks(self, x: Tensor) -> bool:
         """Whether other ranks have rows of the first or the last 128x128 blocks of the shard x."""
         first, n = self.spec.first_row, self.spec.whole[-2]
         last = first + x.shape[-2]
-        return self.blockwise and x.numel() > 0 and bool(first % BLOCK or last % BLOCK and last < n)
+        if self.amax is not None or not x.numel():
+            return False
+        return bool(first % BLOCK or last % BLOCK and last < n)
 
     def padded(self, q: Tensor) -> Tensor:
         """q, FP8 or empty, padded with zeros to the shape of the largest shard."""
@@ -134,8 +139,8 @@ def quantize_shards(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
     torch._foreach_zero_([shard.table for shard, _ in shards])
     _copy(copy for shard, x in shards for copy in _quantize_alone(shard, x))
     _agree([shard for shard, _ in shards])
-    _copy((shard.s_t, shard.s.mT) for shard, _ in shards if shard.blockwise)
-    _scale_rowwise([shard for shard, _ in shards if not shard.blockwise])
+    _copy((shard.s_t, shard.s.mT) for shard, _ in shards if shard.amax is None)
+    _scale_columns((shard.amax, shard.s_t) for shard, _ in shards if shard.amax is not None)
     for shard, x in shards:
         _cast_shared(shard, x)
 
@@ -163,25 +168,25 @@ def _quantize_alone(shard: QuantizedShard, x: Tensor) -> list[tuple[Tensor, Tens
         shard.q = shard.padded(x)
         return []
     start, end = spec.first_row, spec.first_row + x.shape[-2]
-    table = spec.part(shard.s if shard.blockwise else shard.table, x.shape[0])
-    if not shard.blockwise:
+    scales = spec.part(shard.s, x.shape[0])
+    if shard.amax is not None:
         q, s, amax = torch.ops.titan_fp8.quantize_shard_row(x, spec.dtype, **options)
         shard.q = shard.padded(q)
-        return [(table[..., start:end], s), (table[..., spec.whole[-2] :], amax)]
+        return [(scales[..., start:end], s), (spec.part(shard.amax, x.shape[0]), amax)]
     if shared := shard.shares_blocks(x):
         x = nn.functional.pad(x, (0, 0, start % BLOCK, -end % BLOCK))
-    q, s = shard.ops.quantize_weight(x, spec.dtype, **options)
+    q, s = shard.recipe.quantize_weight(x, spec.dtype, **options)
     if not shared:
         shard.q = shard.padded(q)
-    return [(table[..., start // BLOCK : cdiv(end, BLOCK), :], s)]
+    return [(scales[..., start // BLOCK : cdiv(end, BLOCK), :], s)]
 
 
 def _cast_shared(shard: QuantizedShard, x: Tensor) -> None:
     """Step 3: casts with the scales, or by the maxima, on which the ranks agree."""
     spec = shard.spec
-    if not shard.blockwise:
-        amax = spec.part(shard.table, x.shape[0])[..., spec.whole[-2] :].contiguous()
+    if shard.amax is not None:
         if x.numel():
+            amax = spec.part(shard.amax, x.shape[0])
             quantize = torch.ops.titan_fp8.quantize_shard_col
             x = quantize(x, amax, spec.dtype, emulate=shard.emulate)
         shard.q_columns = shard.padded(x)
@@ -192,16 +197,14 @@ def _cast_shared(shard: QuantizedShard, x: Tensor) -> None:
         shard.q = shard.padded(cast(blocks, s).flatten(-2)[..., : x.shape[-1]].contiguous())
 
 
-def _scale_rowwise(shards: list[QuantizedShard]) -> None:
-    """Sets the scales of rows and of columns, whose maxima are in the tables."""
-    if not shards:
-        return
-    rows, maxima = zip(*(shard.table.split(shard.spec.whole[-2:], -1) for shard in shards))
-    # The scales of all weights at once, because every operation is a launch.
-    scales = scale_of(torch.cat([amax.flatten() for amax in maxima]))
-    parts = scales.split([amax.numel() for amax in maxima])
-    _copy((shard.s_t.view(-1), part) for shard, part in zip(shards, parts))
-    _copy((shard.s, s) for shard, s in zip(shards, rows))
+def _scale_columns(columns: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Sets the scales of columns, given as pairs of their maxima and their scales."""
+    pairs = list(columns)
+    if pairs:
+        # All weights at once, because every operation is a launch.
+        scales = scale_of(torch.cat([amax.flatten() for amax, _ in pairs]))
+        parts = scales.split([amax.numel() for amax, _ in pairs])
+        _copy((s_t.view(-1), part) for (_, s_t), part in zip(pairs, parts))
 
 
 def _agree(shards: list[QuantizedShard]) -> None:

@@ -9,10 +9,11 @@ are its transpose, quantized along the columns of the original (`layouts.py`).
 
 Each function is given the ops that it calls, `ops`: dispatched ones, or the kernels or reference
 that compute them (`ops/registry.py`). A weight is a tensor and its scales: one in high precision
-and None, which fprop and dgrad quantize, or one in FP8 with the scales that this GEMM reads.
+and None, which fprop and dgrad quantize, or one in FP8 with the scales that this GEMM reads. No FP8
+copy of a weight in high precision outlives its GEMM.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,12 @@ from titan_fp8.recipe import RECIPES, FeedForwardOps, Recipe
 
 Operand = tuple[Tensor, ...]
 """What a GEMM reads of a tensor: q and its scale, or for a bf16 GEMM the tensor itself."""
-Weight = tuple[Tensor, Tensor | None]
+WeightOperand = tuple[Tensor, Tensor | None]
 DTypes = tuple[torch.dtype | None, ...]
 """The dtypes of gradients; None: not needed."""
 
 
-class Spec(NamedTuple):
+class ProductSpec(NamedTuple):
     """What a product needs to know besides its tensors; constants to torch.compile.
 
     Attributes:
@@ -53,7 +54,12 @@ class Spec(NamedTuple):
 
 
 def quantize(
-    ops: Any, x_MK: Tensor | Operand, offs: Tensor | None, rows: bool, columns: bool, spec: Spec
+    ops: Any,
+    x_MK: Tensor | Operand,
+    offs: Tensor | None,
+    rows: bool,
+    columns: bool,
+    spec: ProductSpec,
 ) -> tuple[Operand, Operand]:
     """The rows and columns of x (M, K), an input or a gradient, as GEMMs read them.
 
@@ -74,7 +80,13 @@ def quantize(
 
 
 def fprop(
-    ops: Any, x: Tensor, sx: Tensor, w: Tensor, sw: Tensor | None, offs: Tensor | None, spec: Spec
+    ops: Any,
+    x: Tensor,
+    sx: Tensor,
+    w: Tensor,
+    sw: Tensor | None,
+    offs: Tensor | None,
+    spec: ProductSpec,
 ) -> Tensor:
     """y (M, N) = x Wᵀ, which contracts K."""
     layout = offs, spec.aligned, spec.dtype, spec.dtype
@@ -82,7 +94,12 @@ def fprop(
 
 
 def dgrad(
-    ops: Any, g_rows: Operand, w: Weight, offs: Tensor | None, spec: Spec, out_dtype: torch.dtype
+    ops: Any,
+    g_rows: Operand,
+    w: WeightOperand,
+    offs: Tensor | None,
+    spec: ProductSpec,
+    out_dtype: torch.dtype,
 ) -> Tensor:
     """dx (M, K) = g W, which contracts N."""
     layout = offs, spec.aligned, out_dtype, spec.dtype
@@ -92,9 +109,9 @@ def dgrad(
 def wgrad(
     ops: Any,
     g_columns: Operand,
-    x_columns: Operand,
+    x_columns: Sequence[Tensor],
     offs: Tensor | None,
-    spec: Spec,
+    spec: ProductSpec,
     out_dtype: torch.dtype | None,
 ) -> Tensor | None:
     """dW (N, K) or (E, N, K) = gᵀ x, which contracts the tokens; None if out_dtype is None."""
@@ -107,12 +124,13 @@ def _given(*results: Tensor | None) -> tuple[Tensor, ...]:
     return tuple([t for t in results if t is not None])
 
 
-# Each of these takes tensors and constants by position and returns fresh tensors, for `run`. The
-# autograd function saves what forward returns besides y, and backward takes it at the end.
+# Each of these takes tensors and constants by position and returns fresh tensors, for `run`. A
+# weight is two arguments. The autograd function saves what forward returns besides y, and backward
+# takes it after the weights.
 
 
 def quantized(
-    ops: Any, x_MK: Tensor | Operand, offs: Tensor | None, for_wgrad: bool, spec: Spec
+    ops: Any, x_MK: Tensor | Operand, offs: Tensor | None, for_wgrad: bool, spec: ProductSpec
 ) -> tuple[Tensor, ...]:
     """The rows of x, and with `for_wgrad` its columns; a wgrad in bf16 reads x itself."""
     for_wgrad &= not spec.recipe.wgrad_in_bf16
@@ -121,29 +139,18 @@ def quantized(
 
 
 def product(
-    ops: Any,
-    x_MK: Tensor,
-    w: Tensor,
-    w_scale: Tensor | None,
-    offs: Tensor | None,
-    for_wgrad: bool,
-    spec: Spec,
-) -> tuple[Tensor, ...]:
+    ops: Any, x_MK: Tensor, offs: Tensor | None, for_wgrad: bool, spec: ProductSpec,
+    w: Tensor, w_scale: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """y, and with `for_wgrad` the columns of x, as `quantized` returns them."""
     q, s, *columns = quantized(ops, x_MK, offs, for_wgrad, spec)
     return fprop(ops, q, s, w, w_scale, offs, spec), *columns
 
 
 def product_backward(
-    ops: Any,
-    g_MN: Tensor,
-    w: Tensor,
-    w_scale: Tensor | None,
-    offs: Tensor | None,
-    dtypes: DTypes,
-    spec: Spec,
-    *x_columns: Tensor,
-) -> tuple[Tensor, ...]:
+    ops: Any, g_MN: Tensor, offs: Tensor | None, dtypes: DTypes, spec: ProductSpec,
+    w: Tensor, w_scale: Tensor | None, *x_columns: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Of dx (M, K) and dW (N, K) or (E, N, K) those that have a dtype in `dtypes`."""
     dx_dtype, dw_dtype = dtypes
     rows, columns = quantize(ops, g_MN, offs, dx_dtype is not None, dw_dtype is not None, spec)
@@ -155,43 +162,24 @@ def product_backward(
 
 
 def feed_forward(
-    ops: Any,
-    x_MK: Tensor | Operand,
-    w1: Tensor,
-    s1: Tensor | None,
-    w2: Tensor,
-    s2: Tensor | None,
-    w3: Tensor,
-    s3: Tensor | None,
-    offs: Tensor | None,
-    for_wgrad: bool,
-    spec: Spec,
-) -> tuple[Tensor, ...]:
+    ops: Any, x_MK: Tensor | Operand, offs: Tensor | None, for_wgrad: bool, spec: ProductSpec,
+    *weights: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """y = W2 h with h = silu(a) · b, a = W1 x, b = W3 x; a, b, and the columns of x for wgrad."""
+    w1, w2, w3 = zip(weights[::2], weights[1::2])
     q, s, *columns = quantized(ops, x_MK, offs, for_wgrad, spec)
-    a_MH = fprop(ops, q, s, w1, s1, offs, spec)
-    b_MH = fprop(ops, q, s, w3, s3, offs, spec)
+    a_MH = fprop(ops, q, s, *w1, offs, spec)
+    b_MH = fprop(ops, q, s, *w3, offs, spec)
     hq, hs = spec.feed_forward.swiglu.on(ops, a_MH, b_MH)
-    return fprop(ops, hq, hs, w2, s2, offs, spec), a_MH, b_MH, *columns
+    return fprop(ops, hq, hs, *w2, offs, spec), a_MH, b_MH, *columns
 
 
 def feed_forward_backward(
-    ops: Any,
-    g_MN: Tensor | Operand,
-    w1: Tensor,
-    s1: Tensor | None,
-    w2: Tensor,
-    s2: Tensor | None,
-    w3: Tensor,
-    s3: Tensor | None,
-    offs: Tensor | None,
-    dtypes: DTypes,
-    spec: Spec,
-    a_MH: Tensor,
-    b_MH: Tensor,
-    *x_columns: Tensor,
-) -> tuple[Tensor, ...]:
+    ops: Any, g_MN: Tensor | Operand, offs: Tensor | None, dtypes: DTypes, spec: ProductSpec,
+    *weights_and_saved: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Of dx, dW1, dW2 and dW3 those that have a dtype in `dtypes`."""
+    w1, s1, w2, s2, w3, s3, a_MH, b_MH, *x_columns = weights_and_saved
     dx_dtype, dtype1, dtype2, dtype3 = dtypes
     layout = offs, spec.aligned
     # Large tensors are deleted as soon as they have been read, to save memory.

@@ -1,13 +1,9 @@
 """The gated feed-forward, y = W2 (silu(W1 x) · W3 x).
 
-Only the next GEMM reads h = silu(a) · b, where a = W1 x and b = W3 x, and it reads it quantized.
-The same holds for da and db in backward. With a blockwise recipe the SwiGLU ops write them in FP8
-directly, so h, da and db never exist in high precision. Forward saves a, b and the FP8 columns of
-x. Backward computes the columns of h from a and b, which the gradient of SwiGLU reads in any case.
-
-The GEMMs are those of `gemms.py`. Some values are rounded once where separate operations would
-round twice: h, da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops,
-three separate products run instead.
+With a blockwise recipe it is one autograd function, around the bodies of `gemms.py`, and h, da and
+db exist in FP8 only. Some values are rounded once where separate operations would round twice: h,
+da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops, three separate
+products run instead.
 """
 
 import torch
@@ -21,7 +17,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import Spec, quantized
+from titan_fp8.functional.gemms import ProductSpec, quantized
 from titan_fp8.functional.product import product
 from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
 from titan_fp8.ops import run
@@ -67,7 +63,7 @@ def fp8_swiglu(
     if offs is not None:
         offs = checked_offs(offs, w1.shape[0])
     check_devices(x, **weights, offs=offs)
-    spec = Spec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
+    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
     if spec.recipe.feed_forward is not None:
         y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)

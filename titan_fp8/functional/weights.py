@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_fp8.functional.checks import check_bool, check_multiples_of_16, check_types
-from titan_fp8.functional.gemms import Operand
-from titan_fp8.functional.gemms import Weight as WeightOperand
+from titan_fp8.functional.gemms import WeightOperand
 from titan_fp8.layouts import BLOCK, cdiv
-from titan_fp8.ops.operands import for_kernels
 from titan_fp8.recipe import get_recipe
 
 _aten = torch.ops.aten
@@ -60,15 +58,6 @@ class GatheredWeight(Tensor):
         """q, which the op of dgrad transposes, and the scales of the transpose."""
         return self.q if self.q_columns is None else self.q_columns, self.s_t
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raises NotImplementedError if it should be cast, as by autocast, which q cannot be."""
-        if dtype != self.dtype:
-            raise NotImplementedError(
-                f"{self} was quantized as {self.dtype} and is to be multiplied as {dtype}: let "
-                "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
-                "fsdp_all_gather = false"
-            )
-
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         columns = [] if self.q_columns is None else ["q_columns"]
         return ["q", "s", *columns, "s_t"], self.dtype
@@ -99,11 +88,14 @@ class GatheredWeight(Tensor):
         return implementation(*args, **(kwargs or {}))
 
 
-def _same(w: GatheredWeight, *args: Any) -> GatheredWeight:
-    """A view of the whole weight: `args` are its own size, strides and offset, if any."""
-    for sizes, own in zip(args, (w.shape, w.stride())):
-        if tuple(sizes) != tuple(own):
-            raise NotImplementedError(f"{w} cannot be viewed as {tuple(sizes)}")
+def _same(
+    w: GatheredWeight, size: Any = None, stride: Any = None, storage_offset: int | None = None
+) -> GatheredWeight:
+    """A view of the whole weight: size, strides and offset are its own, if they are given."""
+    own = [*w.shape], [*w.stride()], 0
+    view = [*(size or own[0])], [*(stride or own[1])], storage_offset or 0
+    if view != own:
+        raise NotImplementedError(f"{w} cannot be viewed as size, stride, offset {view}")
     return GatheredWeight(w.q, w.s, w.q_columns, w.s_t, w.dtype)
 
 
@@ -130,8 +122,8 @@ class QuantizedWeight(NamedTuple):
     """
 
     recipe: str
-    rows: Operand
-    columns: Operand
+    rows: tuple[Tensor, Tensor]
+    columns: tuple[Tensor, Tensor]
 
     @property
     def shape(self) -> torch.Size:
@@ -152,14 +144,13 @@ class QuantizedWeight(NamedTuple):
     @property
     def for_fprop(self) -> WeightOperand:
         """q as fprop reads it."""
-        q, s = self.rows
-        return for_kernels(q), s
+        return self.rows
 
     @property
     def for_dgrad(self) -> WeightOperand:
         """The q that dgrad reads, laid out as the weight, a view of its transpose."""
         q_t, s_t = self.columns
-        return for_kernels(q_t).mT, s_t
+        return q_t.mT, s_t
 
 
 Weight = Tensor | QuantizedWeight
@@ -174,10 +165,14 @@ def operands_of(w: Weight, dtype: torch.dtype) -> tuple[WeightOperand, WeightOpe
     Raises:
         NotImplementedError: a GatheredWeight is to be cast to `dtype`, as by autocast.
     """
-    if isinstance(w, GatheredWeight):
-        w.check_dtype(dtype)
-    elif isinstance(w, Tensor):
+    if isinstance(w, Tensor) and not isinstance(w, GatheredWeight):
         return (w, None), (w, None)
+    if isinstance(w, GatheredWeight) and w.dtype != dtype:
+        raise NotImplementedError(
+            f"{w} was quantized as {w.dtype} and is to be multiplied as {dtype}: let "
+            "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
+            "fsdp_all_gather = false"
+        )
     return w.for_fprop, w.for_dgrad
 
 
@@ -198,7 +193,7 @@ def quantize_weight(
         ValueError: a recipe, type, shape or dtype other than these.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
-    ops = get_recipe(recipe)
+    quantizers = get_recipe(recipe)
     check_bool("emulate", emulate)
     check_types(weight=weight)
     if weight.dim() not in (2, 3):
@@ -207,8 +202,8 @@ def quantize_weight(
         )
     check_multiples_of_16("weight", weight.shape)
     weight = weight.contiguous()
-    rows = ops.quantize_weight(weight, emulate=emulate)
-    return QuantizedWeight(recipe, rows, ops.quantize_weight_t(weight, emulate=emulate))
+    rows = quantizers.quantize_weight(weight, emulate=emulate)
+    return QuantizedWeight(recipe, rows, quantizers.quantize_weight_t(weight, emulate=emulate))
 
 
 def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:

@@ -1,13 +1,10 @@
 """Kernel launches that take little CPU time.
 
-An FP8 layer launches three kernels where a bf16 layer launches one, and a MoE model keeps the CPU
-busy anyway. To launch a kernel, Triton binds and hashes all arguments, layouts included, checks
-tensor descriptors and packs parameters, all in Python. That takes 40 to 80 us, longer than many
-kernels run.
-
-Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up the
-compiled kernel by the properties of the arguments that Triton specializes on, packs the parameters
-and calls the CUDA driver. Triton's launch hooks see only the first launch.
+To launch a kernel, Triton binds and hashes all arguments, layouts included, checks tensor
+descriptors and packs parameters, all in Python. That takes 40 to 80 us, longer than many kernels
+run. Here Triton compiles a kernel and launches it the first time. After that `launcher.c` looks up
+the compiled kernel by the properties of the arguments that Triton specializes on, packs the
+parameters and calls the CUDA driver. Triton's launch hooks see only the first launch.
 
 An argument is a tensor, a number, None or a pair: (tensor, dtype) for a tensor whose bytes the
 kernel reads or writes as another dtype, (tensor, TensorMap) for one that it accesses by TMA. Pairs
@@ -18,7 +15,6 @@ import functools
 import logging
 import re
 from array import array
-from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +35,9 @@ POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters, the same numbers as in `step.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
-"""How many shapes the caches of launch arguments hold. With expert parallelism the number of tokens
-differs from step to step."""
+"""How many shapes each cache of launch arguments or replays holds. With expert parallelism the
+number of tokens differs from step to step. A replay holds 3.4 KiB a launch, so all replays of a
+product, which launches four kernels, hold at most 14 MiB."""
 
 
 class TensorMap(NamedTuple):
@@ -91,7 +88,7 @@ class Kernel(GluonJITFunction):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._launcher: Callable | None = None
+        self._launcher: functools.partial | None = None
 
     def __getitem__(self, grid: tuple[int, ...]):
         """A function that launches the kernel, given its arguments and options."""
@@ -99,7 +96,7 @@ class Kernel(GluonJITFunction):
             plans: dict[bytes, bytes] = {}
             first = functools.partial(self._launch_first, plans, [])
             constants = bytes(p.is_constexpr for p in self.params)
-            self._launcher = native().Launcher(first, plans, constants)
+            self._launcher = functools.partial(native().launch, first, plans, constants)
         if (recorder := RECORDER.get()) is not None:
             return functools.partial(recorder.launch, self._launcher, grid)
         return functools.partial(self._launcher, grid)

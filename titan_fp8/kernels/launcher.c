@@ -1,7 +1,7 @@
-// The C part of `launch.py` (Launcher) and of `replay.py` (replay). It follows `step.c`, which
+// The C part of `launch.py` (launch, step) and of `replay.py` (replay). It follows `step.c`, which
 // explains plans and steps.
 //
-// A launcher computes a key from the properties of the arguments that Triton specializes on, looks
+// A launch computes a key from the properties of the arguments that Triton specializes on, looks
 // up the plan for this key, and launches. If there is no plan yet, or an empty one, it calls
 // `Kernel._launch_first` in Python, which launches through Triton.
 //
@@ -10,13 +10,12 @@
 
 enum { MAX_ARGUMENTS = 64, MAX_KEY = 256, MAX_SLOTS = 128 };
 
+// What is known of a kernel, the first three arguments of launch and step.
 typedef struct {
-  PyObject_HEAD
-  vectorcallfunc call;
   PyObject *first;     // first(key, grid, *arguments, **options) compiles, launches and adds a plan
   PyObject *plans;     // dict, key -> plan
   PyObject *constants; // a byte for each argument: 1 if it is a constexpr
-} Launcher;
+} Kernel;
 
 typedef struct {
   uint64_t words[MAX_KEY]; // the key
@@ -114,7 +113,7 @@ static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
          add_word(launch, *out % 16 == 0);
 }
 
-static PyObject *launch_first(Launcher *self, PyObject *key, PyObject *grid,
+static PyObject *launch_first(const Kernel *self, PyObject *key, PyObject *grid,
                               PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   // A key has at least three words for each name, so all arguments fit.
   PyObject *all[2 + MAX_ARGUMENTS + MAX_KEY] = {key, grid};
@@ -123,7 +122,7 @@ static PyObject *launch_first(Launcher *self, PyObject *key, PyObject *grid,
   return PyObject_Vectorcall(self->first, all, 2 + count, names);
 }
 
-static PyObject *make_key(Launcher *self, Launch *launch, int64_t device,
+static PyObject *make_key(const Kernel *self, Launch *launch, int64_t device,
                           PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   const char *constant = PyBytes_AS_STRING(self->constants);
   if (count < 0 || count > PyBytes_GET_SIZE(self->constants) || count > MAX_ARGUMENTS) {
@@ -146,7 +145,7 @@ static PyObject *make_key(Launcher *self, Launch *launch, int64_t device,
 
 // Makes the step of a launch and finds the stream. Returns the key, or NULL after an error. If there
 // is no plan for the key, or an empty one, `planned` is false.
-static PyObject *make_step(Launcher *self, Launch *launch, Step *step, CUstream *stream,
+static PyObject *make_step(const Kernel *self, Launch *launch, Step *step, CUstream *stream,
                            bool *planned, PyObject *grid, PyObject *places,
                            PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   int64_t device;
@@ -162,20 +161,20 @@ static PyObject *make_step(Launcher *self, Launch *launch, Step *step, CUstream 
   return key;
 }
 
-// launcher(grid, *arguments, **options) launches. Options may include constexprs.
-static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, size_t flags,
-                               PyObject *names) {
-  Launcher *self = (Launcher *)object;
-  Py_ssize_t count = PyVectorcall_NARGS(flags) - 1;
-  PyObject *grid = *arguments++, *result = NULL;
+// launch(first, plans, constants, grid, *arguments, **options). Options may include constexprs.
+static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count,
+                        PyObject *names) {
+  const Kernel self = {arguments[0], arguments[1], arguments[2]};
+  PyObject *grid = arguments[3], *result = NULL;
+  arguments += 4, count -= 4;
   Launch launch;
   Step step;
   CUstream stream;
   bool planned;
-  PyObject *key = make_step(self, &launch, &step, &stream, &planned, grid, NULL, arguments, count,
+  PyObject *key = make_step(&self, &launch, &step, &stream, &planned, grid, NULL, arguments, count,
                             names);
   if (key && !planned) {
-    result = launch_first(self, key, grid, arguments, count, names);
+    result = launch_first(&self, key, grid, arguments, count, names);
   } else if (key) {
     CUresult code;
     const char *what = "";
@@ -189,53 +188,23 @@ static PyObject *launcher_call(PyObject *object, PyObject *const *arguments, siz
   return result;
 }
 
-// launcher.step(grid, places, *arguments, **options) returns the step of this launch as bytes, or
-// None if Triton launches it. places[i] is the (slot, offset) of the address of argument i.
-static PyObject *launcher_step(PyObject *object, PyObject *const *arguments, Py_ssize_t count,
-                               PyObject *names) {
+// step(first, plans, constants, grid, places, *arguments, **options) returns the step of this launch
+// as bytes, or None if Triton launches it. places[i] is the (slot, offset) of the address of
+// argument i.
+static PyObject *launch_step(PyObject *Py_UNUSED(module), PyObject *const *arguments,
+                             Py_ssize_t count, PyObject *names) {
+  const Kernel self = {arguments[0], arguments[1], arguments[2]};
   Launch launch;
   Step step;
   CUstream stream;
   bool planned;
-  PyObject *key = make_step((Launcher *)object, &launch, &step, &stream, &planned, arguments[0],
-                            arguments[1], arguments + 2, count - 2, names);
+  PyObject *key = make_step(&self, &launch, &step, &stream, &planned, arguments[3], arguments[4],
+                            arguments + 5, count - 5, names);
   if (!key)
     return NULL;
   Py_DECREF(key);
   return planned ? PyBytes_FromStringAndSize((char *)&step, sizeof step) : Py_NewRef(Py_None);
 }
-
-static PyMethodDef launcher_methods[] = {
-    {"step", (PyCFunction)(void (*)(void))launcher_step, METH_FASTCALL | METH_KEYWORDS,
-     "step(grid, places, *arguments, **options): bytes for Replay, or None."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-  PyObject *first, *plans, *constants;
-  if (!PyArg_ParseTuple(args, "OO!S", &first, &PyDict_Type, &plans, &constants))
-    return NULL;
-  Launcher *self = (Launcher *)type->tp_alloc(type, 0);
-  if (!self)
-    return NULL;
-  self->call = launcher_call;
-  self->first = Py_NewRef(first);
-  self->plans = Py_NewRef(plans);
-  self->constants = Py_NewRef(constants);
-  return (PyObject *)self;
-}
-
-static PyTypeObject LauncherType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "titan_fp8_launcher.Launcher",
-    .tp_doc = "Launcher(first, plans, constants); never freed.",
-    .tp_basicsize = sizeof(Launcher),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_vectorcall_offset = offsetof(Launcher, call),
-    .tp_call = PyVectorcall_Call,
-    .tp_methods = launcher_methods,
-    .tp_new = launcher_new,
-};
 
 // replay(program, *tensors) clears the start of the workspace, which is the last tensor, and runs
 // all steps. The program, bytes made by `replay.py`, is an array of int64_t: the numbers of tensors
@@ -275,6 +244,10 @@ static PyObject *replay(PyObject *Py_UNUSED(module), PyObject *const *arguments,
 static PyMethodDef methods[] = {
     {"load_driver", load_driver, METH_VARARGS,
      "load_driver(path, get_device, get_stream): call before the first launch."},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL | METH_KEYWORDS,
+     "launch(first, plans, constants, grid, *arguments, **options)"},
+    {"step", (PyCFunction)(void (*)(void))launch_step, METH_FASTCALL | METH_KEYWORDS,
+     "step(first, plans, constants, grid, places, *arguments, **options): bytes, or None."},
     {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL,
      "replay(program, *tensors): see replay.py."},
     {NULL, NULL, 0, NULL},
@@ -291,8 +264,7 @@ PyMODINIT_FUNC PyInit_titan_fp8_launcher(void) {
   str_data_ptr = PyUnicode_InternFromString("data_ptr");
   str_dtype = PyUnicode_InternFromString("dtype");
   PyObject *made = PyModule_Create(&module);
-  if (!made || PyType_Ready(&LauncherType) ||
-      PyModule_AddObjectRef(made, "Launcher", (PyObject *)&LauncherType))
+  if (!made || PyModule_AddIntMacro(made, MAX_ARGUMENTS) || PyModule_AddIntMacro(made, MAX_SLOTS))
     return NULL;
   return made;
 }

@@ -5,6 +5,7 @@ launch takes is recorded as a place: an offset into an input, or into memory tha
 allocated itself.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ class View(NamedTuple):
     offset: int
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an op. `memory` is the index of the new tensor; tensor arguments are Views."""
 
     op: Any
@@ -107,7 +108,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.inputs = [(t.data_ptr(), form_of(t)) for t in inputs]
         self.memory: list[Memory] = []
-        self.steps: list[bytes | Call] = []
+        self.steps: list[bytes | OpCall] = []
         self.replayable = True
 
     def __enter__(self) -> "Recorder":
@@ -127,11 +128,15 @@ class Recorder(TorchDispatchMode):
             self._record_call(op, args, kwargs, result)
         return result
 
-    def launch(self, launcher: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def launch(
+        self, launcher: functools.partial, grid: tuple[int, ...], *args: Any, **options: Any
+    ) -> None:
         """Launches a kernel."""
         launcher(grid, *args, **options)
         places = tuple([self._place(a[0] if isinstance(a, tuple) else a) for a in args])
-        step = launcher.step(grid, places, *args, **options) if self.replayable else None
+        step = None
+        if self.replayable:
+            step = launch.native().step(*launcher.args, grid, places, *args, **options)
         self.replayable = step is not None
         self._add(step or b"")
 
@@ -150,9 +155,9 @@ class Recorder(TorchDispatchMode):
         memory = Memory(result, False, len(self.steps))
         memory.form = memory.allocated_as
         self.memory.append(memory)
-        self._add(Call(op, arguments, named, len(self.memory) - 1))
+        self._add(OpCall(op, arguments, named, len(self.memory) - 1))
 
-    def _add(self, step: bytes | Call) -> None:
+    def _add(self, step: bytes | OpCall) -> None:
         """Adds a step. Memory that has not been freed exists at this step."""
         for memory in self.memory:
             if not memory.storage.expired():

@@ -1,10 +1,9 @@
 """Functions whose kernel launches are recorded once and then replayed by `launcher.c`.
 
-A product allocates a few tensors and launches a few kernels, and all of it follows from the shapes,
-strides and dtypes of its inputs. In Python this takes longer than many of the kernels run. So
-`replayed` calls a function in Python the first two times that it sees such inputs, and records the
-second call (`record.py`). From then on a call allocates the outputs and one workspace for the
-temporaries, and one call into C does all launches, with the addresses of the new tensors.
+`replayed` calls a function in Python the first two times that it sees inputs of the same shapes,
+strides and dtypes, and records the second call (`record.py`). From then on a call allocates the
+outputs and one workspace for the temporaries, and one call into C does all launches, with the
+addresses of the new tensors.
 
 What a function must do to be replayed:
 
@@ -31,15 +30,13 @@ import torch
 from torch import Tensor
 
 from titan_fp8.kernels import launch
-from titan_fp8.kernels.record import Call, Form, Memory, Recorder, View, form_of
+from titan_fp8.kernels.record import Form, Memory, OpCall, Recorder, View, form_of
 from titan_fp8.layouts import round_up
 
 Function = Callable[..., Any]
 
 ALIGNMENT = 256
 """The alignment of temporaries in the workspace, in bytes."""
-MAX_TENSORS, MAX_SLOTS = 64, 128
-"""What `launcher.c` has room for."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -70,7 +67,7 @@ class Replay:
     def __init__(self, recorder: Recorder, result: Any):
         self.returns_tuple = isinstance(result, tuple)
         memory, inputs = recorder.memory, len(recorder.inputs)
-        by_ops = {step.memory for step in recorder.steps if isinstance(step, Call)}
+        by_ops = {step.memory for step in recorder.steps if isinstance(step, OpCall)}
         outputs = _outputs(recorder, result if self.returns_tuple else (result,), by_ops)
         zeros, self.bytes, offsets = _pack([m for m in memory if m.form is None])
         # The forms of all tensors but the workspace, and where each input and each Memory is: the
@@ -100,7 +97,7 @@ class Replay:
                 if m.form is not None and begin <= m.last < end and number not in self.outputs:
                     gone.append(number)
             steps = recorder.steps[begin:end]
-            if isinstance(steps[0], Call):
+            if isinstance(steps[0], OpCall):
                 run = self._call(steps[0], inputs)
             else:
                 run = self._launches(b"".join(s for s in steps if isinstance(s, bytes)), zeros)
@@ -108,14 +105,14 @@ class Replay:
             yield _Stage(new, run, gone)
 
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
-        tensors = self._workspace + 1
-        if tensors > MAX_TENSORS or len(self._slots) > MAX_SLOTS:
+        tensors, native = self._workspace + 1, launch.native()
+        if tensors > native.MAX_ARGUMENTS or len(self._slots) > native.MAX_SLOTS:
             raise ValueError("a replay has too many tensors")
         header = array("q", [tensors, len(self._slots), zeros, *itertools.chain(*self._slots)])
-        native, program = launch.native().replay, header.tobytes() + steps
-        return lambda tensors: native(program, *tensors)
+        replay, program = native.replay, header.tobytes() + steps
+        return lambda tensors: replay(program, *tensors)
 
-    def _call(self, call: Call, inputs: int) -> Callable[[list[Tensor]], None]:
+    def _call(self, call: OpCall, inputs: int) -> Callable[[list[Tensor]], None]:
         args = [self._argument(value) for value in call.args]
         kwargs = {name: self._argument(value) for name, value in call.kwargs.items()}
         result, _ = self._slots[inputs + call.memory]
@@ -176,12 +173,12 @@ def _outputs(recorder: Recorder, results: tuple[Tensor, ...], by_ops: set[int]) 
     return outputs
 
 
-def _parts(steps: list[bytes | Call]) -> list[tuple[int, int]]:
+def _parts(steps: list[bytes | OpCall]) -> list[tuple[int, int]]:
     """The first step and the end of each run of launches, and of each call of an op."""
     begins = [
         i
         for i, step in enumerate(steps)
-        if i == 0 or isinstance(step, Call) or isinstance(steps[i - 1], Call)
+        if i == 0 or isinstance(step, OpCall) or isinstance(steps[i - 1], OpCall)
     ]
     return list(zip(begins, [*begins[1:], len(steps)], strict=True))
 

@@ -88,10 +88,8 @@ def why_no_fp8_gemm(n: int, k: int) -> str | None:
 
 def why_no_fp8_grouped_mm(name: str, shape: Sequence[int]) -> str | None:
     """Why FP8 GEMMs cannot multiply by experts' weights (E, N, K) `name`; None if they can."""
-    ragged = [size for size in shape[1:] if not fits_fp8(size)]
-    if ragged:
-        return f"{name}: {ragged} are not {'' if all(ragged) else 'positive '}multiples of 16"
-    return None
+    reason = why_no_fp8_gemm(*shape[1:])
+    return reason and f"{name}: {reason}"
 
 
 # Shards

@@ -30,12 +30,12 @@ from titan_fp8.ops.operands import (
     N,
     bf16,
     blocks,
+    for_kernels,
     fp8,
     fp32,
-    product,
-    weight,
+    high,
+    output,
 )
-from titan_fp8.ops.quantize import cast_weight
 from titan_fp8.ops.registry import composite, primitive
 
 _BLOCKWISE: dict[str, Any] = {
@@ -44,8 +44,8 @@ _BLOCKWISE: dict[str, Any] = {
     "b": fp8(E, N, K),
     "sb": fp32(E, blocks(N), blocks(K)),
 }
-_SECOND: dict[str, Any] = {f"{name}2": operand for name, operand in _BLOCKWISE.items()}
-_MN, _MK, _ENK = product(M, N), product(M, K), product(E, N, K)
+_SECOND: dict[str, Any] = {f"{name}2": spec for name, spec in _BLOCKWISE.items()}
+_MN, _MK, _ENK = output(M, N), output(M, K), output(E, N, K)
 
 primitive(reference.blockwise_mm, _MN, **_BLOCKWISE)
 primitive(reference.blockwise_mm_pair, _MN, **_BLOCKWISE, **_SECOND)
@@ -69,19 +69,23 @@ primitive(
 primitive(reference.bf16_wgrad, _ENK, g=bf16(M, N), x=bf16(M, K))
 
 
-def _weight(
-    impl: Any, quantizer: str, w: Tensor, w_scale: Tensor | None, dtype: Any, options: dict
-) -> tuple[Tensor, Tensor]:
-    """q and the scales of a weight as a GEMM reads them, transposed if `quantizer` is a `*_t`."""
+def _read_weight(
+    impl: Any, quantizer: str, transposed: bool, w: Tensor, w_scale: Tensor | None, dtype: Any,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q and the scales of a weight as a GEMM reads them; `quantizer` writes q `transposed`."""
     if w_scale is None:
-        return getattr(impl, quantizer)(cast_weight(w, dtype), **options)
+        # Cast here and not by layers: an observer knows these by the memory of the parameters that
+        # ops are given.
+        return getattr(impl, quantizer)(w.to(dtype or w.dtype).contiguous(), **options)
+    if not transposed:
+        return for_kernels(w), w_scale
     # The transpose of a `QuantizedWeight` is contiguous already.
-    if not quantizer.endswith("_t") or w.mT.is_contiguous():
-        return w.mT if quantizer.endswith("_t") else w, w_scale
-    return impl.transpose_fp8(w), w_scale
+    q_t = for_kernels(w.mT) if w.mT.is_contiguous() else impl.transpose_fp8(for_kernels(w))
+    return q_t, w_scale
 
 
-def _multiply(mm: str, quantizer: str) -> Callable[..., Tensor]:
+def _multiply(mm: str, quantizer: str, transposed: bool) -> Callable[..., Tensor]:
     """The body of an op: `mm` of a and of a weight, which `quantizer` quantizes."""
 
     def body(
@@ -96,7 +100,7 @@ def _multiply(mm: str, quantizer: str) -> Callable[..., Tensor]:
         w_scale: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        b = _weight(impl, quantizer, w, w_scale, w_dtype, options)
+        b = _read_weight(impl, quantizer, transposed, w, w_scale, w_dtype, options)
         return getattr(impl, mm)(a, sa, *b, offs, aligned, out_dtype)
 
     return body
@@ -119,19 +123,19 @@ def _dgrad_pair(
     **options: Any,
 ) -> Tensor:
     """dx = a W + a2 W2 for operands as of `blockwise_dgrad`, rounded once; returns (M, K)."""
-    b = _weight(impl, "quantize_128x128_t", w, w_scale, w_dtype, options)
-    b2 = _weight(impl, "quantize_128x128_t", w2, w2_scale, w_dtype, options)
+    b = _read_weight(impl, "quantize_128x128_t", True, w, w_scale, w_dtype, options)
+    b2 = _read_weight(impl, "quantize_128x128_t", True, w2, w2_scale, w_dtype, options)
     return impl.blockwise_mm_pair(a, sa, *b, a2, sa2, *b2, offs, aligned, out_dtype)
 
 
+_W = high(E, N, K, scale="w_scale")
 _G: dict[str, Any] = {"a": fp8(M, N), "sa": fp32(M, blocks(N))}
-_W = weight(E, N, K)
-_W_SCALE = fp32(E, blocks(K), blocks(N))
+_W_COLUMNS = fp32(E, blocks(K), blocks(N))
 
 # fprop: y (M, N) = a Wᵀ for a (M, K). dgrad: dx (M, K) = a W for a (M, N).
 composite(
     "blockwise_fprop",
-    _multiply("blockwise_mm", "quantize_128x128"),
+    _multiply("blockwise_mm", "quantize_128x128", transposed=False),
     _MN,
     a=fp8(M, K),
     sa=fp32(M, blocks(K)),
@@ -140,11 +144,11 @@ composite(
 )
 composite(
     "blockwise_dgrad",
-    _multiply("blockwise_mm", "quantize_128x128_t"),
+    _multiply("blockwise_mm", "quantize_128x128_t", transposed=True),
     _MK,
     **_G,
     w=_W,
-    w_scale=_W_SCALE,
+    w_scale=_W_COLUMNS,
 )
 composite(
     "blockwise_dgrad_pair",
@@ -154,13 +158,13 @@ composite(
     w=_W,
     a2=_G["a"],
     sa2=_G["sa"],
-    w2=weight(E, N, K, scale="w2_scale"),
-    w_scale=_W_SCALE,
-    w2_scale=_W_SCALE,
+    w2=high(E, N, K, scale="w2_scale"),
+    w_scale=_W_COLUMNS,
+    w2_scale=_W_COLUMNS,
 )
 composite(
     "rowwise_fprop",
-    _multiply("rowwise_mm", "quantize_row"),
+    _multiply("rowwise_mm", "quantize_row", transposed=False),
     _MN,
     scaled=False,
     a=fp8(M, K),
@@ -170,7 +174,7 @@ composite(
 )
 composite(
     "rowwise_dgrad",
-    _multiply("rowwise_mm", "quantize_weight_col_t"),
+    _multiply("rowwise_mm", "quantize_weight_col_t", transposed=True),
     _MK,
     scaled=False,
     a=fp8(M, N),

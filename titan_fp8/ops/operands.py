@@ -27,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 """The dtypes that quantizers read and GEMMs write."""
 SCALE_FMTS = ("fp32", "ue8m0")
 
-Call = dict[str, Any]
+Known = dict[str, Any]
 """What is known of a call: its arguments, and the sizes of dimensions that these have shown."""
 FIRST = "first tensor"
 """The key of a call's first tensor."""
@@ -42,15 +42,15 @@ class Dim(NamedTuple):
     name: str
     unit: int = 1
     empty: bool = True
-    size: Callable[[Call], int] | None = None
+    size: Callable[[Known], int] | None = None
 
-    def of(self, call: Call) -> Any:
+    def of(self, known: Known) -> Any:
         """Its size, if that is known."""
-        size = call.get(self.name)
-        return self.size(call) if size is None and self.size is not None else size
+        size = known.get(self.name)
+        return self.size(known) if size is None and self.size is not None else size
 
-    def in_words(self, call: Call) -> str:
-        size = self.of(call)
+    def in_words(self, known: Known) -> str:
+        size = self.of(known)
         if size is not None:
             return f"{self.name} = {size}"
         if self.unit > 1:
@@ -60,12 +60,12 @@ class Dim(NamedTuple):
 
 def blocks(dim: Dim) -> Dim:
     """The blocks of 128 along a dimension."""
-    return Dim(f"⌈{dim.name}/{BLOCK}⌉", size=lambda call: cdiv(dim.of(call), BLOCK))
+    return Dim(f"⌈{dim.name}/{BLOCK}⌉", size=lambda known: cdiv(dim.of(known), BLOCK))
 
 
 def _columns(alignment: int) -> Dim:
     """The columns of a transposed copy of M tokens."""
-    width = lambda c: transposed_width(c["M"], c["offs"], c["aligned"], alignment)  # noqa: E731
+    width = lambda k: transposed_width(k["M"], k["offs"], k["aligned"], alignment)  # noqa: E731
     return Dim("Mt", size=width)
 
 
@@ -79,7 +79,7 @@ MT, MT_ROWWISE = Dim("Mt", unit=BLOCK), Dim("Mt", unit=ROW_ALIGNMENT)
 MT_OF_M, MT_ROWWISE_OF_M = _columns(BLOCK), _columns(ROW_ALIGNMENT)
 
 
-class Operand(NamedTuple):
+class TensorSpec(NamedTuple):
     """What a tensor may be, or what an output is.
 
     Attributes:
@@ -99,47 +99,46 @@ class Operand(NamedTuple):
         """Whether these are scales of blocks, whose rows or columns are padded in memory."""
         return any(isinstance(dim, Dim) and dim.name.startswith("⌈") for dim in self.dims)
 
-    def dtypes_in(self, call: Call) -> tuple[torch.dtype, ...]:
+    def dtypes_in(self, known: Known) -> tuple[torch.dtype, ...]:
         if self.as_first:
-            return (call[FIRST].dtype,)
-        return (E4M3,) if self.scale and call[self.scale] is not None else self.dtypes
+            return (known[FIRST].dtype,)
+        return (E4M3,) if self.scale and known[self.scale] is not None else self.dtypes
 
-    def dims_in(self, call: Call) -> tuple[Any, ...]:
-        return self.dims[1:] if self.dims[0] is E and call["offs"] is None else self.dims
+    def dims_in(self, known: Known) -> tuple[Any, ...]:
+        return self.dims[1:] if self.dims[0] is E and known["offs"] is None else self.dims
 
-    def fits(self, shape: Sequence[int], call: Call) -> bool:
-        """Whether the tensor may have this shape. Adds the sizes of its dimensions to `call`."""
-        dims = self.dims_in(call)
+    def fits(self, shape: Sequence[int], known: Known) -> bool:
+        """Whether the tensor may have this shape. Adds the sizes of its dimensions to `known`."""
+        dims = self.dims_in(known)
         if dims[0] is ...:
             dims = dims[1:]
             leading = len(shape) - len(dims)
-            if leading < 0 or call.setdefault("...", shape[:leading]) != shape[:leading]:
+            if leading < 0 or known.setdefault("...", shape[:leading]) != shape[:leading]:
                 return False
             shape = shape[leading:]
         if len(shape) != len(dims):
             return False
         for size, dim in zip(shape, dims):
-            want = dim.of(call)
+            want = dim.of(known)
             if want is not None:
                 if size != want:
                     return False
             elif dim.unit > 1 and size % dim.unit or not dim.empty and size < 1:
                 return False
-            call[dim.name] = size
+            known[dim.name] = size
         return True
 
-    def in_words(self, call: Call) -> str:
+    def in_words(self, known: Known) -> str:
         words: list[str] = []
-        for dim in self.dims_in(call):
-            words += map(str, call.get("...", ["..."])) if dim is ... else [dim.in_words(call)]
-        return f"{' or '.join(map(str, self.dtypes_in(call)))} of shape ({', '.join(words)})"
+        for dim in self.dims_in(known):
+            words += map(str, known.get("...", ["..."])) if dim is ... else [dim.in_words(known)]
+        return f"{' or '.join(map(str, self.dtypes_in(known)))} of shape ({', '.join(words)})"
 
-    def empty(self, call: Call) -> Tensor:
+    def empty(self, known: Known) -> Tensor:
         """An output without data."""
-        first = call[FIRST]
-        dims = self.dims_in(call)
-        shape = [n for d in dims for n in (call["..."] if d is ... else [d.of(call)])]
-        dtype = (self.dtypes_in(call) or (call["out_dtype"],))[0]
+        first, dims = known[FIRST], self.dims_in(known)
+        shape = [n for d in dims for n in (known["..."] if d is ... else [d.of(known)])]
+        dtype = (self.dtypes_in(known) or (known["out_dtype"],))[0]
         if not self.padded:
             return first.new_empty(shape, dtype=dtype)
         *lead, rows, columns = shape
@@ -148,66 +147,47 @@ class Operand(NamedTuple):
         return first.new_empty(columns, round_up(rows, 4), dtype=dtype)[:, :rows].t()
 
 
-def high(*dims: Dim | EllipsisType, as_first: bool = False) -> Operand:
-    """In high precision."""
-    return Operand(DTYPES, dims, as_first)
+def _of(*dtypes: torch.dtype) -> Callable[..., TensorSpec]:
+    return lambda *dims, **traits: TensorSpec(dtypes, dims, **traits)
 
 
-def weight(*dims: Dim | EllipsisType, scale: str = "w_scale") -> Operand:
-    """In high precision, or in FP8 if the op is given its scales."""
-    return Operand(DTYPES, dims, scale=scale)
-
-
-def fp8(*dims: Dim | EllipsisType) -> Operand:
-    return Operand((E4M3,), dims)
-
-
-def fp32(*dims: Dim | EllipsisType) -> Operand:
-    return Operand((torch.float32,), dims)
-
-
-def bf16(*dims: Dim | EllipsisType) -> Operand:
-    return Operand((torch.bfloat16,), dims)
-
-
-def integers(*dims: Dim | EllipsisType) -> Operand:
-    return Operand((torch.int32, torch.int64), dims)
-
-
-def product(*dims: Dim) -> Operand:
-    """An output in `out_dtype`."""
-    return Operand((), dims)
+high, integers = _of(*DTYPES), _of(torch.int32, torch.int64)
+fp8, fp32, bf16 = _of(E4M3), _of(torch.float32), _of(torch.bfloat16)
+int32, int64 = _of(torch.int32), _of(torch.int64)
+output = _of()
+"""One in `out_dtype`."""
 
 
 def for_kernels(t: Tensor) -> Tensor:
     """t, contiguous, and at a multiple of 16 bytes if it is FP8, which is read by TMA."""
     t = t.contiguous()
-    if t.dtype != E4M3 or t.is_meta or type(t) not in (Tensor, torch.nn.Parameter):
-        return t
-    if torch.compiler.is_compiling():
-        return t
-    return t.clone() if t.data_ptr() % 16 else t
+    has_address = type(t) in (Tensor, torch.nn.Parameter)
+    return t.clone() if t.dtype == E4M3 and has_address and t.data_ptr() % 16 else t
 
 
 class Check:
-    """Raises ValueError unless the arguments of a call are what the op accepts.
-
-    Attributes:
-        contiguous: the positions of tensors that kernels read as contiguous ones: all but the
-            scales of blocks, which have a layout of their own (`layouts.py`).
-    """
+    """Raises ValueError unless the arguments of a call are what the op accepts."""
 
     def __init__(
-        self, op: str, parameters: Mapping[str, inspect.Parameter], operands: Mapping[str, Operand]
+        self,
+        op: str,
+        parameters: Mapping[str, inspect.Parameter],
+        operands: Mapping[str, TensorSpec],
     ):
         self.op, self._defaults = op, {name: p.default for name, p in parameters.items()}
         kinds = {name: p.annotation for name, p in parameters.items()}
         names = [name for name, kind in kinds.items() if kind in (Tensor, Tensor | None)]
         if "offs" in kinds:
-            operands = {"offs": Operand((torch.int32,), (E,)), **operands}
+            operands = {"offs": int32(E), **operands}
         if {*names} != operands.keys():
             raise TypeError(f"{op}: the tensors are {names}, not {list(operands)}")
-        self.contiguous = {i for i, n in enumerate(kinds) if n in names and not operands[n].padded}
+        # Not the scales of blocks, which have a layout of their own (`layouts.py`), nor weights
+        # that may be in FP8: the op reads them, or their transpose, as they lie.
+        self._contiguous = {
+            i
+            for i, name in enumerate(kinds)
+            if name in names and not operands[name].padded and operands[name].scale is None
+        }
         # `offs` comes second, because others depend on it.
         ordered = names[:1] + sorted(names[1:], key=lambda name: name != "offs")
         self._tensors = [(name, kinds[name] != Tensor, operands[name]) for name in ordered]
@@ -217,35 +197,33 @@ class Check:
         if "scale_fmt" in kinds:
             self._constants["scale_fmt"] = SCALE_FMTS
 
-    def __call__(self, *args: Any, **options: Any) -> Call:
+    def __call__(self, *args: Any, **options: Any) -> Known:
         """What is known of the call."""
         # This costs CPU time at every call whose launches are not replayed.
-        call = {**self._defaults, **dict(zip(self._defaults, args)), **options}
-        call[FIRST] = first = args[0]
+        known = {**self._defaults, **dict(zip(self._defaults, args)), **options}
+        known[FIRST] = first = args[0]
         for name, values in self._constants.items():
-            if call[name] not in values:
-                raise self._error(f"{name} = {call[name]!r}", *map(repr, filter(None, values)))
-        for name, optional, operand in self._tensors:
-            t = call[name]
+            if known[name] not in values:
+                raise self._error(f"{name} = {known[name]!r}", *map(repr, filter(None, values)))
+        for name, optional, spec in self._tensors:
+            t = known[name]
             if t is None and optional:
                 continue
             if not isinstance(t, Tensor):
                 raise self._error(f"{name} is {t!r}", "a tensor")
-            of_shape = t.dtype in operand.dtypes_in(call) and operand.fits(t.shape, call)
-            if not of_shape or t.device != first.device:
-                what, allowed = (
-                    f"{name} is {t.dtype} of shape {tuple(t.shape)}",
-                    operand.in_words(call),
-                )
+            fits = t.dtype in spec.dtypes_in(known) and spec.fits(t.shape, known)
+            if not fits or t.device != first.device:
+                what = f"{name} is {t.dtype} of shape {tuple(t.shape)}"
+                allowed = spec.in_words(known)
                 if t.device != first.device:
                     what, allowed = f"{what} on {t.device}", f"{allowed} on {first.device}"
                 raise self._error(what, allowed)
-        return call
+        return known
 
     def laid_out(self, args: Sequence[Any]) -> list[Any]:
         """The arguments as kernels read them."""
         return [
-            for_kernels(t) if i in self.contiguous and t is not None else t
+            for_kernels(t) if i in self._contiguous and t is not None else t
             for i, t in enumerate(args)
         ]
 

@@ -4,10 +4,8 @@ Each token has k slots, one for each of its experts; slot s belongs to token ⌊
 or one out of range, stands for a row of zeros. `reference.py` says what each op computes.
 """
 
-import torch
-
 from titan_fp8 import reference
-from titan_fp8.ops.operands import Dim, M, Operand, R, T, fp32, high, integers
+from titan_fp8.ops.operands import Dim, M, R, T, fp32, high, int64, integers
 from titan_fp8.ops.registry import primitive
 
 K, TOP = Dim("K"), Dim("k")
@@ -17,7 +15,7 @@ _LENGTH, _TOKENS, _EXPERTS = (integers(Dim(name)) for name in ("length", "tokens
 primitive(
     reference.gather_rows,
     high(R, K, as_first=True),
-    kernel="any GPU",
+    kernels="any GPU",
     x=high(M, K),
     slots=integers(R),
     weight=fp32(M, TOP),
@@ -25,7 +23,7 @@ primitive(
 primitive(
     reference.combine_rows,
     high(T, K, as_first=True),
-    kernel="any GPU",
+    kernels="any GPU",
     y=high(M, K),
     index=integers(T, TOP),
     weight=fp32(T, TOP),
@@ -33,17 +31,17 @@ primitive(
 primitive(
     reference.dot_rows,
     fp32(T, TOP),
-    kernel="any GPU",
+    kernels="any GPU",
     a=high(T, K),
     b=high(M, K),
     index=integers(T, TOP),
 )
+primitive(reference.invert_index, int64(Dim("count")), kernels="none", index=int64(R))
 primitive(
-    reference.invert_index,
-    Operand((torch.int64,), (Dim("count"),)),
-    kernel="none",
-    index=Operand((torch.int64,), (R,)),
-)
-primitive(
-    reference.places_of_tokens, _LENGTH, _TOKENS, _EXPERTS, kernel="any GPU", counts=integers(PARTS)
+    reference.places_of_tokens,
+    _LENGTH,
+    _TOKENS,
+    _EXPERTS,
+    kernels="any GPU",
+    counts=integers(PARTS),
 )

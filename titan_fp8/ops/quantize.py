@@ -6,9 +6,6 @@ is written transposed. The last dimension of inputs is a multiple of 16. `layout
 scales: "fp32", or "ue8m0" for powers of two.
 """
 
-import torch
-from torch import Tensor
-
 from titan_fp8 import reference
 from titan_fp8.ops.operands import (
     MT_OF_M,
@@ -19,12 +16,12 @@ from titan_fp8.ops.operands import (
     K,
     M,
     N,
-    Operand,
     R,
     blocks,
     fp8,
     fp32,
     high,
+    int32,
 )
 from titan_fp8.ops.registry import primitive
 
@@ -69,7 +66,7 @@ primitive(
     *(fp8(K, C), fp32(K, blocks(C))),
     q=fp8(R, K),
     s=fp32(R, blocks(K)),
-    index=Operand((torch.int32,), (C,)),
+    index=int32(C),
     weight=fp32(C),
 )
 
@@ -93,12 +90,3 @@ primitive(reference.quantize_shard_col, fp8(..., R, K), x=high(..., R, K), amax=
 # Of weights that are in FP8 already
 
 primitive(reference.transpose_fp8, fp8(..., K, N), q=fp8(..., N, K))
-
-
-def cast_weight(w: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A weight as quantizers read it: of this dtype, by default its own, and contiguous.
-
-    Autocast casts weights. Ops cast them here, because an observer knows a layer by the memory of
-    the parameter that its ops are given.
-    """
-    return w.to(dtype or w.dtype).contiguous()

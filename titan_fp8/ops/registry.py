@@ -6,19 +6,13 @@ have a function of the same name. The definition here adds what it returns and a
 
     primitive(reference.quantize_row, fp8(..., K), fp32(...), x=high(..., K))
 
-A composite op is a function of an implementation, `impl`, whose primitive ops it calls (`gemm.py`).
-Whole layers are written in the same way (`gemms.py`), over one of two: the implementation for the
-device of a tensor (the kernels, whose launches are replayed as a whole, or the reference), or
-`DISPATCHED`, where something must see the ops (`run` says when). `observe` wraps kernels and
-reference.
+A composite op is a function of an implementation, `impl`, whose primitive ops it calls
+(`gemm.py`). Whole layers are written in the same way (`functional/gemms.py`). `run` calls such a
+body over what computes the ops on the device of a tensor (`implementation`), or, where something
+must see the ops, over `DISPATCHED`.
 
-Arguments are checked when ops are called as `torch.ops.titan_fp8`, also while they are traced, but
-not again when launches are replayed.
-
-Ops are functional: they write to none of their arguments and return fresh tensors. That lets
-torch.compile merge equal calls, such as the quantization of an input that wq, wk and wv share. They
-have no gradient: their outputs never require grad, even if their inputs do. The layers and
-`fp8_linear`, `fp8_grouped_mm` and `fp8_swiglu` are differentiable.
+Ops are functional: they write to none of their arguments and return fresh tensors. They have no
+gradient: their outputs never require grad, even if their inputs do.
 """
 
 import functools
@@ -40,14 +34,14 @@ from torch.utils._python_dispatch import (
 )
 
 from titan_fp8 import reference
-from titan_fp8.ops.operands import Check, Operand
+from titan_fp8.ops.operands import Check, TensorSpec
 
 NAMESPACE = "titan_fp8"
 OPS: dict[str, "Op"] = {}
 """All ops but `sequence`, by name."""
 SCHEMAS: list[str] = []
 """The schemas of all ops. torch.compile's caches on disk do not notice that they have changed, so
-the passes over its graphs do (`chained_pass.py`)."""
+the passes over its graphs do (`compile/graph_passes.py`)."""
 
 DISPATCHED, EMULATED = SimpleNamespace(), SimpleNamespace()
 """The ops, called through PyTorch's dispatcher; those of `EMULATED` with `emulate=True`."""
@@ -55,6 +49,7 @@ DISPATCHED, EMULATED = SimpleNamespace(), SimpleNamespace()
 modes_that_ignore_ops: weakref.WeakSet[TorchDispatchMode] = weakref.WeakSet()
 """The dispatch modes of checkpoints that save no output of an FP8 op, and need not see them."""
 
+Kernels = Literal["hopper", "any GPU", "none"]
 _library = torch.library.Library(NAMESPACE, "DEF")
 _PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
 """Types of arguments that need no dispatcher; subclasses of Tensor do."""
@@ -79,15 +74,23 @@ class Implementation:
 _implementation_by = functools.cache(Implementation)
 
 
-def implementation(x: Any, emulate: bool = False) -> Any:
+def implementation(x: Any, emulate: bool = False, kernels: Kernels = "hopper") -> Any:
     """What computes the ops for a tensor like x.
+
+    Args:
+        kernels: those for CUDA tensors (`primitive`).
 
     Raises:
         RuntimeError: x is on a GPU without FP8 kernels, and `emulate` is False.
     """
     if getattr(x, "is_meta", False):
         return DISPATCHED
-    module = reference if emulate or not getattr(x, "is_cuda", False) else kernels_for(x.device)
+    if emulate or kernels == "none" or not getattr(x, "is_cuda", False):
+        module: Any = reference
+    elif kernels == "hopper":
+        module = kernels_for(x.device)
+    else:
+        from titan_fp8.kernels import permute as module
     return (_wrap or _implementation_by)(module)
 
 
@@ -101,7 +104,6 @@ def observe(wrap: Callable[[Any], Implementation] | None) -> None:
     _wrap = wrap
 
 
-@functools.cache
 def kernels_for(device: torch.device) -> Any:
     """`titan_fp8.kernels.for_device`, which raises a RuntimeError for a GPU without FP8 kernels."""
     from titan_fp8 import kernels
@@ -130,6 +132,13 @@ def run(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool = False) 
     return compute(body, x, *args, emulate=emulate)
 
 
+def call(name: str, x: Tensor, *args: Any) -> Any:
+    """One op, without the dispatcher where nothing needs it."""
+    if needs_dispatcher((x, *args)):
+        return getattr(DISPATCHED, name)(x, *args)
+    return compute(OPS[name], x, *args)
+
+
 def compute(
     body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool = False, **options: Any
 ) -> Any:
@@ -148,8 +157,9 @@ def _compute(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool, **o
     if x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
             return _compute(body, x, *args, emulate=emulate, **options)
-    if emulate or _wrap is not None:
-        return body(implementation(x, emulate), x, *args, **options)
+    kernels: Any = getattr(body, "kernels", "hopper")
+    if emulate or _wrap is not None or kernels != "hopper":
+        return body(implementation(x, emulate, kernels), x, *args, **options)
     return _replayed(body)(x, *args, **options)
 
 
@@ -158,13 +168,6 @@ def _replayed(body: Callable[..., Any]) -> Callable[..., Any]:
     from titan_fp8.kernels.replay import replayed
 
     return replayed(lambda x, *args, **options: body(implementation(x), x, *args, **options))
-
-
-def call(name: str, x: Tensor, *args: Any) -> Any:
-    """One op, without the dispatcher where nothing needs it."""
-    if needs_dispatcher((x, *args)):
-        return getattr(DISPATCHED, name)(x, *args)
-    return OPS[name].run(x, *args)
 
 
 def needs_dispatcher(args: Sequence[Any]) -> bool:
@@ -201,8 +204,8 @@ class Op:
     Attributes:
         check: what it accepts.
         body: what computes a composite op over an implementation; None for a primitive op.
-        replays: it launches FP8 kernels, which are replayed; it has `emulate`.
-        run: runs it without the dispatcher.
+        kernels: what computes CUDA tensors. With those for Hopper it has `emulate`, and its
+            launches are replayed.
         overload: what the compiler's graphs call.
     """
 
@@ -210,30 +213,35 @@ class Op:
         self,
         name: str,
         signature: inspect.Signature,
-        outputs: tuple[Operand, ...],
-        operands: dict[str, Operand],
+        outputs: tuple[TensorSpec, ...],
+        operands: dict[str, TensorSpec],
         body: Callable[..., Any] | None = None,
-        run: Callable[..., Any] | None = None,
+        kernels: Kernels = "hopper",
     ):
-        self.name, self.body, self.replays, self._outputs = name, body, run is None, outputs
+        self.name, self.body, self.kernels, self._outputs = name, body, kernels, outputs
         self.check = Check(name, signature.parameters, operands)
-        self.run = run or functools.partial(compute, self)
-        options = () if run else (_option("emulate", False),)
+        parameters = [*signature.parameters.values()]
+        if self.is_fp8:
+            parameters.append(_option("emulate", False))
         prototype: Any = lambda: None  # noqa: E731
-        prototype.__signature__ = signature.replace(
-            parameters=[*signature.parameters.values(), *options]
-        )
+        prototype.__signature__ = signature.replace(parameters=parameters)
         OPS[name] = self
         schema = torch.library.infer_schema(prototype, mutates_args=())
-        self.overload: torch._ops.OpOverload = register(name, schema, self.run, self.fake)
+        computed = functools.partial(compute, self)
+        self.overload: torch._ops.OpOverload = register(name, schema, computed, self.fake)
         setattr(DISPATCHED, name, self.overload)
-        emulated = functools.partial(self.overload, emulate=True) if options else self.overload
+        emulated = functools.partial(self.overload, emulate=True) if self.is_fp8 else self.overload
         setattr(EMULATED, name, emulated)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it quantizes, or reads what is quantized."""
+        return self.kernels == "hopper"
 
     def fake(self, *args: Any, emulate: bool = False, **options: Any) -> Any:
         """Its outputs, empty."""
-        call = self.check(*args, **options)
-        outputs = tuple([output.empty(call) for output in self._outputs])
+        known = self.check(*args, **options)
+        outputs = tuple([output.empty(known) for output in self._outputs])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def __call__(self, impl: Any, *args: Any, **options: Any) -> Any:
@@ -249,39 +257,29 @@ def _option(name: str, default: bool | str) -> inspect.Parameter:
 
 def primitive(
     function: Callable[..., Any],
-    *outputs: Operand,
-    kernel: Literal["hopper", "any GPU", "none"] = "hopper",
-    **operands: Operand,
+    *outputs: TensorSpec,
+    kernels: Kernels = "hopper",
+    **operands: TensorSpec,
 ) -> None:
     """Defines a primitive op.
 
     Args:
         function: its definition in `reference.py`.
         outputs: what it returns.
-        kernel: what computes CUDA tensors: a kernel of `kernels.hopper`; one of `kernels.permute`,
-            for any GPU; or no kernel but the reference. The last two have no `emulate`.
+        kernels: what computes CUDA tensors: `kernels.hopper`; `kernels.permute`, on any GPU; or no
+            kernel but the reference.
         operands: what each tensor may be.
     """
-    name = function.__name__
-
-    def run_without_fp8(x: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            op.check(x, *args)
-            x, *others = op.check.laid_out((x, *args))
-            if kernel == "none" or not x.is_cuda:
-                return getattr(reference, name)(x, *others)
-            kernel_of_op = getattr(_permutation_kernels(), name)
-            if x.get_device() == torch._C._cuda_getDevice():
-                return kernel_of_op(x, *others)
-            with torch.cuda.device(x.device):
-                return kernel_of_op(x, *others)
-
-    run = None if kernel == "hopper" else run_without_fp8
-    op = Op(name, inspect.signature(function), outputs, operands, run=run)
+    signature = inspect.signature(function)
+    Op(function.__name__, signature, outputs, operands, kernels=kernels)
 
 
 def composite(
-    name: str, body: Callable[..., Any], *outputs: Operand, scaled: bool = True, **operands: Operand
+    name: str,
+    body: Callable[..., Any],
+    *outputs: TensorSpec,
+    scaled: bool = True,
+    **operands: TensorSpec,
 ) -> None:
     """Defines an op that is made of primitive ones; otherwise as `primitive`.
 
@@ -304,17 +302,9 @@ def register(
         signature: the arguments and results of its schema.
         fake: makes the outputs of tensors without data.
     """
-
     _library.define(name + signature)
     SCHEMAS.append(name + signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # There is no gradient.
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-@functools.cache
-def _permutation_kernels() -> Any:
-    from titan_fp8.kernels import permute
-
-    return permute

@@ -5,16 +5,10 @@ its launches are replayed together. What only its own ops read is a temporary of
 tensor. The tensors that it is given live until it ends. `graph_passes.py` puts sequences into
 graphs.
 
-Compiled code is cached on disk, so a sequence is a string, a Python literal:
-
-    ((op, arguments, options), ...), results
-
-An argument is None, a boolean, a number, a string, ("dtype", name) or ("tensor", step, output).
-Steps count from 1; the "outputs" of step 0 are the tensors that the op is given. A result is a pair
-of step and output, too. Torch's C++ code puts the string between double quotes, so it has none.
+Compiled code is cached on disk, so a sequence is a string: the Python expression of its steps and
+results. Torch's C++ code puts the string between double quotes, so it has none.
 """
 
-import ast
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,18 +24,27 @@ _DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 
 
 class Place(NamedTuple):
-    """Where the tensor of an argument or a result comes from."""
+    """Where the tensor of an argument or a result comes from.
+
+    Steps count from 1. The outputs of step 0 are the tensors that the op is given.
+    """
 
     step: int
     output: int
 
 
 class Step(NamedTuple):
-    """A call of the op that `torch.ops.titan_fp8` has under this name; options are constants."""
+    """A call of the op that `torch.ops.titan_fp8` has under this name.
+
+    Arguments are Places and constants; options are constants.
+    """
 
     op: str
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+
+
+_CONSTANTS = (Place, torch.dtype, type(None), bool, int, float, str)
 
 
 def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
@@ -50,41 +53,24 @@ def encode(steps: Sequence[Step], results: Sequence[Place]) -> str:
     Raises:
         TypeError: an argument is none of those that a string can hold.
     """
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, Place):
-            return "tensor", *argument
-        if isinstance(argument, torch.dtype):
-            return "dtype", str(argument).removeprefix("torch.")
-        if argument is None or isinstance(argument, (bool, int, float, str)):
-            return argument
-        raise TypeError(f"no argument of a sequence: {argument!r}")
-
-    calls = tuple((step.op, tuple(map(value, step.arguments)), step.options) for step in steps)
-    return repr((calls, tuple(map(tuple, results))))
+    for argument in (a for step in steps for a in (*step.arguments, *step.options.values())):
+        if not isinstance(argument, _CONSTANTS):
+            raise TypeError(f"no argument of a sequence: {argument!r}")
+    return repr((tuple(steps), tuple(results)))
 
 
 @functools.cache
 def _decode(sequence: str) -> tuple[tuple[Step, ...], tuple[Place, ...], tuple[list[Place], ...]]:
     """The steps, the results, and for each step the tensors that no later one reads."""
-
-    def argument(value: Any) -> Any:
-        if not isinstance(value, tuple):
-            return value
-        kind, *what = value
-        return Place(*what) if kind == "tensor" else getattr(torch, *what)
-
-    calls, results = ast.literal_eval(sequence)
-    steps = tuple(Step(op, tuple(map(argument, args)), options) for op, args, options in calls)
-    kept = tuple(Place(*result) for result in results)
+    steps, results = eval(sequence, {"Step": Step, "Place": Place, "torch": torch})
     last: dict[Place, int] = {}
     for number, step in enumerate(steps):
         last |= {place: number for place in step.arguments if isinstance(place, Place)}
     gone = tuple(
-        [p for p, number in last.items() if p.step and number == n and p not in kept]
+        [p for p, number in last.items() if p.step and number == n and p not in results]
         for n in range(len(steps))
     )
-    return steps, kept, gone
+    return steps, results, gone
 
 
 def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:

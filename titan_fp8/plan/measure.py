@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.functional.weights import GatheredWeight
-from titan_fp8.modules.conversion import revert
+from titan_fp8.modules.revert import revert
 from titan_fp8.plan.model import Layer, Rank, Report, fake_ranks
 from titan_fp8.recipe import BF16, get_recipe
 

@@ -12,13 +12,9 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_fp8.compile import apply_patches
 from titan_fp8.fsdp import gather_in_fp8, requantize
-from titan_fp8.modules.conversion import (
-    apply_patches,
-    check_device,
-    convert_and_log,
-    log_gathers,
-)
+from titan_fp8.modules.conversion import check_device, convert_and_log, log_gathers
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import log_once

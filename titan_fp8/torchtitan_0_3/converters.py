@@ -13,12 +13,8 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
-from titan_fp8.modules.conversion import (
-    apply_patches,
-    check_device,
-    convert_and_log,
-    errors_prefixed,
-)
+from titan_fp8.compile import apply_patches
+from titan_fp8.modules.conversion import check_device, convert_and_log, errors_prefixed
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
 from titan_fp8.recipe import BF16

@@ -22,9 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.tools.logging import logger
 
+from titan_fp8.functional.autograd import Function, no_double_backward
 from titan_fp8.functional.checks import compute_dtype
-from titan_fp8.functional.gemms import DTypes, Spec, feed_forward, feed_forward_backward, quantized
-from titan_fp8.functional.product import Function, no_double_backward
+from titan_fp8.functional.gemms import (
+    DTypes,
+    ProductSpec,
+    feed_forward,
+    feed_forward_backward,
+    quantized,
+)
 from titan_fp8.functional.weights import Weight, check_weight, operands_of
 from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
 from titan_fp8.host.permute import Permutation, permutation_by_expert
@@ -97,20 +103,18 @@ def _bytes(x: Tensor) -> Tensor:
 
 def _forward(
     ops: Any, q: Tensor, s: Tensor, slots: Tensor, weight: Tensor | None, k: int, offs: Tensor,
-    for_wgrad: bool, spec: Spec, *weights: Tensor | None,
+    for_wgrad: bool, spec: ProductSpec, *weights: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     operands = spec.feed_forward.gather.on(ops, q, s, slots, offs, weight, k)
-    arguments: list[Any] = [ops, operands, *weights, offs, for_wgrad, spec]
-    return feed_forward(*arguments)
+    return feed_forward(ops, operands, offs, for_wgrad, spec, *weights)
 
 
 def _backward(
     ops: Any, q: Tensor, s: Tensor, slots: Tensor, weight: Tensor | None, k: int, offs: Tensor,
-    dtypes: DTypes, spec: Spec, *saved: Any,
+    dtypes: DTypes, spec: ProductSpec, *saved: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     operands = spec.feed_forward.gather.on(ops, q, s, slots, offs, weight, k)
-    arguments: list[Any] = [ops, operands, *saved[:6], offs, dtypes, spec, *saved[6:]]
-    return feed_forward_backward(*arguments)
+    return feed_forward_backward(ops, operands, offs, dtypes, spec, *saved)
 
 
 class _ExchangedSwiGLU(Function):
@@ -129,7 +133,7 @@ class _ExchangedSwiGLU(Function):
         plan: Any,
         before: bool,
         for_wgrad: bool,
-        spec: Spec,
+        spec: ProductSpec,
         *weights: Weight,
     ) -> Tensor:
         x = x.detach().contiguous()
@@ -171,7 +175,9 @@ class _ExchangedSwiGLU(Function):
         return dx, dscores, None, None, None, None, None, *dws
 
 
-def _arrive(x: Tensor, weight: Tensor | None, exchange: Any, plan: Any, spec: Spec) -> Arrived:
+def _arrive(
+    x: Tensor, weight: Tensor | None, exchange: Any, plan: Any, spec: ProductSpec
+) -> Arrived:
     """Quantizes tokens, and exchanges them."""
     q, s = run(quantized, x.to(spec.dtype), None, False, spec, emulate=spec.emulate)
     return exchange.arrive(q, s, weight, plan)
@@ -202,7 +208,7 @@ def exchanged_swiglu(
     """
     weights = {"w1": w1, "w2": w2, "w3": w3}
     given = {name: check_weight(name, w, recipe) for name, w in weights.items()}
-    spec = Spec(recipe, emulate, True, compute_dtype(x, **given))
+    spec = ProductSpec(recipe, emulate, True, compute_dtype(x, **given))
     for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     options = score_before_experts, for_wgrad, spec
     return _ExchangedSwiGLU.call(x, scores, exchange, plan, *options, w1, w2, w3)

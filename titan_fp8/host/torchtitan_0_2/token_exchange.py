@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import expert_parallel
 
 from titan_fp8.compile.activation_checkpointing import inside_checkpoint
-from titan_fp8.functional.product import no_double_backward
+from titan_fp8.functional.autograd import no_double_backward
 from titan_fp8.host.torchtitan_0_2.permutation import permute, unpermute
 
 _c10d = torch.ops._c10d_functional
