@@ -17,24 +17,16 @@ import functools
 import importlib
 import inspect
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import EllipsisType, ModuleType
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 
 _logger = logging.getLogger()  # torchtitan's own
 _ABSENT = object()
-
-
-def _module(name: str) -> ModuleType:
-    """The module; if it runs as the main program (python -m), that one, not a second copy of it."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    return main if spec is not None and spec.name == name else importlib.import_module(name)
 
 
 class _Replaced(NamedTuple):
@@ -62,13 +54,13 @@ class Target:
         """The object that has the attribute, and the attribute's name."""
         module, _, path = self.path.partition(":")
         *parents, attribute = path.split(".")
-        return functools.reduce(getattr, parents, _module(module)), attribute
+        return functools.reduce(getattr, parents, importlib.import_module(module)), attribute
 
     def original(self) -> Any:
         """The value without our replacement; if others have replaced ours since, their value."""
         owner, attribute = self.locate()
         value = getattr(owner, attribute, _ABSENT)
-        if getattr(value, "__isabstractmethod__", False):
+        if getattr(value, "__isabstractmethod__", False):  # of a base class
             value = _ABSENT
         if value is _ABSENT and not self.may_be_absent:
             raise AttributeError(self.path)

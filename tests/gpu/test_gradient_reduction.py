@@ -14,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_fp8.host.gradient_copies import copy_by_kernel
-from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation
+from titan_fp8.host.gradient_reduction import copy_by_kernel, in_bf16, noting_accumulation
 from titan_fp8.kernels.gradients import TILE, sum_gradients
 from titan_fp8.patches import GRADIENT_REDUCTION, restore
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_fp8.host.gradient_copies import copy_by_kernel
+from titan_fp8.host.gradient_reduction import copy_by_kernel
 
 SHAPES = {
     "block of a small Llama": [(256, 256), (64, 256), (256,), (768, 256), (256, 768), (256,)],

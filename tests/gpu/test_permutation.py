@@ -28,13 +28,6 @@ def torchtitan_moe():
     return pytest.importorskip("torchtitan.models.moe.utils")
 
 
-@pytest.fixture
-def permutation(torchtitan_moe):
-    from titan_fp8.host.torchtitan_0_2 import permutation
-
-    return permutation
-
-
 def random_bits(*shape: int, dtype: torch.dtype) -> Tensor:
     """Any bits at all, NaN of every kind among them."""
     bits = BITS[dtype]
@@ -167,13 +160,17 @@ def both_ways(permute, unpermute, counts: list[list[int]], dtype: torch.dtype):
 @pytest.mark.parametrize("alignment", [16, 128])
 @pytest.mark.parametrize("counts", ODD_ROUTING)
 def test_gathers_equal_torchtitans_permutation(
-    monkeypatch, torchtitan_moe, permutation, counts, alignment, dtype
+    monkeypatch, torchtitan_moe, counts, alignment, dtype
 ):
+    def permute_by_gathers(x, count, ranks, _):
+        return x.shape, *permute.sort_by_expert(x, count, ranks, alignment)
+
     monkeypatch.setattr(torchtitan_moe, "TOKEN_GROUP_ALIGN_SIZE_M", alignment)
     arguments = ODD_ROUTING[counts], dtype
     want = both_ways(torchtitan_moe._permute, torchtitan_moe._unpermute, *arguments)
     with poisoned_outputs():
-        got = both_ways(permutation.permute, permutation.unpermute, *arguments)
+        unpermute = lambda out, _, index: permute.sort_back(out, index)  # noqa: E731
+        got = both_ways(permute_by_gathers, unpermute, *arguments)
     names = ("tokens", "sizes", "permuted", "gradient", "unpermuted", "its gradient")
     for name, a, b in zip(names, got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), name
@@ -182,7 +179,7 @@ def test_gathers_equal_torchtitans_permutation(
 @every_dtype
 @pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
 @pytest.mark.parametrize("top_k", [1, 2, 6])
-def test_a_layer_with_gathers_equals_torchtitans(torchtitan_moe, permutation, top_k, before, dtype):
+def test_a_layer_with_gathers_equals_torchtitans(torchtitan_moe, top_k, before, dtype):
     from torchtitan.models.moe.moe import MoE, MoEArgs
 
     from titan_fp8.host.torchtitan_0_2 import moe
@@ -219,12 +216,12 @@ def test_slots_are_sorted_by_expert(experts):
     assert torch.equal(permute.slots_by_expert(chosen, experts), want)
 
 
-def test_nothing_waits_for_the_device(permutation):
+def test_nothing_waits_for_the_device():
     count = torch.tensor(ODD_ROUTING["uneven"], device="cuda").flatten()
     x = torch.randn(432, 256, device="cuda", requires_grad=True)
     for _ in range(2):
         # The first time compiles the kernels.
         with no_sync():
-            shape, rows, index, _ = permutation.permute(x, count, 2, 4)
-            permutation.unpermute(2 * rows, shape, index).backward(x.detach())
+            rows, index, _ = permute.sort_by_expert(x, count, 2, 8)
+            permute.sort_back(2 * rows, index).backward(x.detach())
     assert torch.equal(x.grad, 4 * x.detach())

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from titan_fp8 import convert_linears
-from titan_fp8.host import gradient_copies
-from titan_fp8.host.gradient_copies import copy_by_kernel, fits_kernel
+from titan_fp8.host import gradient_reduction
+from titan_fp8.host.gradient_reduction import copy_by_kernel, fits_kernel
 from titan_fp8.kernels import gradients as kernels
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
@@ -50,13 +50,14 @@ def compare_gradients(rank: int, ranks: int) -> None:
         monkeypatch.setattr(_fsdp_collectives, name, ours)
         # The CPU takes the GPU path, with PyTorch ops in place of the kernel.
         calls: list[int] = []
+        original = kernels.copy_gradients.__wrapped__
 
         def copy(buffer: Tensor, ranks: int, *grads: Tensor) -> tuple[()]:
             calls.append(ranks)
-            return kernels.copy_gradients.__wrapped__(buffer, ranks, *grads)
+            return original(buffer, ranks, *grads)
 
-        monkeypatch.setattr(gradient_copies, "fits_kernel", lambda *_: True)
-        monkeypatch.setattr(gradient_copies, "_kernel", lambda: copy)
+        monkeypatch.setattr(gradient_reduction, "fits_kernel", lambda *_: True)
+        monkeypatch.setattr(kernels, "copy_gradients", copy)
         monkeypatch.setattr(kernels, "copy_gradient_kernel", CopyGradient())
         copied = gradients(ranks)
     assert all(map(torch.equal, copied, expected)) and calls == 2 * [ranks]

@@ -1,5 +1,7 @@
 """Blocks with experts, compiled as one region up to the experts, compute what torchtitan's do."""
 
+import pickle
+
 import pytest
 import torch
 from titan import (
@@ -53,6 +55,11 @@ def regions(monkeypatch):
 
     monkeypatch.setattr(moe_block, "compiled_before_experts", counted)
     return calls
+
+
+def test_a_block_can_be_pickled():
+    classes = [*moe_block._COMPILED.values()]
+    assert pickle.loads(pickle.dumps(classes)) == classes
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -70,7 +70,7 @@ VALUE = f"{__name__}:Owner.value"
 
 def patch_of(target: Target, relies_on: tuple[Target, ...] = (), required: bool = False) -> Patch:
     fields = {"targets": (target,), "relies_on": relies_on, "required": required}
-    return dataclasses.replace(patches.INPUT_STREAM, name="test", **fields)
+    return dataclasses.replace(patches.STEP_METRICS, name="test", **fields)
 
 
 @pytest.mark.parametrize("required", [True, False])

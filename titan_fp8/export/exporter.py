@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -76,7 +77,9 @@ def export(
         raise OSError(f"OUT = {out} cannot be created: {error}") from error
     total, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(out.parent).free
     if free < total:
-        raise OSError(f"OUT = {out} needs {_size(total)}, and {out.parent} has {_size(free)} left")
+        raise OSError(
+            f"OUT = {out} needs {decimal(total)}, and {out.parent} has {decimal(free)} left"
+        )
     out.mkdir()
     for note in notes:
         log(note)
@@ -98,7 +101,7 @@ def export(
             del values
             done += sum(tensor.nbytes for tensor in shard)
             seconds = time.monotonic() - start
-            log(f"{name}: {_size(done)} of {_size(total)} in {seconds:.0f} s")
+            log(f"{name}: {decimal(done)} of {decimal(total)} in {seconds:.0f} s")
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         # PyTorch's reader of FP8 wants an index, even of one file.
         for name, content in ((INDEX, index), (CONFIG, model_config)):
@@ -130,8 +133,3 @@ def _replacing(path: Path) -> Iterator[Path]:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _size(count: int) -> str:
-    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB")
-    return f"{count / unit:.1f} {name}"

@@ -1,7 +1,6 @@
 """What an export needs to know about a run: its JobConfig, the model and its names."""
 
 import argparse
-import copy
 import dataclasses
 import json
 import sys
@@ -14,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
-from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import RECIPES
-from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe, import_named
+from titan_fp8.torchtitan_0_2.config import (
+    custom_import,
+    experts_recipe,
+    import_named,
+    model_of,
+)
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 if sys.version_info >= (3, 11):
@@ -130,18 +133,13 @@ class Run:
         custom_import(config)
         if not 1 <= (length := config.training.seq_len) < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
-        self.name, flavor = config.model.name, config.model.flavor
+        self.name = config.model.name
         if self.name not in MODELS:
             allowed = ", ".join(map(repr, MODELS))
             raise ValueError(f"model.name = {self.name!r}: allowed are {allowed}")
-        spec: Any = get_train_spec(self.name)
-        if flavor not in spec.model_args:
-            allowed = ", ".join(map(repr, spec.model_args))
-            raise ValueError(f"model.flavor = {flavor!r}: allowed for {self.name} are {allowed}")
-        self.description = f"{self.name} {flavor}"
-        self.args: Any = copy.deepcopy(spec.model_args[flavor])
-        self.flavor_seq_len = self.args.max_seq_len
-        self.args.update_from_config(config)
+        spec, self.args = model_of(config)
+        self.description = f"{self.name} {config.model.flavor}"
+        self.flavor_seq_len = spec.model_args[config.model.flavor].max_seq_len
         self.tied = getattr(self.args, "enable_weight_tying", False)
         self.dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
         self._adapter: Any = spec.state_dict_adapter(self.args, None)

@@ -117,12 +117,8 @@ def _weight_t(observer: "Observer", c: Any, outputs: Any) -> None:
 # Products
 
 
-def _fprop(observer: "Observer", c: Any, _: Tensor) -> None:
-    observer.multiplied("fprop", c.offs, (c.a, c.w, c.w_scale))
-
-
-def _dgrad(observer: "Observer", c: Any, _: Tensor) -> None:
-    observer.multiplied("dgrad", c.offs, (c.a, c.w, c.w_scale))
+def _product(gemm: str, observer: "Observer", c: Any, _: Tensor) -> None:
+    observer.multiplied(gemm, c.offs, (c.a, c.w, c.w_scale))
 
 
 def _dgrad_pair(observer: "Observer", c: Any, _: Tensor) -> None:
@@ -141,8 +137,8 @@ for _r in RECIPES.values():
         _r.quantize_rows.name: _rows,
         _r.quantize_columns.name: _columns,
         _r.quantize_rows_and_columns.name: _both,
-        _r.fprop.op.name: _fprop,
-        _r.dgrad.op.name: _dgrad,
+        _r.fprop.op.name: functools.partial(_product, "fprop"),
+        _r.dgrad.op.name: functools.partial(_product, "dgrad"),
     }
     if not _r.wgrad_in_bf16:
         WATCHED[_r.wgrad.op.name] = _wgrad

@@ -85,11 +85,11 @@ def plan(options: argparse.Namespace, config: Any) -> None:
     """Prints the layers of a rank. ValueError if training would stop."""
     how, measures = "a bound:", False
     try:
-        measures = torch.cuda.is_available() and bool(kernels_for(torch.device("cuda", 0)))
+        if torch.cuda.is_available() and kernels_for(torch.device("cuda", 0)):
+            how = f"on {torch.cuda.get_device_name()}, torch {torch.__version__}:"
+            measures = True
     except RuntimeError as error:  # a GPU without FP8 kernels
         print(error)
-    if measures:
-        how = f"on {torch.cuda.get_device_name()}, torch {torch.__version__}:"
     rank = read_rank(config, degrees_of(config, options.ngpu))
     print(f"{config.model.name} {config.model.flavor}, rank 0 of {rank.dims.world_size}, {how}\n")
     report = measure.report(measure.measure(rank)) if measures else bound.report(rank)

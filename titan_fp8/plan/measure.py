@@ -41,12 +41,11 @@ class Timed(NamedTuple):
 
 
 def seconds_of(steps: list[Step]) -> list[float]:
-    """The median time of each step, in loops that take turns."""
-    for step in steps:
-        step()  # compiles
+    """The median time of each step, in rounds that take turns."""
     timers = [Timer("step()", globals={"step": step}) for step in steps]  # waits for the GPU
-    counts = [math.ceil(ROUND_S / timer.timeit(1).mean) for timer in timers]
-    rounds = [[t.timeit(count).mean for t, count in zip(timers, counts)] for _ in range(ROUNDS)]
+    rounds = []
+    for _ in range(ROUNDS):
+        rounds.append([t.blocked_autorange(min_run_time=ROUND_S).median for t in timers])
     return [statistics.median(times) for times in zip(*rounds)]
 
 
@@ -67,20 +66,12 @@ def measure(rank: Rank, device: str = "cuda", clock: Clock = seconds_of) -> list
 def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> Timed:
     arms, (n, k) = (False, True)[: 1 + (layer.recipe != BF16)], layer.products[0]
     size = 2 * (layer.m * (n + k) + sum(shape.numel() for _, shape in layer.shapes))
-
-    def us(copies: int) -> list[float]:
-        torch.compiler.reset()
-        steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
-        return [seconds / copies * 1e6 for seconds in clock(steps)]
-
     for copies in (min(MOST_COPIES, max(2, -(-BYTES // size))), 1):
+        torch.compiler.reset()
         with contextlib.suppress(torch.OutOfMemoryError):
-            return Timed(layer, groups, *us(copies))
+            steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
+            return Timed(layer, groups, *(seconds / copies * 1e6 for seconds in clock(steps)))
     raise ValueError(f"{' '.join(layer.cells[:2])}: one call needs more memory than this GPU has")
-
-
-def _forward(modules: list[nn.Module], inputs: list[Tensor], *others: Tensor) -> list[Tensor]:
-    return [module(x, *others) for module, x in zip(modules, inputs)]
 
 
 def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool, copies: int) -> Step:
@@ -93,13 +84,17 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool, copi
         others, shape = [torch.tensor(tokens, device=device)], [sum(tokens), shape[-1]]
     options: Any = {"device": device, "dtype": rank.dtype, "requires_grad": True}
     inputs = [torch.randn(shape, **options) for _ in modules]
-    call, backend = _forward, rank.config.compile.backend
+
+    def call() -> list[Tensor]:
+        return [module(x, *others) for module, x in zip(modules, inputs)]
+
     if layer.is_compiled:
-        call = torch.compile(_forward, backend=backend, fullgraph=True, dynamic=False)
+        backend = rank.config.compile.backend
+        call = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
 
     def forward() -> list[Tensor]:
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
-        return call(modules, inputs, *others)
+        return call()
 
     variables = [*inputs, *(p for module in modules for p in module.parameters())]
     gradients = [torch.randn_like(y) for y in forward()]
@@ -141,19 +136,18 @@ def gathered(weight: Tensor, recipe: str) -> GatheredWeight:
 
 def report(timed: Sequence[Timed]) -> Report:
     """The times of layers, and their sums; of experts, even and uneven groups together decide."""
+    rows, gains = [], dict.fromkeys((t.layer for t in timed), 0.0)
 
-    def cells(name: str, facts: Sequence[str], bf16: float, fp8: float | None) -> list[str]:
+    def add(name: str, facts: Sequence[str], bf16: float, fp8: float | None) -> None:
         speed = [f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else []
-        return [name.strip(), *facts, f"{bf16:,.0f}", *speed]
+        rows.append([name.strip(), *facts, f"{bf16:,.0f}", *speed])
 
-    rows = [cells(f"{t.layer.cells[0]} {t.groups}", t.layer.cells[1:], *t[2:]) for t in timed]
-    for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
-        own = [t for t in timed if t.groups in ("", way)]
-        arms = ([t.bf16 for t in own], [t.fp8 or t.bf16 for t in own])
-        sums = [sum(len(t.layer.modules) * us for t, us in zip(own, arm)) for arm in arms]
-        rows.append(cells(f"all {way}", ["", ""], *sums))
-    gains = {t.layer: 0.0 for t in timed}
     for t in timed:
+        add(f"{t.layer.cells[0]} {t.groups}", t.layer.cells[1:], t.bf16, t.fp8)
         gains[t.layer] += t.bf16 - (t.fp8 or t.bf16)
+    for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
+        own = [(len(t.layer.modules), t) for t in timed if t.groups in ("", way)]
+        fp8 = sum(count * (t.fp8 or t.bf16) for count, t in own)
+        add(f"all {way}", ["", ""], sum(count * t.bf16 for count, t in own), fp8)
     slower = [layer for layer, gain in gains.items() if gain < 0]
     return Report(["bf16 us", "FP8 us", "x bf16"], rows, slower, {})

@@ -21,16 +21,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.models import _supported_models
 from torchtitan.protocols.model_converter import build_model_converters
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from titan_fp8.fsdp.sharded_weight import marks
 from titan_fp8.functional.checks import fits_fp8
 from titan_fp8.modules.feed_forward import FP8FeedForward
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, model_of
 from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 
 KINDS = "data_parallel_replicate data_parallel_shard context_parallel tensor_parallel "
@@ -121,28 +119,17 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
             f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
         )
     config.parallelism.enable_async_tensor_parallel = False  # changes no shape
-    try:
-        spec = get_train_spec(config.model.name)
-    except ValueError:
-        allowed = f"{sorted(_supported_models)}, or what experimental.custom_import registers"
-        raise refusal("model.name", config.model.name, allowed) from None
-    if config.model.flavor not in spec.model_args:
-        raise refusal("model.flavor", config.model.flavor, [*spec.model_args])
-    args: Any = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
+    spec, args = model_of(config)
     check_sizes(config, dims)  # as converters do, but some models cannot be made of bad sizes
     with torch.device("meta"):
         model, plain = (spec.model_cls(args) for _ in range(2))
     if not hasattr(model, "layers"):
         raise refusal("model.name", config.model.name, "models of transformer blocks")
     # It takes no memory of a GPU, and the shapes are the same whether this machine has any.
-    with mock.patch.object(utils, "device_type", "cpu"):
+    on_cpu = [mock.patch.object(each, "device_type", "cpu") for each in (utils, parallel_dims)]
+    with on_cpu[0], on_cpu[1], fake_ranks(dims.world_size):
         converters = build_model_converters(config, dims)
         converters.convert(model)
-    reports = [each.report for each in converters.converters if hasattr(each, "report")]
-    left = {name: reason for report in reports for name, _, reason in report.left}
-    on_cpu = mock.patch.object(parallel_dims, "device_type", "cpu")
-    with fake_ranks(dims.world_size), on_cpu:
         if dims.pp_enabled:
             arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
             _, parts, *_ = spec.pipelining_fn(plain, *arguments, nn.MSELoss())
@@ -150,7 +137,6 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
             parts = [spec.parallelize_fn(plain, dims, config)]
     training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
     tokens = (size if dims.pp_enabled else training.local_batch_size) * training.seq_len // dims.cp
-    named = dict(each for part in parts for each in part.named_parameters(remove_duplicate=False))
     attention = 0.0
     if getattr(args, "attn_type", "sdpa") == "sdpa":
         # Without parameters, torchtitan counts attention alone, and that without causality.
@@ -159,8 +145,12 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
     # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
     is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
-    layers = tuple(_layers(config, dims, args, model, tokens, left, named))
-    return Rank(config, dims, layers, model, dtype, attention)
+    rank = Rank(config, dims, (), model, dtype, attention)
+    reports = [each.report for each in converters.converters if hasattr(each, "report")]
+    left = {name: reason for report in reports for name, _, reason in report.left}
+    rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
+    rows //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
+    return replace(rank, layers=tuple(_layers(rank, parts, tokens, rows, left)))
 
 
 @contextlib.contextmanager
@@ -173,57 +163,61 @@ def fake_ranks(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _gathered(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a rank's part once FSDP2 has gathered it."""
-    sizes = list(parameter.shape)
+def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
+    """The shape of a rank's part once FSDP2 has gathered it, and from how many ranks; 0: it does
+    not gather it."""
+    sizes, ranks = list(parameter.shape), 0
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         for name, size, placement in zip(mesh.mesh_dim_names or (), mesh.shape, placements):
-            if isinstance(placement, Shard) and name not in ("fsdp", "efsdp"):
+            if name in ("fsdp", "efsdp"):
+                ranks = size
+            elif isinstance(placement, Shard):
                 sizes[placement.dim] = -(-sizes[placement.dim] // size)
-    return torch.Size(sizes)
-
-
-def _ranks(parameter: torch.Tensor) -> int:
-    """Among how many ranks FSDP2 shards a parameter; 0: FSDP2 does not have it."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    sizes = dict(zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape))
-    return max(sizes.get("fsdp", 0), sizes.get("efsdp", 0))
+    return torch.Size(sizes), ranks
 
 
 def _layers(
-    config: Any, dims: ParallelDims, args: Any, model: nn.Module, tokens: int, left: Any, named: Any
+    rank: Rank, parts: list[nn.Module], tokens: int, rows: int, left: dict[str, str]
 ) -> Iterator[Layer]:
-    """Modules with weights that the rank calls, those of equal shapes together."""
-    rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
-    rows //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
-    names = {re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", raw): raw for raw in named}
+    """Modules with weights that the rank calls, those of equal shapes together.
+
+    Args:
+        parts: torchtitan's, of the plain model, on this rank.
+        rows: tokens of experts.
+        left: why converters have left a module.
+    """
+    named = {
+        re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", raw): (raw, *_gathered(parameter))
+        for part in parts
+        for raw, parameter in part.named_parameters(remove_duplicate=False)
+    }
     equal: dict[Layer, list[str]] = {}
     fused: tuple[str, ...] = ()
-    for name, module in model.named_modules():
+    for name, module in rank.model.named_modules():
         # Under tensor parallelism the linears of a feed-forward run one by one.
-        is_fused = isinstance(module, FP8FeedForward) and not dims.tp_enabled
+        is_fused = isinstance(module, FP8FeedForward) and not rank.dims.tp_enabled
         is_experts = is_grouped_experts(module)
-        own = {n.removeprefix(f"{name}."): r for n, r in names.items() if n.startswith(f"{name}.")}
+        start = f"{name}."
+        own = {n.removeprefix(start): found for n, found in named.items() if n.startswith(start)}
         is_layer = is_fused or is_experts or isinstance(module, nn.Linear)
         if not is_layer or not own or name.startswith(fused):
             continue
         first: Any = module.w1 if is_fused else module
-        fused += (f"{name}.",) * is_fused
-        shapes = tuple((path, _gathered(named[raw])) for path, raw in own.items())
+        fused += (start,) * is_fused
+        raws, sizes, ranks = zip(*own.values())
         recipe, m = getattr(first, "recipe", BF16), rows if is_experts else tokens
-        layer = Layer((), m, shapes, recipe, is_compiled="_orig_mod" in "".join(own.values()))
+        shapes = tuple(zip(own, sizes))
+        layer = Layer((), m, shapes, recipe, is_compiled="_orig_mod" in "".join(raws))
         odd = sorted({n for product in layer.products for n in product if not fits_fp8(n)})
         if recipe == BF16:
             layer = replace(layer, reason=left.get(name, "its converter is not listed"))
         elif odd:
             reason = f"{', '.join(map(str, odd))}: no multiple of 16, training would stop"
             layer = replace(layer, recipe=BF16, reason=reason, would_stop=True)
-        elif marks(first) and not config.training.enable_cpu_offload:
+        elif marks(first) and not rank.config.training.enable_cpu_offload:
             # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
             fewest = 1 if get_recipe(recipe).has_weight_blocks else 2
-            in_fp8 = all(_ranks(named[raw]) >= fewest for raw in own.values())
-            layer = replace(layer, gathers_fp8=in_fp8)
+            layer = replace(layer, gathers_fp8=min(ranks) >= fewest)
         equal.setdefault(layer, []).append(name)
     return (replace(layer, modules=tuple(modules)) for layer, modules in equal.items())

@@ -176,23 +176,22 @@ def compare(
         flags = [*flags, f"--{key}", str(value)]
     config = parse(options.config, flags)
     rank = read_rank(config, degrees_of(config, None))
-    gpus, converters = rank.dims.world_size, config.model.converters
+    gpus, whole = rank.dims.world_size, len(rank.model.layers)  # type: ignore[arg-type]
     recipes = options.recipes.split(",") if options.recipes else [AS_IS]
     if recipes == [AS_IS] and all(layer.recipe == BF16 for layer in rank.layers):
         raise ValueError("CONFIG trains in bf16: --recipes names those to compare with it")
     # The fewest blocks that have one of each kind, and one on each stage.
     first = [re.match(r"layers\.(\d+)", layer.modules[0]) for layer in rank.layers]
     least = max(rank.dims.pp, *(1 + int(found[1]) for found in first if found))
-    blocks = whole = len(rank.model.layers)  # type: ignore[arg-type]
-    arms, rows = [BF16, TUNED, *recipes], dict[str, Row]()
+    blocks, arms, rows = whole, [BF16, TUNED, *recipes], dict[str, Row]()
     folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
     while len(rows) < len(arms):
         arm = arms[len(rows)]
         print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", file=sys.stderr, flush=True)
         own = folder / f"{arm.replace(' ', '_')}-{blocks}"
-        command = [*flags, *arm_flags(arm, converters)]
+        own_flags = [*flags, *arm_flags(arm, config.model.converters)]
         try:
-            rows[arm] = run(options.config, command, gpus, blocks, STEPS, own)
+            rows[arm] = run(options.config, own_flags, gpus, blocks, STEPS, own)
         except RuntimeError as error:
             if "OutOfMemoryError" not in str(error) or blocks == least:
                 text = f"training in {arm} with {blocks} blocks failed: {error} ({own})"

@@ -8,6 +8,7 @@ configuration run once it is merged (`checked_cli`).
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ import torch
 import tyro
 from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
@@ -236,6 +238,28 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
             "titan_fp8: no GPU found. torchtitan.train fails without one; "
             "scripts/train.sh CONFIG runs the same file on the CPU, with FP8 emulated"
         )
+
+
+def model_of(config: Any) -> tuple[Any, Any]:
+    """torchtitan's TrainSpec of a job's model, and its flavor's arguments, as the job sets them.
+
+    Raises:
+        ValueError: there is no such model or flavor.
+    """
+    name, flavor = config.model.name, config.model.flavor
+    try:
+        spec: Any = get_train_spec(name)
+    except ValueError:
+        raise ValueError(
+            f"model.name = {name!r}: allowed are {sorted(_supported_models)}, or what "
+            "experimental.custom_import registers"
+        ) from None
+    if flavor not in spec.model_args:
+        allowed = ", ".join(map(repr, spec.model_args))
+        raise ValueError(f"model.flavor = {flavor!r}: allowed for {name} are {allowed}")
+    args = copy.deepcopy(spec.model_args[flavor])
+    args.update_from_config(config)
+    return spec, args
 
 
 def check_sizes(config: Any, dims: ParallelDims) -> None:

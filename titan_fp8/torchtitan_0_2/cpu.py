@@ -1,6 +1,5 @@
 """What torchtitan 0.2 needs besides `titan_fp8.cpu_host.prepare` to run without an accelerator."""
 
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -37,22 +36,17 @@ def train() -> None:
 
 def check_memory(job_config: Any) -> None:
     """Refuses a model that needs more memory to train than this machine has."""
-    from torchtitan.protocols.train_spec import get_train_spec
+    from titan_fp8.torchtitan_0_2.config import model_of
 
-    name, flavor = job_config.model.name, job_config.model.flavor
-    spec = get_train_spec(name)
-    if flavor not in spec.model_args:
-        return  # torchtitan says so.
-    args = copy.deepcopy(spec.model_args[flavor])
-    args.update_from_config(job_config)
+    spec, args = model_of(job_config)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in spec.model_cls(args).parameters())
     needed, memory = BYTES_PER_PARAMETER * parameters, memory_of_machine()
     if needed > memory:
         sys.exit(
-            f"titan_fp8.cpu_host: training {name} {flavor} needs {needed / 2**30:,.0f} GiB without "
-            f"activations, and this machine has no GPU and {memory / 2**30:,.0f} GiB: use GPUs, or "
-            "a smaller --model.flavor such as debugmodel"
+            f"titan_fp8.cpu_host: training {job_config.model.name} {job_config.model.flavor} needs "
+            f"{needed / 2**30:,.0f} GiB without activations, and this machine has no GPU and "
+            f"{memory / 2**30:,.0f} GiB: use GPUs, or a smaller --model.flavor such as debugmodel"
         )
 
 

@@ -4,12 +4,10 @@ import torch
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import log_permutation, speed_up_fsdp2
-from titan_fp8.host.torchtitan_0_2.input_stream import Streams
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
@@ -41,9 +39,6 @@ def speed_up(
         # Backward runs on the thread that calls it, not on another one for the GPU. Where the GPU
         # waits for the CPU, compiled code is faster then. torchtitan 0.3 does this in every job.
         torch.autograd.set_multithreading_enabled(False)
-        if utils.device_type == "cuda":
-            streams = Streams()
-            patches.INPUT_STREAM.apply(streams.train_step, streams.forward_backward_step)
         if uses_fsdp2:
             speed_up_fsdp2()
     section = job_config.quantize.grouped_mm.titan_fp8

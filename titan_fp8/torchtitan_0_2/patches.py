@@ -68,22 +68,9 @@ TOKEN_EXCHANGE = Patch(
     until="torchtitan permutes by gathers, and functional collectives take less CPU time.",
 )
 
-INPUT_STREAM = Patch(
-    name="input stream",
-    targets=(
-        Target("torchtitan.train:Trainer.train_step", ("self", "data_iterator")),
-        Target(
-            "torchtitan.train:Trainer.forward_backward_step",
-            ("self", "input_dict", "labels", "global_valid_tokens"),
-        ),
-    ),
-    why="The GPU waits for the CPU at the beginning of each step: slower with small batches.",
-    until="the trainer copies batches without blocking and keeps the token count on the GPU.",
-)
-
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS, STEP_METRICS)
-FOR_HOST = (INPUT_STREAM, GRADIENT_REDUCTION, PROFILER_RANGES, TOKEN_EXCHANGE)
+FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES, TOKEN_EXCHANGE)
 ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
 PATCHES = (*ON_IMPORT, *ON_CONVERSION, FP8_GATHERS, CPU_0_2)
 """By what applies them: plugin.py's import, the converters for FP8 and by host.py, `cpu_host`."""

@@ -88,10 +88,19 @@ class MoEBlock(nn.Module):
             return h + moe.finish(routed).view_as(h)
 
 
-_COMPILED = {
-    block: type(block.__name__, (MoEBlock, block), {})
-    for block in (each.TransformerBlock for each in (deepseek_v3, llama4, qwen3))
-}
+class DeepSeekV3Block(MoEBlock, deepseek_v3.TransformerBlock):
+    """DeepSeek-V3's."""
+
+
+class Llama4Block(MoEBlock, llama4.TransformerBlock):
+    """Llama4's."""
+
+
+class Qwen3Block(MoEBlock, qwen3.TransformerBlock):
+    """Qwen3's."""
+
+
+_COMPILED = {each.__bases__[1]: each for each in (DeepSeekV3Block, Llama4Block, Qwen3Block)}
 
 
 def compile_up_to_experts(model: nn.Module, backend: str) -> int:

@@ -1,4 +1,4 @@
-"""The all-to-alls of expert parallelism, with less CPU time.
+"""The all-to-alls of expert parallelism, and the permutation around the experts, in less CPU time.
 
 PyTorch's functional collectives do in Python what torchtitan's dispatch does not need: they resolve
 the process group, check the sizes, and pass through two autograd functions. These functions call
@@ -7,6 +7,11 @@ the same ops, so activation checkpointing sees and saves what it did before.
 To send its rows, a rank must know how many of them each rank gets, and how many it receives. So
 the ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan
 copies the two sums to the CPU one after the other; here they are copied together.
+
+What arrives is sorted by source rank. torchtitan's `_permute` sorts it by expert and pads each
+group to a multiple of the alignment; `_unpermute` inverts it. Both scatter rows by `index_put`,
+copy the whole tensor to append a row for padding, and compute the indices by some twenty operations
+on short vectors, again when they recompute. Gathers do both here (`titan_fp8/host/permute.py`).
 """
 
 from typing import Any
@@ -17,10 +22,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import expert_parallel
+from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.compile.activation_checkpointing import inside_checkpoint
 from titan_fp8.functional.autograd import no_double_backward
-from titan_fp8.host.torchtitan_0_2.permutation import permute, unpermute
+from titan_fp8.host.permute import sort_back, sort_by_expert
 
 _c10d = torch.ops._c10d_functional
 
@@ -63,7 +69,7 @@ def all_to_all_single_autograd(
     """Sends rows of x (S, dim) to each rank and returns those received, as AsyncCollectiveTensor.
 
     Gradients flow through ops on the result. Its `wait()` returns a tensor without gradients, which
-    suits the forward of an autograd function, as in `permute.py`.
+    suits the forward of an autograd function, as in `host/permute.py`.
 
     Args:
         output_split_sizes, input_split_sizes: the rows from each rank, and for each rank.
@@ -83,8 +89,8 @@ def token_dispatch(
         inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
 
     Returns:
-        The rows of the local experts, as `permute` pads them, and the padded sizes of the groups;
-        or the inputs, if the experts exchange their tokens by themselves.
+        The rows of the local experts, padded, and the padded sizes of the groups; or the inputs, if
+        the experts exchange their tokens by themselves.
     """
     rows, counts = inputs
     if not isinstance(counts, Tensor):  # an `Exchanged` of peer_exchange.py
@@ -94,9 +100,8 @@ def token_dispatch(
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
     received, (self.input_splits, self.output_splits) = exchange_counts(counts, group)
     rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
-    self.input_shape, rows, self.permuted_indices, sizes = permute(
-        rows, received, ranks, len(counts) // ranks
-    )
+    alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
+    rows, self.permuted_indices, sizes = sort_by_expert(rows, received, ranks, alignment)
     return rows, sizes
 
 
@@ -106,7 +111,7 @@ def token_combine(
     """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
     if self.permuted_indices is None:  # The experts have sent them back.
         return rows
-    rows, group = unpermute(rows, self.input_shape, self.permuted_indices), device_mesh.get_group()
+    rows, group = sort_back(rows, self.permuted_indices), device_mesh.get_group()
     return all_to_all_single_autograd(rows, self.input_splits, self.output_splits, group)
 
 
