@@ -128,6 +128,7 @@ def test_a_quantized_weight_must_have_the_shapes_of_its_recipe(recipe):
     (q, s), (q_t, s_t) = w.rows, w.columns
     for bad, message in (
         (w._replace(rows=(q, s[:1])), "weight.rows: scale is .* of shape"),
+        (w._replace(rows=(q.view(torch.int8), s)), "weight.rows: q is torch.int8 of shape"),
         (w._replace(columns=(q, s_t)), "weight.columns: q is .* of shape"),
         (w._replace(columns=(q_t, s_t.double())), "weight.columns: scale is torch.float64"),
     ):

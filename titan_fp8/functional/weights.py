@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_fp8.functional.checks import check_bool, check_multiples_of_16, check_types
 from titan_fp8.functional.gemms import WeightOperand
-from titan_fp8.layouts import BLOCK, cdiv
+from titan_fp8.layouts import BLOCK, E4M3, cdiv
 from titan_fp8.recipe import get_recipe
 
 _aten = torch.ops.aten
@@ -154,7 +154,6 @@ class QuantizedWeight(NamedTuple):
 
 
 Weight = Tensor | QuantizedWeight
-SCALE = torch.float32
 WEIGHTS = (Tensor, QuantizedWeight)
 OPTIONAL = (Tensor, type(None))
 
@@ -220,12 +219,14 @@ def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
     ):
         blocks = (cdiv(rows, BLOCK), cdiv(columns, BLOCK))
         scales = blocks if get_recipe(recipe).has_weight_blocks else (rows,)
-        for t, sizes in ((q, (rows, columns)), (s, scales)):
+        for what, t, dtype, sizes in (
+            ("q", q, E4M3, (rows, columns)),
+            ("scale", s, torch.float32, scales),
+        ):
             allowed = (*groups, *sizes)
-            if t.shape != allowed or t.device != weight.device or (t is s and t.dtype != SCALE):
+            if t.shape != allowed or t.device != weight.device or t.dtype != dtype:
                 raise ValueError(
-                    f"{name}.{part}: {'scale' if t is s else 'q'} is {t.dtype} of shape "
-                    f"{tuple(t.shape)} on {t.device}: the recipe needs {allowed} on "
-                    f"{weight.device}, scales in {SCALE}"
+                    f"{name}.{part}: {what} is {t.dtype} of shape {tuple(t.shape)} on {t.device}: "
+                    f"the recipe needs {dtype} of shape {allowed} on {weight.device}"
                 )
     return None
