@@ -274,13 +274,13 @@ def test_compiled_code_is_cached_for_these_schemas_only():
     """Code that another version of titan_fp8 has left in Inductor's cache would not fit the ops."""
     code = """
 import os, torch
+from torch._inductor import config
+from torch._inductor.codecache import compiled_fx_graph_hash
 infer = torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.compile.graph_passes import FewerOps
-from torch._inductor import config
-from torch._inductor.codecache import compiled_fx_graph_hash
 if fork and os.wait()[1]:
     raise SystemExit("the other process failed")
 with config.patch(post_grad_custom_post_pass=FewerOps()):
