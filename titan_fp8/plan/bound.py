@@ -29,7 +29,7 @@ def speed(table: dict[str, Any], layer: Layer) -> tuple[float, bool]:
     if layer.recipe == BF16:
         return 1.0, True
     rows = [dict(zip(table["columns"], row)) for row in table["us"]]
-    bf16, fp8, is_inside = 0.0, 0.0, True
+    times, is_inside = {BF16: 0.0, "FP8": 0.0}, True
     for (n, k), stage in itertools.product(layer.products, ("fprop", "dgrad", "wgrad")):
         name = NAMES[getattr(get_recipe(layer.recipe), stage).left]
         wanted = _axes(layer.groups, layer.m, *((k, n) if stage == "dgrad" else (n, k)))
@@ -37,11 +37,11 @@ def speed(table: dict[str, Any], layer: Layer) -> tuple[float, bool]:
         fit = (r for r in rows if r["op"] == op and bool(r["E"]) == bool(layer.groups))
         found = {_axes(*(r[c] for c in "EMNK")): r for r in fit if r[BF16] and r[name]}
         near = min(found, key=lambda axes: math.dist(axes, wanted))
-        share = n * k / math.prod(found[near][c] for c in "MNK")
-        bf16 += found[near][BF16] * share
-        fp8 += found[near][name] * share
+        flops = found[near]["M"] * found[near]["N"] * found[near]["K"]
+        times[BF16] += found[near][BF16] * n * k / flops
+        times["FP8"] += found[near][name] * n * k / flops
         is_inside &= all(abs(a - b) <= 1 for a, b in zip(near, wanted))
-    return bf16 / fp8, is_inside
+    return times[BF16] / times["FP8"], is_inside
 
 
 def _axes(groups: int, m: int, n: int, k: int) -> tuple[float, ...]:
@@ -57,19 +57,18 @@ def bound(rank: Rank, speeds: list[float]) -> float:
 
 def report(rank: Rank) -> Report:
     """What the tables say; "slower" is what is slower by each of them."""
-    read = tables()
-    found = [[speed(table, layer) for table in read] for layer in rank.layers]
-    rows = [[*x.cells, *(f"{s:.2f}" for s, _ in f)] for x, f in zip(rank.layers, found)]
-    bounds = [bound(rank, [ratio for ratio, _ in of_table]) for of_table in zip(*found)]
+    found = {table["card"]: [speed(table, x) for x in rank.layers] for table in tables()}
+    by_layer = list(zip(rank.layers, zip(*found.values())))
+    rows = [[*x.cells, *(f"{ratio:.2f}" for ratio, _ in speeds)] for x, speeds in by_layer]
+    bounds = [bound(rank, [ratio for ratio, _ in speeds]) for speeds in found.values()]
     rows.append(["upper bound of a step", "", "", *(f"{most:.2f}" for most in bounds)])
-    by_layer = [*zip(rank.layers, found)]
-    outside = [": ".join(x.cells[:2]) for x, f in by_layer if not all(is_in for _, is_in in f)]
+    outside = [": ".join(x.cells[:2]) for x, speeds in by_layer if not all(s[1] for s in speeds)]
     counted = ["GEMMs", *["causal attention"] * bool(rank.attention_flop)]
-    facts = ["{card}: torch {torch}, {date}, {commit}".format(**table) for table in read]
+    facts = ["{card}: torch {torch}, {date}, {commit}".format(**table) for table in tables()]
     notes = {
         "Nothing is measured here; how fast GEMMs alone are, bf16 is 1, is by the tables of": facts,
         "Outside the tables, as fast as their nearest GEMMs": outside,
         "The upper bound is of what FP8 GEMMs gain, if nothing takes time but": counted,
     }
-    slower = [layer for layer, f in by_layer if all(ratio < 1 for ratio, _ in f)]
-    return Report([table["card"] for table in read], rows, slower, notes)
+    slower = [x for x, speeds in by_layer if all(ratio < 1 for ratio, _ in speeds)]
+    return Report([*found], rows, slower, notes)

@@ -41,11 +41,12 @@ class Timed(NamedTuple):
 
 
 def seconds_of(steps: list[Step]) -> list[float]:
-    """The median time of each step, in rounds that take turns."""
+    """The median time of each step, in loops that take turns."""
+    for step in steps:
+        step()  # compiles
     timers = [Timer("step()", globals={"step": step}) for step in steps]  # waits for the GPU
-    rounds = []
-    for _ in range(ROUNDS):
-        rounds.append([t.blocked_autorange(min_run_time=ROUND_S).median for t in timers])
+    counts = [math.ceil(ROUND_S / timer.timeit(1).mean) for timer in timers]
+    rounds = [[t.timeit(count).mean for t, count in zip(timers, counts)] for _ in range(ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds)]
 
 
@@ -66,12 +67,20 @@ def measure(rank: Rank, device: str = "cuda", clock: Clock = seconds_of) -> list
 def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> Timed:
     arms, (n, k) = (False, True)[: 1 + (layer.recipe != BF16)], layer.products[0]
     size = 2 * (layer.m * (n + k) + sum(shape.numel() for _, shape in layer.shapes))
-    for copies in (min(MOST_COPIES, max(2, -(-BYTES // size))), 1):
+
+    def us(copies: int) -> list[float]:
         torch.compiler.reset()
+        steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
+        return [seconds / copies * 1e6 for seconds in clock(steps)]
+
+    for copies in (min(MOST_COPIES, max(2, -(-BYTES // size))), 1):
         with contextlib.suppress(torch.OutOfMemoryError):
-            steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
-            return Timed(layer, groups, *(seconds / copies * 1e6 for seconds in clock(steps)))
+            return Timed(layer, groups, *us(copies))
     raise ValueError(f"{' '.join(layer.cells[:2])}: one call needs more memory than this GPU has")
+
+
+def _forward(modules: list[nn.Module], inputs: list[Tensor], *others: Tensor) -> list[Tensor]:
+    return [module(x, *others) for module, x in zip(modules, inputs)]
 
 
 def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool, copies: int) -> Step:
@@ -84,17 +93,13 @@ def _step(rank: Rank, layer: Layer, groups: str, device: str, in_fp8: bool, copi
         others, shape = [torch.tensor(tokens, device=device)], [sum(tokens), shape[-1]]
     options: Any = {"device": device, "dtype": rank.dtype, "requires_grad": True}
     inputs = [torch.randn(shape, **options) for _ in modules]
-
-    def call() -> list[Tensor]:
-        return [module(x, *others) for module, x in zip(modules, inputs)]
-
+    call, backend = _forward, rank.config.compile.backend
     if layer.is_compiled:
-        backend = rank.config.compile.backend
-        call = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
+        call = torch.compile(_forward, backend=backend, fullgraph=True, dynamic=False)
 
     def forward() -> list[Tensor]:
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
-        return call()
+        return call(modules, inputs, *others)
 
     variables = [*inputs, *(p for module in modules for p in module.parameters())]
     gradients = [torch.randn_like(y) for y in forward()]
