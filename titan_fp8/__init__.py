@@ -35,12 +35,15 @@ def convert_experts(
     emulate: bool = False,
     compile_backend: str | None = None,
 ) -> ConversionReport:
-    """Converts the grouped experts of a torchtitan 0.2 model in place; needs torchtitan.
+    """Converts the grouped experts of a torchtitan 0.2 model in place.
 
-    Arguments, result and errors: `titan_fp8.torchtitan_0_2.experts.convert_experts`.
+    Arguments, result and errors: `titan_fp8.torchtitan_0_2.experts.convert_experts`. Without
+    torchtitan 0.2 it raises ImportError.
     """
-    from titan_fp8.torchtitan_0_2.experts import convert_experts as convert
-
+    try:
+        from titan_fp8.torchtitan_0_2.experts import convert_experts as convert
+    except ModuleNotFoundError as error:
+        raise ImportError("convert_experts needs torchtitan==0.2.2") from error
     return convert(
         model, recipe=recipe, fqns=fqns, emulate=emulate, compile_backend=compile_backend
     )

@@ -16,7 +16,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.module import Module
 
-from titan_fp8 import fp8_linear
+from titan_fp8 import convert_experts, fp8_linear
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.health import Monitor
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
@@ -181,3 +181,8 @@ def test_experts_with_biases_are_observed():
     weights = ("mlp1_weight_EGD", "mlp2_weight_EDF")
     assert layers_in(reports[2]) == {f"part.inner_experts.{name}" for name in weights}
     assert_complete(reports[2])
+
+
+def test_the_function_for_experts_of_another_version_says_so():
+    with pytest.raises(ImportError, match="convert_experts needs torchtitan==0.2.2"):
+        convert_experts(nn.Linear(16, 16))
