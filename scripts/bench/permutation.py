@@ -30,7 +30,8 @@ from torchtitan.models.moe import utils
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import layouts
-from titan_fp8.host.torchtitan_0_2 import moe, permutation
+from titan_fp8.host.permute import sort_back, sort_by_expert
+from titan_fp8.host.torchtitan_0_2 import moe
 from titan_fp8.kernels.permute import gather_rows
 
 ROWS = ROUTED_TOKENS * TOP_K
@@ -40,9 +41,15 @@ ABOUT = (
     f"{ROWS} rows of {ROUTED_DIM}, {LOCAL_EXPERTS} local experts, {EXPERT_RANKS} ranks: the "
     "permutation of torchtitan and that of this plugin."
 )
+
+
+def _permute(x: Tensor, counts: Tensor, ranks: int, _experts: int) -> tuple:
+    return x.shape, *sort_by_expert(x, counts, ranks, ALIGNMENT)
+
+
 WAYS = {
     "torchtitan": (utils._permute, utils._unpermute),
-    "gathers": (permutation.permute, permutation.unpermute),
+    "gathers": (_permute, lambda y, _shape, index: sort_back(y, index)),
 }
 
 
