@@ -56,7 +56,6 @@ def operands(x: torch.Tensor, way: Any, plan: Any, weight: torch.Tensor | None =
 
 def in_fp8(way: Any, routing: tuple, x: Any, g: Any, scores: Any, y: Any) -> dict[str, Step]:
     plan = way.plan(*routing)
-    operands(x, way, plan)
     y = y[: len(operands(x, way, plan)[0])]
 
     def combine() -> torch.Tensor:
