@@ -90,7 +90,7 @@ def _forward(
         saved = columns if for_wgrad else []
         y_MN = run(fprop, q, s, *for_fprop, offs, spec, emulate=spec.emulate)
     if for_wgrad and spec.recipe.wgrad_in_bf16:
-        saved.append(x_MK.to(spec.dtype).bfloat16())
+        saved = [*saved, x_MK.to(spec.dtype).bfloat16()]
     return y_MN if bias is None else y_MN + bias.to(spec.dtype), saved
 
 
