@@ -16,7 +16,8 @@ import torch
 from torch.autograd import DeviceType
 
 from titan_fp8.modules.report import text_table
-from titan_fp8.plan import command, train
+from titan_fp8.plan import train
+from titan_fp8.plan.model import parse
 from titan_fp8.recipe import BF16
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
 
 def config_of(name, *flags):
-    return command.parse(str(ROOT / "configs" / f"{name}.toml"), flags)
+    return parse(str(ROOT / "configs" / f"{name}.toml"), flags)
 
 
 def event(begin, us, name="gemm", device=DeviceType.CUDA, is_user_annotation=False):
@@ -106,7 +107,7 @@ def compared(monkeypatch, tmp_path, run, *flags, recipes="blockwise,rowwise"):
     config = str(ROOT / "configs/deepseek_v3_16b.toml")
     options = argparse.Namespace(config=config, recipes=recipes, ngpu=8)
     flags = ["--job.dump_folder", str(tmp_path), *flags]
-    table, is_slower = train.compare(options, flags, command.parse)
+    table, is_slower = train.compare(options, flags)
     print(text_table(table))
     return int(is_slower)
 
@@ -120,7 +121,7 @@ def test_the_arms_and_the_exit_status(speeds, status, tmp_path, monkeypatch, cap
     runs, left = [], iter(speeds)
 
     def run(config, flags, ranks, blocks, steps, folder):
-        quantize = command.parse(config, flags).quantize
+        quantize = parse(config, flags).quantize
         linear, grouped = quantize.linear.titan_fp8, quantize.grouped_mm.titan_fp8
         runs.append((linear.recipe, grouped.recipe, linear.host_speedups, grouped.permutation))
         assert (ranks, blocks, steps) == (8, 27, 20)
@@ -129,7 +130,8 @@ def test_the_arms_and_the_exit_status(speeds, status, tmp_path, monkeypatch, cap
     assert compared(monkeypatch, tmp_path, run) == status
     recipes = [(recipe, recipe, None, None) for recipe in ("blockwise", "rowwise")]
     assert runs == [(BF16, BF16, False, "host"), (BF16, BF16, True, "gather"), *recipes]
-    title, header, *rows = capsys.readouterr().out.splitlines()
+    degrees, title, header, *rows = capsys.readouterr().out.splitlines()
+    assert "shard_degree 8 --parallelism.expert_parallel_degree 8" in degrees
     assert title == "27 of 27 blocks on 8 GPUs" and len(rows) == 4
     cells = [f"{speeds[2]}", f"{speeds[2] / speeds[0]:.2f}", "60.0", "75%", "4.0000"]
     assert rows[2].split() == ["blockwise", *cells]
@@ -146,7 +148,7 @@ def test_without_recipes_it_is_the_config_that_trains(tmp_path, monkeypatch):
     runs = []
 
     def run(config, flags, ranks, blocks, steps, folder):
-        quantize = command.parse(config, flags).quantize
+        quantize = parse(config, flags).quantize
         runs.append((quantize.linear.titan_fp8.recipe, quantize.grouped_mm.titan_fp8.recipe))
         return row()
 
@@ -160,7 +162,7 @@ def test_depth_is_halved_until_every_arm_fits(tmp_path, monkeypatch, capsys):
     runs = []
 
     def run(config, flags, ranks, blocks, steps, folder):
-        recipe = command.parse(config, flags).quantize.linear.titan_fp8.recipe
+        recipe = parse(config, flags).quantize.linear.titan_fp8.recipe
         runs.append((recipe, blocks))
         if blocks > (13 if recipe == BF16 else 6):
             raise RuntimeError("torch.OutOfMemoryError: CUDA out of memory.")
@@ -193,6 +195,7 @@ def test_a_training_on_the_cpu(text, tmp_path):
     flags = ["--model.hf_assets_path", str(text), "--training.dataset_path", str(text / "corpus")]
     flags += ["--training.seq_len", "32", "--training.local_batch_size", "1"]
     config = str(ROOT / "configs/llama3_debug.toml")
+    flags += ["--optimizer.implementation", "foreach"]  # fused takes no DTensors on the CPU
     flags += [P + "data_parallel_shard_degree", "1", *train.arm_flags("rowwise", [train.LINEAR])]
     row = train.run(config, flags, 1, 2, 10, tmp_path)
     assert row["tokens/s"] > 0 and 5 < row["loss"] < 10 and row["compute"] is None

@@ -50,25 +50,25 @@ def _axes(groups: int, m: int, n: int, k: int) -> tuple[float, ...]:
 
 def bound(rank: Rank, speeds: list[float]) -> float:
     """An upper bound of a step's speed relative to bf16; `speeds` are those of the layers."""
-    flops = [layer.flop for layer in rank.layers]
-    spent = sum(flop / speed for flop, speed in zip(flops, speeds, strict=True))
-    return (rank.attention_flop + sum(flops)) / (rank.attention_flop + spent)
+    flop = [6 * len(x.modules) * x.m * sum(n * k for n, k in x.products) for x in rank.layers]
+    spent = sum(each / speed for each, speed in zip(flop, speeds, strict=True))
+    return (rank.attention_flop + sum(flop)) / (rank.attention_flop + spent)
 
 
 def report(rank: Rank) -> Report:
     """What the tables say; "slower" is what is slower by each of them."""
-    found = {table["card"]: [speed(table, x) for x in rank.layers] for table in tables()}
-    by_layer = list(zip(rank.layers, zip(*found.values())))
-    rows = [[*x.cells, *(f"{ratio:.2f}" for ratio, _ in speeds)] for x, speeds in by_layer]
-    bounds = [bound(rank, [ratio for ratio, _ in speeds]) for speeds in found.values()]
+    cards = tables()
+    found = [[speed(table, layer) for table in cards] for layer in rank.layers]
+    rows = [
+        [*layer.cells, *(f"{ratio:.2f}{'' if is_inside else '*'}" for ratio, is_inside in speeds)]
+        for layer, speeds in zip(rank.layers, found)
+    ]
+    bounds = [bound(rank, [ratio for ratio, _ in speeds]) for speeds in zip(*found)]
     rows.append(["upper bound of a step", "", "", *(f"{most:.2f}" for most in bounds)])
-    outside = [": ".join(x.cells[:2]) for x, speeds in by_layer if not all(s[1] for s in speeds)]
-    counted = ["GEMMs", *["causal attention"] * bool(rank.attention_flop)]
-    facts = ["{card}: torch {torch}, {date}, {commit}".format(**table) for table in tables()]
-    notes = {
-        "Nothing is measured here; how fast GEMMs alone are, bf16 is 1, is by the tables of": facts,
-        "Outside the tables, as fast as their nearest GEMMs": outside,
-        "The upper bound is of what FP8 GEMMs gain, if nothing takes time but": counted,
-    }
-    slower = [x for x, speeds in by_layer if all(ratio < 1 for ratio, _ in speeds)]
-    return Report([*found], rows, slower, notes)
+    slower = [x for x, speeds in zip(rank.layers, found) if all(ratio < 1 for ratio, _ in speeds)]
+    notes = ["Nothing is measured here. How fast GEMMs alone are, bf16 is 1, is by the tables of:"]
+    notes += ["- {card}: torch {torch}, {date}, {commit}".format(**table) for table in cards]
+    notes += ["*: outside the table, as fast as its nearest GEMMs"] * ("*" in str(rows))
+    counted = "GEMMs and causal attention" if rank.attention_flop else "GEMMs"
+    notes.append(f"The bound is of what FP8 GEMMs gain, if nothing but {counted} takes time.")
+    return Report([table["card"] for table in cards], rows, slower, notes)

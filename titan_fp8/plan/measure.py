@@ -5,13 +5,12 @@ together exceed the L2 cache, run one after the other, forward and then backward
 compiles the layer, they are one compiled region. docs/plan.md says what is not part of it.
 """
 
-import contextlib
 import copy
 import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +26,8 @@ from titan_fp8.recipe import BF16, get_recipe
 Step = Callable[[], Sequence[Tensor]]
 Clock = Callable[[list[Step]], list[float]]
 BYTES, MOST_COPIES = 192 << 20, 8
-"""Copies are as many as exceed three L2 caches of a Hopper GPU."""
+"""As many copies as exceed three L2 caches of a Hopper GPU; one, if a layer does by itself."""
 ROUNDS, ROUND_S = 3, 0.1
-
-
-class Timed(NamedTuple):
-    """us of one call of a layer."""
-
-    layer: Layer
-    groups: str  # of experts: "even", or "uneven", the last with four times the first's tokens
-    bf16: float
-    fp8: float | None = None  # None if it is not converted
 
 
 def seconds_of(steps: list[Step]) -> list[float]:
@@ -50,33 +40,43 @@ def seconds_of(steps: list[Step]) -> list[float]:
     return [statistics.median(times) for times in zip(*rounds)]
 
 
-def measure(rank: Rank, device: str = "cuda", clock: Clock = seconds_of) -> list[Timed]:
-    """The time of each layer; says on stderr which it is at."""
+def report(rank: Rank, device: str = "cuda", clock: Clock = seconds_of) -> Report:
+    """The times of layers and their sums; says on stderr which layer it is at.
+
+    Experts get even groups of tokens, and "uneven" ones, the last four times as large as the first;
+    they are slower in FP8 if both together are.
+    """
     ways = {True: ("even", "uneven"), False: ("",)}
     cases = [(layer, way) for layer in rank.layers for way in ways[layer.groups > 1]]
-    timed: list[Timed] = []
+    times, rows = dict[tuple[Layer, str], list[float]](), list[list[str]]()
     with fake_ranks(1):
-        for layer, way in cases:
+        for i, (layer, way) in enumerate(cases, 1):
             does = "compiling and timing" if layer.is_compiled else "timing"
-            at = f"{len(timed) + 1} of {len(cases)}: {does} {layer.cells[0]} {way}"
+            at = f"{i} of {len(cases)}: {does} {layer.cells[0]} {way}"
             print(at, file=sys.stderr, flush=True)
-            timed.append(_timed(rank, layer, way, device, clock))
-    return timed
+            times[layer, way] = us = us_of(rank, layer, way, device, clock)
+            rows.append([f"{layer.cells[0]} {way}".strip(), *layer.cells[1:], *_cells(us)])
+    for way in sorted({way for _, way in cases if way}) or [""]:
+        own = [(len(x.modules), us) for (x, own_way), us in times.items() if own_way in ("", way)]
+        total = [sum(count * us[i] for count, us in own) for i in (0, -1)]
+        rows.append([f"all {way}".strip(), "", "", *_cells(total)])
+    gains = [sum(us[0] - us[-1] for (x, _), us in times.items() if x == y) for y in rank.layers]
+    slower = [layer for layer, gain in zip(rank.layers, gains) if gain < 0]
+    return Report(["bf16 us", "FP8 us", "x bf16"], rows, slower)
 
 
-def _timed(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> Timed:
+def _cells(us: Sequence[float]) -> list[str]:
+    return [*(f"{each:,.0f}" for each in us), *(f"{us[0] / fp8:.2f}" for fp8 in us[1:])]
+
+
+def us_of(rank: Rank, layer: Layer, groups: str, device: str, clock: Clock) -> list[float]:
+    """us of one call of a layer in bf16, and in FP8 if it is converted."""
     arms, (n, k) = (False, True)[: 1 + (layer.recipe != BF16)], layer.products[0]
     size = 2 * (layer.m * (n + k) + sum(shape.numel() for _, shape in layer.shapes))
-
-    def us(copies: int) -> list[float]:
-        torch.compiler.reset()
-        steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
-        return [seconds / copies * 1e6 for seconds in clock(steps)]
-
-    for copies in (min(MOST_COPIES, max(2, -(-BYTES // size))), 1):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return Timed(layer, groups, *us(copies))
-    raise ValueError(f"{' '.join(layer.cells[:2])}: one call needs more memory than this GPU has")
+    copies = min(MOST_COPIES, -(-BYTES // size))
+    torch.compiler.reset()
+    steps = [_step(rank, layer, groups, device, in_fp8, copies) for in_fp8 in arms]
+    return [seconds / copies * 1e6 for seconds in clock(steps)]
 
 
 def _forward(modules: list[nn.Module], inputs: list[Tensor], *others: Tensor) -> list[Tensor]:
@@ -137,22 +137,3 @@ def gathered(weight: Tensor, recipe: str) -> GatheredWeight:
     (q, s), (q_t, s_t) = ops.quantize_weight(weight), ops.quantize_weight_t(weight)
     columns = None if ops.has_weight_blocks else q_t.mT.contiguous()
     return GatheredWeight(q, s, columns, s_t, weight.dtype)
-
-
-def report(timed: Sequence[Timed]) -> Report:
-    """The times of layers, and their sums; of experts, even and uneven groups together decide."""
-    rows, gains = [], dict.fromkeys((t.layer for t in timed), 0.0)
-
-    def add(name: str, facts: Sequence[str], bf16: float, fp8: float | None) -> None:
-        speed = [f"{fp8:,.0f}", f"{bf16 / fp8:.2f}"] if fp8 else []
-        rows.append([name.strip(), *facts, f"{bf16:,.0f}", *speed])
-
-    for t in timed:
-        add(f"{t.layer.cells[0]} {t.groups}", t.layer.cells[1:], t.bf16, t.fp8)
-        gains[t.layer] += t.bf16 - (t.fp8 or t.bf16)
-    for way in ("even", "uneven") if any(t.groups for t in timed) else ("",):
-        own = [(len(t.layer.modules), t) for t in timed if t.groups in ("", way)]
-        fp8 = sum(count * (t.fp8 or t.bf16) for count, t in own)
-        add(f"all {way}", ["", ""], sum(count * t.bf16 for count, t in own), fp8)
-    slower = [layer for layer, gain in gains.items() if gain < 0]
-    return Report(["bf16 us", "FP8 us", "x bf16"], rows, slower, {})

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
@@ -45,7 +45,6 @@ class Layer:
     shapes: tuple[tuple[str, torch.Size], ...]  # of the rank's parameters, gathered, by name
     recipe: str  # "bf16" if it does not run in FP8
     reason: str = ""  # why not
-    would_stop: bool = False  # training, since it cannot
     gathers_fp8: bool = False  # whether FSDP2's all-gather brings its weights in FP8
     is_compiled: bool = False  # whether it is in a region that torchtitan compiles
 
@@ -70,22 +69,17 @@ class Layer:
         sizes = [self.groups] * (self.groups > 0) + [self.m, *self.products[0]]
         return [" ".join(self.patterns), ", ".join(map(str, sizes)), str(len(self.modules))]
 
-    @property
-    def flop(self) -> float:
-        """Of all of them, forward and backward."""
-        return 6.0 * len(self.modules) * self.m * sum(n * k for n, k in self.products)
-
 
 @dataclass(frozen=True)
 class Rank:
     """What one rank computes in a micro-batch; in a pipeline, rank 0."""
 
-    config: Any
+    config: JobConfig
     dims: ParallelDims
-    layers: tuple[Layer, ...]
     model: nn.Module  # the whole, converted model on the meta device
     dtype: torch.dtype  # in which layers get their inputs and weights
     attention_flop: float  # forward and backward; 0 if its mask may leave more than causality out
+    layers: tuple[Layer, ...] = ()
 
 
 class Report(NamedTuple):
@@ -94,14 +88,19 @@ class Report(NamedTuple):
     columns: list[str]
     rows: list[list[str]]  # the cells of a layer, or of a sum, and of the columns
     slower: list[Layer]  # in FP8
-    notes: dict[str, list[str]]
+    notes: Sequence[str] = ()
 
 
 def refusal(key: str, value: object, allowed: object) -> ValueError:
     return ValueError(f"{key} = {value!r}: allowed are {allowed}")
 
 
-def degrees_of(config: Any, ngpu: int | None) -> ParallelDims:
+def parse(file: str, flags: Sequence[str]) -> JobConfig:
+    """torchtitan's config of a TOML and flags."""
+    return ConfigManager().parse_args(["--job.config_file", file, *flags])
+
+
+def degrees_of(config: JobConfig, ngpu: int | None) -> ParallelDims:
     """An error if the degrees of parallelism do not fit each other or `ngpu`."""
     degrees = [getattr(config.parallelism, f"{kind}_degree") for kind in KINDS.split()]
     world = math.prod(degrees[:5]) if ngpu is None else ngpu
@@ -110,10 +109,10 @@ def degrees_of(config: Any, ngpu: int | None) -> ParallelDims:
     return ParallelDims(*degrees, world_size=world)
 
 
-def read_rank(config: Any, dims: ParallelDims) -> Rank:
+def read_rank(config: JobConfig, dims: ParallelDims) -> Rank:
     """What a rank computes; an error if torchtitan or a converter refuses the parsed config."""
-    config, listed = copy.deepcopy(config), {LINEAR, GROUPED_MM} & {*config.model.converters}
-    if not listed or not hasattr(config.quantize.linear, "titan_fp8"):
+    config, ours = copy.deepcopy(config), {LINEAR, GROUPED_MM}
+    if ours.isdisjoint(config.model.converters) or not hasattr(config.quantize.linear, "titan_fp8"):
         raise ValueError(
             f"model.converters = {config.model.converters} lists no converter of titan_fp8: add "
             f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
@@ -145,12 +144,12 @@ def read_rank(config: Any, dims: ParallelDims) -> Rank:
     # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
     is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
-    rank = Rank(config, dims, (), model, dtype, attention)
+    rank = Rank(config, dims, model, dtype, attention)
     reports = [each.report for each in converters.converters if hasattr(each, "report")]
     left = {name: reason for report in reports for name, _, reason in report.left}
-    rows = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
-    rows //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
-    return replace(rank, layers=tuple(_layers(rank, parts, tokens, rows, left)))
+    routed = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
+    routed //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
+    return replace(rank, layers=tuple(_layers(rank, parts, tokens, routed, left)))
 
 
 @contextlib.contextmanager
@@ -178,14 +177,12 @@ def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
 
 
 def _layers(
-    rank: Rank, parts: list[nn.Module], tokens: int, rows: int, left: dict[str, str]
+    rank: Rank, parts: list[nn.Module], tokens: int, routed: int, left: dict[str, str]
 ) -> Iterator[Layer]:
     """Modules with weights that the rank calls, those of equal shapes together.
 
-    Args:
-        parts: torchtitan's, of the plain model, on this rank.
-        rows: tokens of experts.
-        left: why converters have left a module.
+    `parts` are torchtitan's, `routed` is the number of tokens of experts, and `left` says why
+    converters have left a module.
     """
     named = {
         re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", raw): (raw, *_gathered(parameter))
@@ -206,15 +203,17 @@ def _layers(
         first: Any = module.w1 if is_fused else module
         fused += (start,) * is_fused
         raws, sizes, ranks = zip(*own.values())
-        recipe, m = getattr(first, "recipe", BF16), rows if is_experts else tokens
+        recipe, m = getattr(first, "recipe", BF16), routed if is_experts else tokens
         shapes = tuple(zip(own, sizes))
         layer = Layer((), m, shapes, recipe, is_compiled="_orig_mod" in "".join(raws))
-        odd = sorted({n for product in layer.products for n in product if not fits_fp8(n)})
+        odd = {n for product in layer.products for n in product if not fits_fp8(n)}
         if recipe == BF16:
             layer = replace(layer, reason=left.get(name, "its converter is not listed"))
         elif odd:
-            reason = f"{', '.join(map(str, odd))}: no multiple of 16, training would stop"
-            layer = replace(layer, recipe=BF16, reason=reason, would_stop=True)
+            raise ValueError(
+                f"{name}: sizes {sorted(odd)} on a rank are no multiples of 16, and training would "
+                "stop: choose another degree of parallelism, or leave it out by filter_fqns or fqns"
+            )
         elif marks(first) and not rank.config.training.enable_cpu_offload:
             # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
             fewest = 1 if get_recipe(recipe).has_weight_blocks else 2

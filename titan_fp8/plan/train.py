@@ -13,7 +13,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,19 +27,20 @@ from torchtitan import train
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.plan.model import degrees_of, read_rank
+from titan_fp8.plan.model import degrees_of, parse, read_rank
 from titan_fp8.recipe import BF16
-from titan_fp8.torchtitan_0_2 import cpu
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 
 TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8
 AS_IS = "as in CONFIG"
 BLOCKS = "TITAN_FP8_PLAN_BLOCKS"  # an environment variable
 STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
-NO_COMPUTE = re.compile(
-    r"^Mem(cpy|set)|nccl|nvshmem|multimem|symm_mem|(one|two)_shot_all_reduce|deep_ep", re.I
-)
+NO_COMPUTE = re.compile(r"^Mem(cpy|set)|nccl|nvshmem|multimem|symm_mem|_shot_|deep_ep", re.I)
 Row = dict[str, Any]
+
+
+def as_flags(values: dict[str, Any]) -> list[str]:
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
 def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
@@ -49,12 +50,12 @@ def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
     recipe = BF16 if arm in (BF16, TUNED) else arm
     listed = [*dict.fromkeys([*converters, LINEAR])] if recipe == BF16 else converters
     ours = [name for name in listed if name in (LINEAR, GROUPED_MM)]
-    values: dict[str, object] = {f"{name}.recipe": recipe for name in ours}
+    values: Row = {f"{name}.recipe": recipe for name in ours}
     if recipe == BF16:
         values |= {"model.converters": ",".join(listed), f"{LINEAR}.host_speedups": arm == TUNED}
         if GROUPED_MM in listed:
             values[f"{GROUPED_MM}.permutation"] = "gather" if arm == TUNED else "host"
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return as_flags(values)
 
 
 def run(
@@ -69,10 +70,8 @@ def run(
     command = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--redirects", "3"]
     command += ["--rdzv-endpoint", "localhost:0", "--log-dir", str(folder)]
     command += ["-m", "titan_fp8.plan.train", "--job.config_file", config, *flags]
-    command += [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    command += as_flags(values)
     command += ["--checkpoint.no_enable", "--validation.no_enable", "--metrics.no_enable_wandb"]
-    if not torch.cuda.is_available():
-        command += [word for flag, words in cpu.FLAGS.items() for word in (flag, *words)]
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ[BLOCKS] = str(blocks)
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,9 +118,9 @@ class Trainer(train.Trainer):
 
     def train(self) -> None:
         """Writes rankN.json, N of this rank, into the job's folder."""
-        rows: dict[int, dict[str, Any]] = {}
+        rows: dict[int, Row] = {}
 
-        def log(metrics: dict[str, Any], step: int) -> None:
+        def log(metrics: Row, step: int) -> None:
             if "throughput(tps)" in metrics:  # health_freq logs steps of its own.
                 rows[step] = metrics
 
@@ -142,16 +141,15 @@ class Trainer(train.Trainer):
         file.write_text(json.dumps(row))
 
 
-def fitted(config: Any, gpus: int) -> dict[str, int]:
-    """Values that fit the config's plan to at most so many GPUs: shards are cut, expert parallelism
+def fitted(config: Any, gpus: int) -> Row:
+    """Flags that fit the config's plan to at most so many GPUs: shards are cut, expert parallelism
     with them, and the global batch so that a rank has as many micro-batches."""
     p, whole = config.parallelism, config.training.global_batch_size
     inside = p.tensor_parallel_degree * p.context_parallel_degree
     most = gpus // (inside * p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
-    if not most:
-        raise ValueError(f"the degrees in [parallelism] need more GPUs than the {gpus} there are")
     wanted = most if p.data_parallel_shard_degree == -1 else p.data_parallel_shard_degree
-    shard = min(wanted, most)
+    if not (shard := min(wanted, most)):
+        raise ValueError(f"the degrees in [parallelism] need more GPUs than the {gpus} there are")
     ranks = shard * inside // p.expert_tensor_parallel_degree
     return {
         "parallelism.data_parallel_shard_degree": shard,
@@ -160,20 +158,16 @@ def fitted(config: Any, gpus: int) -> dict[str, int]:
     }
 
 
-def compare(
-    options: argparse.Namespace, flags: list[str], parse: Callable[..., Any]
-) -> tuple[list[list[str]], bool]:
+def compare(options: argparse.Namespace, flags: list[str]) -> tuple[list[list[str]], bool]:
     """Trains CONFIG in all arms on this machine's GPUs; ValueError if a job fails.
 
     Returns:
         The table, and whether the fastest recipe is slower than the faster kind of bf16.
     """
-    config = parse(options.config, flags)
-    for key, value in fitted(config, options.ngpu or torch.cuda.device_count()).items():
-        section, _, name = key.partition(".")
-        if (before := getattr(getattr(config, section), name)) not in (value, -1):
-            print(f"cut: {key} = {value} instead of {before}")
-        flags = [*flags, f"--{key}", str(value)]
+    gpus = options.ngpu or torch.cuda.device_count()
+    fit = as_flags(fitted(parse(options.config, flags), gpus))
+    print("degrees and batch:", *fit)
+    flags = [*flags, *fit]
     config = parse(options.config, flags)
     rank = read_rank(config, degrees_of(config, None))
     gpus, whole = rank.dims.world_size, len(rank.model.layers)  # type: ignore[arg-type]
