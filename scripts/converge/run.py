@@ -27,12 +27,41 @@ from pathlib import Path
 
 import text as texts
 
-ARMS = ("bf16", "null", "blockwise", "rowwise", "blockwise_pow2", "rowwise_with_gw_hp")
-ARMS += ("torchao_rowwise", "torchao_tensorwise", "errors", "control")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GRACE = 30.0
 """Seconds after --minutes that processes may take to end by themselves."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What the runs of an arm have in common, and differ in from those of other arms.
+
+    Attributes:
+        recipe: of titan_fp8, or None: its converters are replaced by torchao's.
+        torchao: torchao's recipe for linears; its experts are always rowwise.
+        converter: a model converter that is applied after those of the TOML.
+        ulp: whether initial weights are moved to a neighboring number.
+    """
+
+    recipe: str | None = "bf16"
+    torchao: str = ""
+    converter: str = ""
+    ulp: bool = False
+
+
+ARMS = {
+    "bf16": Arm(),
+    "null": Arm(ulp=True),
+    "blockwise": Arm("blockwise"),
+    "rowwise": Arm("rowwise"),
+    "blockwise_pow2": Arm("blockwise_pow2"),
+    "rowwise_with_gw_hp": Arm("rowwise_with_gw_hp"),
+    "torchao_rowwise": Arm(None, "rowwise"),
+    "torchao_tensorwise": Arm(None, "tensorwise"),
+    "errors": Arm(converter="converge.errors"),
+    "control": Arm(converter="converge.control"),
+}
 
 
 @dataclass

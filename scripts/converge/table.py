@@ -210,14 +210,12 @@ def found(model: Model) -> str:
 
 def draw(models: list[Model], out: Path) -> None:
     """A panel for each model: the interval of each arm, and its differences as dots."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     size = (6 * len(models), 1.2 + 0.34 * max(len(model.arms()) for model in models))
-    figure, panels = plt.subplots(1, len(models), figsize=size, squeeze=False, layout="tight")
-    for model, panel in zip(models, panels[0]):
+    figure = Figure(size, layout="tight")
+    for model, panel in zip(models, figure.subplots(1, len(models), squeeze=False)[0]):
         panel.axvspan(-TOLERANCE, TOLERANCE, color="0.92")
         panel.axvline(0, color="0.6", linewidth=0.8)
         arms = model.arms()[::-1]
@@ -233,11 +231,10 @@ def draw(models: list[Model], out: Path) -> None:
         low, high = panel.get_xlim()
         panel.set_xticks([t for t in ticks if low <= t <= high or abs(t) <= TOLERANCE])
         panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        panel.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        panel.xaxis.set_minor_locator(NullLocator())
         panel.set_title(model.name)
         panel.set_xlabel("held-out loss at the end, % from bf16 of the same seed")
     figure.savefig(out, dpi=120)
-    plt.close(figure)
 
 
 def insert(tables: str, page: Path) -> None:

@@ -37,12 +37,15 @@ if not torch.cuda.is_available():
 
 import arms
 import flavors
+from run import ARMS, Arm
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.moe.moe import MoE
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
+
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 
 PARTS = {"tenth": 1 / 10, "third": 1 / 3, "two_thirds": 2 / 3, "end": 1.0}
 """The parts of a run after which the held-out loss is computed."""
@@ -83,16 +86,13 @@ class PairedTrainer(Trainer):
         self.readers, self.reader = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
         self.local_batch = training.local_batch_size
         self.batch = self.local_batch * self.readers * self.gradient_accumulation_steps
-        there, self.in_turn = (
-            (len(text.held_out) - 1) // self.seq_len,
-            self.local_batch * self.readers,
-        )
-        if there < self.in_turn:
+        there, at_once = (len(text.held_out) - 1) // self.seq_len, self.local_batch * self.readers
+        if there < at_once:
             raise ValueError(
                 f"the held-out text has {there:,} sequences of {self.seq_len:,} tokens, and one "
-                f"evaluation of all ranks reads {self.in_turn:,} at once"
+                f"evaluation of all ranks reads {at_once:,} at once"
             )
-        self.held_out = np.arange(there // self.in_turn * self.in_turn)
+        self.held_out = np.arange(there // at_once * at_once)
         self.metrics_processor.should_log = lambda step: False
         self.loss_sum, self.loss_fn = self.loss_fn, self.counted_loss
         self.fresh_optimizers = [copy.deepcopy(each.state_dict()) for each in self.optimizers]
@@ -221,10 +221,32 @@ class PairedTrainer(Trainer):
         return x
 
 
+def apply(arm: Arm, config: JobConfig) -> None:
+    """Makes the job of a TOML, which lists titan_fp8's converters as a user's does, that of an arm.
+
+    Raises:
+        ValueError: the TOML does not list titan_fp8's converter of linears.
+    """
+    converters = config.model.converters
+    if LINEAR not in converters:
+        raise ValueError(f"model.converters = {converters} lacks {LINEAR!r}, which arms change")
+    quantize = config.quantize
+    if arm.recipe:
+        quantize.linear.titan_fp8.recipe, quantize.grouped_mm.titan_fp8.recipe = arm.recipe, None
+    else:
+        torchao = {LINEAR: "quantize.linear.float8", GROUPED_MM: "converge.torchao_experts"}
+        config.model.converters = [torchao.get(name, name) for name in converters]
+        quantize.linear.float8.recipe_name = arm.torchao
+        quantize.linear.float8.filter_fqns = quantize.linear.titan_fp8.filter_fqns
+        quantize.grouped_mm.float8.fqns = quantize.grouped_mm.titan_fp8.fqns
+    if arm.converter:
+        config.model.converters = [*converters, arm.converter]
+
+
 def job_config(toml: str, flags: list[str], arm: str) -> JobConfig:
     """The config of an arm: that of the TOML, without logs, checkpoints and validation."""
     config = ConfigManager().parse_args(["--job.config_file", toml, *flags])
-    arms.apply(arms.ARMS[arm], config)
+    apply(ARMS[arm], config)
     config.job.dump_folder = tempfile.mkdtemp(prefix="converge_")
     config.checkpoint.enable = config.validation.enable = False
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
@@ -258,7 +280,7 @@ def main() -> None:
     for seed in args.seeds:
         try:
             trainer.check_time(needed, args.until)
-            run = trainer.run(seed, arms.ARMS[args.arm].ulp, args.until)
+            run = trainer.run(seed, ARMS[args.arm].ulp, args.until)
         except OutOfTime:
             logger.info(f"{args.arm}: seed {seed} would not end in time")
             break

@@ -125,12 +125,6 @@ def test_refuses_a_text_that_is_none(call, tmp_path, capsys):
     assert "text.py makes such a file" in capsys.readouterr().err
 
 
-def test_arms_are_those_of_the_worker():
-    import arms
-
-    assert tuple(arms.ARMS) == run.ARMS
-
-
 def train_alone(rank: int, text: Path, result: Path) -> None:
     from worker import PairedTrainer, job_config
 

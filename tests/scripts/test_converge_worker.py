@@ -175,8 +175,7 @@ def test_refuses(text, flags, message, monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_torchao_takes_the_place_of_our_converters(tmp_path, recipe):
-    import arms
-    from worker import job_config
+    from worker import ARMS, apply, job_config
 
     flags = ["--quantize.linear.titan_fp8.filter_fqns", "output,wq"]
     config = job_config(str(write_moe(tmp_path)), flags, f"torchao_{recipe}")
@@ -184,7 +183,7 @@ def test_torchao_takes_the_place_of_our_converters(tmp_path, recipe):
     float8 = config.quantize.linear.float8
     assert (float8.recipe_name, float8.filter_fqns) == (recipe, ["output", "wq"])
     with pytest.raises(ValueError, match="lacks 'quantize.linear.titan_fp8', which arms change"):
-        arms.apply(arms.ARMS["bf16"], config)
+        apply(ARMS["bf16"], config)
 
 
 @pytest.mark.parametrize("model", ["llama3", "deepseek_v3", "qwen3"])
