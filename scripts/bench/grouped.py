@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 from bench.common import FP8_ERROR, Layer, Result, layer_inputs, layer_rows, randn
-from bench.shapes import EXPERT_COUNTS, EXPERTS, GROUPED, SEED, uneven_ends
+from bench.shapes import EXPERT_COUNTS, EXPERTS, GROUPED, uneven_ends
 from tables import Row
 from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
@@ -123,4 +123,4 @@ def measure() -> Result:
         weights = tuple(random_weight(e, *s) for s in ((hidden, dim), (dim, hidden), (hidden, dim)))
         for alignment, recipes in aligned_recipes().items():
             rows += experts(shape, weights, alignment, recipes)
-    return rows, {"seed of the ends": SEED}
+    return rows, {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from bench.common import Result, bandwidth, copy_gbps, median_us, sets_beyond_l2
-from bench.shapes import QUANTIZE, QUANTIZE_WEIGHTS, SEED, SWIGLU, uneven_ends
+from bench.shapes import QUANTIZE, QUANTIZE_WEIGHTS, SWIGLU, uneven_ends
 from tables import Row
 from torch import Tensor
 
@@ -138,4 +138,4 @@ def row_of(case: Case, copy: float) -> Row:
 def measure() -> Result:
     copy = copy_gbps()
     rows = [row_of(case, copy) for case in cases()]
-    return rows, {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the ends": SEED}
+    return rows, {"copy bandwidth": f"{copy:.0f} GB/s"}

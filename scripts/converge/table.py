@@ -38,10 +38,6 @@ SAME = ("weights", "order", "steps", "tokens", "world")
 MOST_SEEDS = 1000
 
 
-class InputError(Exception):
-    """Results that cannot be compared."""
-
-
 def student(n: int) -> float:
     """Student's t for the mean of n values."""
     return stats.t.ppf((1 + LEVEL) / 2, n - 1)
@@ -101,21 +97,21 @@ class Model:
         return GOAL_EXPERTS if self.one["experts"] else GOAL_DENSE
 
     def add(self, run: dict) -> None:
-        """Raises InputError for a run of another experiment, and for one that is there already."""
+        """Raises ValueError for a run of another experiment, and for one that is there already."""
         other = next((run for runs in self.runs.values() for run in runs.values()), run)
         if run["experiment"] != other["experiment"]:
-            raise InputError(
+            raise ValueError(
                 f"{self.name}: the results mix runs with different TOMLs, texts or flags"
             )
         if run["seed"] in self.runs.setdefault(run["arm"], {}):
-            raise InputError(f"{self.name}: {run['arm']}, seed {run['seed']} is there twice")
+            raise ValueError(f"{self.name}: {run['arm']}, seed {run['seed']} is there twice")
         self.runs[run["arm"]][run["seed"]] = run
 
     def pairs(self, arm: str) -> list[tuple[dict, dict]]:
         """The runs of an arm with that of bf16 of the same seed.
 
         Raises:
-            InputError: they did not start from the same weights and read the same text.
+            ValueError: they did not start from the same weights and read the same text.
         """
         baseline = self.runs.get(BASELINE, {})
         found = []
@@ -124,7 +120,7 @@ class Model:
                 continue
             for key in SAME:
                 if not np.isclose(run[key], baseline[seed][key], rtol=1e-9, atol=0):
-                    raise InputError(
+                    raise ValueError(
                         f"{self.name}: {arm} and {BASELINE} of seed {seed} are no pair: {key} is "
                         f"{run[key]} and {baseline[seed][key]}"
                     )
@@ -159,7 +155,7 @@ def read(files: list[Path]) -> list[Model]:
             models.setdefault(run["model"], Model(run["model"])).add(run)
     for model in models.values():
         if BASELINE not in model.runs:
-            raise InputError(f"{model.name}: the results have no runs of {BASELINE}")
+            raise ValueError(f"{model.name}: the results have no runs of {BASELINE}")
     return [*models.values()]
 
 
@@ -242,7 +238,7 @@ def insert(tables: str, page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"(<!-- .*table\.py.* -->\n)(?s:.*?)(?=<!--)", text)
     if len(parts) != 3:
-        raise InputError(f"{page} must have one comment that names table.py, and one after it")
+        raise ValueError(f"{page} must have one comment that names table.py, and one after it")
     page.write_text("".join((*parts[:2], "\n", tables, "\n", parts[2])), encoding="utf-8")
 
 
@@ -258,7 +254,7 @@ def main(argv: list[str]) -> int:
         models = read(args.results)
         tables = "\n".join(map(table, models))
         insert(tables, args.page) if args.page else print(tables, end="")
-    except (OSError, InputError) as error:
+    except (OSError, ValueError) as error:
         print(f"table.py: {error}", file=sys.stderr)
         return 2
     if args.plot:

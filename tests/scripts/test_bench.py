@@ -122,21 +122,6 @@ def test_a_wrong_product_ends_the_benchmark(gemm, op, monkeypatch):
         gemm.row_of(*call)
 
 
-def test_a_library_that_fails_is_no_missing_library(gemm, capsys):
-    size, dims = 1 << 30, (1, 1000, 100, 10)
-    assert gemm.attempt("cuBLAS", None, size, dims) is None
-    assert gemm.attempt("cuBLAS", lambda: lambda: None, size, dims) == 0.2
-    assert not capsys.readouterr().err
-
-    def make():
-        return torch.nosuch
-
-    assert gemm.attempt("cuBLAS", make, size, dims) is None
-    assert capsys.readouterr().err == (
-        "cuBLAS (1, 1000, 100, 10): AttributeError: module 'torch' has no attribute 'nosuch'\n"
-    )
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", ["bf16", "blockwise", "rowwise"])
 def test_a_block_is_that_of_a_job(kind, compiled, tmp_path, fresh_torchtitan, monkeypatch):
