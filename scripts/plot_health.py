@@ -23,7 +23,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from tables import printable
-from titan_logs import HEALTH, InputError, merge, read_events, refuse_mixture
+from titan_logs import InputError, merge, read_folder
 
 from titan_fp8.health.report import kind_of
 
@@ -49,15 +49,8 @@ def read_health(run: Path) -> Values:
     Raises:
         InputError: there is no run at `run`, more than one, or one without health.
     """
-    if not run.exists():
-        raise InputError(f"no such file or folder: {run}")
-    files = [run] if run.is_file() else sorted(run.rglob("*tfevents*"))
-    if not files or run.is_file() and "tfevents" not in run.name:
-        raise InputError(f"no TensorBoard event file in {run}: set [metrics] enable_tensorboard")
-    events = {file: read_events(file, health=True) for file in files}
-    refuse_mixture(run, events)
-    scalars = [each for of_file in events.values() for each in of_file]
-    found = merge(each for each in scalars if each.name.startswith(HEALTH))
+    scalars, _ = read_folder(run)
+    found = merge(each for each in scalars if each.name.startswith("health_"))
     if not found:
         raise InputError(
             f"{run} has no health of FP8: train with --quantize.linear.titan_fp8.health_freq 10"

@@ -1,7 +1,6 @@
 """Makes a corpus and a tokenizer from text on this machine; nothing is downloaded.
 
-    python scripts/prepare_data.py [OUT] [--from DIR ...] [--held-out DIR ...]
-                                   [--vocab-size N] [--piece CHARACTERS]
+    python scripts/prepare_data.py [OUT] [--from DIR ...] [--vocab-size N] [--piece CHARACTERS]
 
     OUT/corpus/train/text.jsonl        one {"text": ...} per line, as torchtitan's "c4_test" reads
     OUT/corpus/validation/text.jsonl   the held-out part: whole files, none of them in train
@@ -12,8 +11,7 @@
 The text is Python's standard library: all its .py files, except those in the folders LEFT_OUT. With
 --from it is the files below the named folders that are UTF-8 without zero bytes; empty files, files
 over 256 KiB, which are mostly generated tables, copies of other files, links and files below OUT
-are left out. The held-out part is a twentieth of the files or, with --held-out, the files below
-those folders, except those that are also in train.
+are left out. The held-out part is a twentieth of the files.
 
 Files are cut into pieces of about 400 characters, or as --piece says, which are sorted by their
 hash. For training this order is as good as random, but it is the same on every machine: a batch
@@ -38,7 +36,6 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -58,17 +55,6 @@ OUTPUTS += ("tokenizer/tokenizer_config.json", "report.txt")
 # Folders that are not part of the standard library or not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 LEFT_OUT |= {"encodings", "pydoc_data"}  # tables and documentation, not code
-
-
-@dataclass
-class Part:
-    """The texts of the training or the held-out part, and how many files were left out and why."""
-
-    texts: list[str]
-    left_out: Counter[str] = field(default_factory=Counter)
-
-    def reasons(self) -> str:
-        return ", ".join(f"{n:,} {why}" for why, n in sorted(self.left_out.items())) or "nothing"
 
 
 def digest(text: str) -> bytes:
@@ -110,40 +96,28 @@ def text_of(path: Path, out: Path) -> tuple[str, str]:
     return ("", "not UTF-8 text") if "\0" in text else (text, "" if text else "empty")
 
 
-def text_below(folders: Iterable[Path], out: Path, seen: set[bytes]) -> Part:
+def text_below(folders: Iterable[Path], out: Path) -> tuple[list[str], str]:
     """The text files below `folders`, in the order of the digests of their text, but none twice.
 
-    Args:
-        seen: the digests of texts that count as copies; those found here are added.
+    Also how many files were left out and why.
     """
     found: dict[bytes, str] = {}
     left_out: Counter[str] = Counter()
     for path in (path for folder in folders for path in paths_below(folder)):
         text, why = text_of(path, out)
         key = digest(text)
-        if why := why or ("copies" if key in seen else ""):
+        if why := why or ("copies" if key in found else ""):
             left_out[why] += 1
         else:
-            seen.add(key)
             found[key] = text
-    return Part([found[key] for key in sorted(found)], left_out)
+    reasons = ", ".join(f"{n:,} {why}" for why, n in sorted(left_out.items()))
+    return [found[key] for key in sorted(found)], reasons or "nothing"
 
 
-def both_parts(args: argparse.Namespace) -> tuple[Part, Part]:
-    """The training part and the held-out part."""
-    seen: set[bytes] = set()
-    out = args.out.resolve()
-    train = text_below(args.folders, out, seen) if args.folders else Part(library())
-    if args.held_out:
-        return train, text_below(args.held_out, out, seen)
-    rest = [text for i, text in enumerate(train.texts) if i % VALIDATION_EVERY]
-    return Part(rest, train.left_out), Part(train.texts[::VALIDATION_EVERY])
-
-
-def shuffled_pieces(part: Part, size: int) -> list[str]:
+def shuffled_pieces(texts: list[str], size: int) -> list[str]:
     """Texts cut at the first line end after `size` characters; the pieces are sorted by digest."""
     pieces = []
-    for text in part.texts:
+    for text in texts:
         start = 0
         while start < len(text):
             end = text.find("\n", start + size) + 1 or len(text)
@@ -156,15 +130,12 @@ def folder_names(folders: list[Path]) -> str:
     return printable(" ".join(folder.resolve().name for folder in folders))
 
 
-def fingerprint(args: argparse.Namespace, parts: tuple[Part, Part]) -> str:
+def fingerprint(args: argparse.Namespace, texts: list[str]) -> str:
     """What determines the result, except for how many files were left out."""
-    text = hashlib.sha256(Path(__file__).read_bytes())
-    for part in parts:
-        text.update(b"".join(map(digest, part.texts)) + b"/")
+    text = hashlib.sha256(Path(__file__).read_bytes() + b"".join(map(digest, texts)))
     versions = f"Python {sys.version.split()[0]}, tokenizers {tokenizers.__version__}"
     options = f"{args.vocab_size} tokens, pieces of {args.piece}"
-    folders = f"from {folder_names(args.folders)!r}, held out {folder_names(args.held_out)!r}"
-    return f"{versions}, {options}, {folders}, {text.hexdigest()}\n"
+    return f"{versions}, {options}, from {folder_names(args.folders)!r}, {text.hexdigest()}\n"
 
 
 def refuse_other_files(out: Path) -> None:
@@ -210,42 +181,44 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def describe(part: Part, pieces: list[str], tokenizer: Tokenizer) -> str:
+def describe(texts: list[str], pieces: list[str], tokenizer: Tokenizer) -> str:
     sample = list(some(pieces, 1_000_000)) or pieces[:1]
     encoded = tokenizer.encode_batch(sample, add_special_tokens=False)
     length = sum(map(len, sample)) / sum(len(encoding.ids) for encoding in encoded)
-    files, size = len(part.texts), sum(map(len, part.texts))
+    files, size = len(texts), sum(map(len, texts))
     return (
         f"  {files:,} files, {size / 1e6:.1f} million characters in {len(pieces):,} pieces\n"
         f"  about {size / length / 1e6:.1f} million tokens of {length:.2f} characters\n"
-        f"  left out: {part.reasons()}\n"
     )
 
 
 def prepare(args: argparse.Namespace) -> str:
     """Fill the folder `out`, unless its stamp says that it is up to date; returns what was done."""
     out, stamp = args.out, args.out / "stamp"
-    parts = both_parts(args)
-    for name, part in zip(("training", "held-out"), parts):
-        if not any(part.texts):
-            left_out = part.reasons()
-            sys.exit(f"prepare_data: the {name} part has no text (left out: {left_out})")
-    wanted = fingerprint(args, parts)
+    texts, left_out = library(), "nothing"
+    if args.folders:
+        texts, left_out = text_below(args.folders, out.resolve())
+    if len(texts) < 2:
+        found = f"{len(texts)} of at least 2 files of text (left out: {left_out})"
+        sys.exit(f"prepare_data: {folder_names(args.folders)}: {found}")
+    wanted = fingerprint(args, texts)
     filled = all((out / name).is_file() for name in (*OUTPUTS, "stamp"))
     if filled and stamp.read_text(errors="replace") == wanted:
         return f"data: {printable(out)} is prepared\n"
     stamp.unlink(missing_ok=True)
-    train, validation = texts = [shuffled_pieces(part, args.piece) for part in parts]
-    for name, pieces in zip(OUTPUTS, texts):
+    held_out = texts[::VALIDATION_EVERY]
+    rest = [text for i, text in enumerate(texts) if i % VALIDATION_EVERY]
+    train, validation = (shuffled_pieces(part, args.piece) for part in (rest, held_out))
+    for name, pieces in zip(OUTPUTS, (train, validation)):
         write(out / name, (json.dumps({"text": piece}) + "\n" for piece in pieces))
     tokenizer = train_tokenizer(train, args.vocab_size)
     config = {"bos_token": BEGIN, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
     write(out / OUTPUTS[2], [tokenizer.to_str(pretty=True)])
     write(out / OUTPUTS[3], [json.dumps(config, indent=2) + "\n"])
     source = folder_names(args.folders) or "files of the standard library"
-    apart = folder_names(args.held_out) or f"every {VALIDATION_EVERY}th of its files"
-    report = f"Training: {source}\n{describe(parts[0], train, tokenizer)}"
-    report += f"Held out: {apart}\n{describe(parts[1], validation, tokenizer)}"
+    report = f"Training: {source}\n{describe(rest, train, tokenizer)}"
+    report += f"Held out: every {VALIDATION_EVERY}th of its files\n"
+    report += f"{describe(held_out, validation, tokenizer)}Left out: {left_out}\n"
     report += f"Tokenizer: byte-level BPE, {args.vocab_size:,} tokens\n"
     write(out / "report.txt", [report])
     write(stamp, [wanted])
@@ -256,17 +229,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("out", type=Path, nargs="?", default=Path("data"), help="folder to fill")
-    folders = {"type": Path, "nargs": "+", "default": [], "metavar": "DIR"}
-    parser.add_argument("--from", **folders, dest="folders", help="folders of text")
-    parser.add_argument("--held-out", **folders, help="folders of text for the held-out part")
+    folders = {"nargs": "+", "default": [], "metavar": "DIR", "help": "folders of text"}
+    parser.add_argument("--from", type=Path, dest="folders", **folders)
     parser.add_argument("--vocab-size", type=int, default=512, metavar="N")
     parser.add_argument("--piece", type=int, default=400, metavar="CHARACTERS")
     args = parser.parse_args(argv)
-    for folder in (*args.folders, *args.held_out):
+    for folder in args.folders:
         if not folder.is_dir():
             parser.error(f"no such folder: {folder}")
-    if args.held_out and not args.folders:
-        parser.error("--held-out needs --from")
     if args.vocab_size not in VOCABULARIES:
         allowed = f"{VOCABULARIES[0]} to {VOCABULARIES[-1]}"
         parser.error(f"--vocab-size must be {allowed}, not {args.vocab_size}")

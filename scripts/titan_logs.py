@@ -13,6 +13,7 @@ Speed is not reported for a run that emulated FP8. There are two signs of one:
 - its peak memory is negative: without an accelerator torchtitan logs -1 byte.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,6 @@ TAGS = {
     "memory": "memory/max_reserved(GiB)",
 }
 EMULATED = "FP8 is emulated"
-HEALTH = "health_"
-"""The beginning of the tags of FP8's health."""
 SPEED_FROM_STEP = 6
 """The steps before it compile and warm up."""
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -60,7 +59,7 @@ class Run:
     """The metrics of one run."""
 
     label: str
-    series: dict[str, dict[int, float]]  # a key of TAGS -> step -> value
+    series: dict[str, dict[int, float]]  # a key of TAGS, or a tag -> step -> value
     peak_memory: float  # GiB; 0 if it is unknown
     has_speed: bool  # False for a run that emulated FP8 or had no accelerator
     has_log: bool
@@ -77,18 +76,16 @@ class Run:
         first = min(found, default=None)
         return first and f"{first[1]} is {first[2]} at step {first[0]}"
 
-    def tps(self, last: float = math.inf) -> float:
-        """Median tokens/s of each rank over steps SPEED_FROM_STEP to `last`; 0 if unknown."""
-        series = self.series.get("tps", {})
-        values = [v for step, v in series.items() if SPEED_FROM_STEP <= step <= last]
+    def tps(self) -> float:
+        """Median tokens/s of each rank from SPEED_FROM_STEP on; 0 if unknown."""
+        values = [v for step, v in self.series.get("tps", {}).items() if step >= SPEED_FROM_STEP]
         return median(values) if values and self.has_speed else 0.0
 
 
-def read_events(path: Path, health: bool = False) -> list[Scalar]:
+def read_events(path: Path) -> list[Scalar]:
     """The scalars of one event file; a truncated file is read up to its last whole record.
 
-    Args:
-        health: read those of health, too, under the names of their tags.
+    Those of TAGS have its names, others the names of their tags.
 
     Raises:
         InputError: the path is not UTF-8.
@@ -98,13 +95,10 @@ def read_events(path: Path, health: bool = False) -> list[Scalar]:
     except UnicodeEncodeError:
         raise InputError(f"{path}: TensorBoard reads only names in UTF-8: rename it") from None
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0})
-    present = events.Reload().Tags()[SCALARS]
-    tags = {name: tag for name, tag in TAGS.items() if tag in present}
-    if health:
-        tags |= {tag: tag for tag in present if tag.startswith(HEALTH)}
+    names = {tag: name for name, tag in TAGS.items()}
     return [
-        Scalar(event.wall_time, event.step, name, event.value)
-        for name, tag in tags.items()
+        Scalar(event.wall_time, event.step, names.get(tag, tag), event.value)
+        for tag in events.Reload().Tags()[SCALARS]
         for event in events.Scalars(tag)
     ]
 
@@ -146,23 +140,29 @@ def refuse_mixture(path: Path, files: dict[Path, list[Scalar]]) -> None:
     homes = sorted({str(home) for file in files if (home := tb_folder(file))})
     if len(homes) > 1:
         raise InputError(f"{path} holds several runs, name one: {', '.join(homes)}")
-    for a, of_a in files.items():
-        for b, of_b in files.items():
-            if a == b or a.parent != b.parent or not of_a or not of_b:
-                continue
-            # A resumed run writes only after the first has ended, and each rank has a folder.
-            if min(of_a).time <= min(of_b).time < max(of_a).time:
-                loss_a, loss_b = merge(of_a).get("loss", {}), merge(of_b).get("loss", {})
-                if any(loss_a[step] != loss_b[step] for step in loss_a.keys() & loss_b.keys()):
-                    raise InputError(f"two runs wrote at the same time, name one: {a}, {b}")
+    for (a, of_a), (b, of_b) in itertools.permutations(files.items(), 2):
+        if a.parent != b.parent or not of_a or not of_b:
+            continue
+        # A resumed run writes only after the first has ended, and each rank has a folder.
+        if min(of_a).time <= min(of_b).time < max(of_a).time:
+            loss_a, loss_b = merge(of_a).get("loss", {}), merge(of_b).get("loss", {})
+            if any(loss_a[step] != loss_b[step] for step in loss_a.keys() & loss_b.keys()):
+                raise InputError(f"two runs wrote at the same time, name one: {a}, {b}")
 
 
 def read_folder(path: Path) -> tuple[list[Scalar], list[str]]:
-    """The scalars of a folder or event file, and the logs in the dump folder of its run."""
-    found = [path] if path.is_file() else sorted(path.rglob("*tfevents*"))
+    """The scalars of a folder or event file, and the logs in the dump folder of its run.
+
+    Raises:
+        InputError: there is no event file, or there are those of several runs.
+    """
+    if not path.exists():
+        raise InputError(f"no such file or folder: {path}")
+    is_event_file = path.is_file() and "tfevents" in path.name
+    found = [path] if is_event_file else sorted(path.rglob("*tfevents*"))
     files = {file: read_events(file) for file in found if file.is_file()}
     if not files:
-        raise InputError(f"no TensorBoard event file in {path} (a log file can be named instead)")
+        raise InputError(f"no TensorBoard event file in {path}: set [metrics] enable_tensorboard")
     refuse_mixture(path, files)
     dumps = {path} | {home.parent for file in files if (home := tb_folder(file))}
     logs = [log for dump in dumps for log in dump.glob("*.log") if log.is_file()]
@@ -176,8 +176,6 @@ def read_run(path: Path, label: str) -> Run:
     Raises:
         InputError: there is no run at `path`, more than one, or one without losses.
     """
-    if not path.exists():
-        raise InputError(f"no such file or folder: {path}")
     from_log = path.is_file() and "tfevents" not in path.name
     if from_log:
         logs = [path.read_text(errors="replace")]

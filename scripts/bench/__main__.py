@@ -2,8 +2,8 @@
 
     python scripts/bench NAME [--json FILE]
 
-Each has a module in scripts/bench that says what it measures. Other commands have options of their
-own (--help):
+Each has a module in scripts/bench whose docstring says what it measures; the first paragraph goes
+into the result. Other commands have options of their own (--help):
 
     plans         trains production models under many parallel plans
     release       makes a table and a chart of results of plans
@@ -16,7 +16,8 @@ import importlib
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("exchange", "gemm", "grouped", "host", "linear", "memory", "permutation", "quantize")
+BENCHMARKS = ("linear", "grouped", "memory", "host", "gemm", "quantize", "permutation", "exchange")
+"""In the order of docs/kernels.md."""
 COMMANDS = ("plans", "release", "kernel_table", "render")
 
 
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> int | None:
     require_hopper()
     benchmark = importlib.import_module(f"bench.{args.name}")
     rows, facts = benchmark.measure()
-    report(rows, args.json, benchmark.TITLE, benchmark.ABOUT, **facts)
+    about, *_ = benchmark.__doc__.split("\n\n")
+    report(rows, args.json, benchmark.TITLE, about.replace("\n", " "), **facts)
     return None
 
 

@@ -32,8 +32,8 @@ REST_S = 0.1
 WARMUP_S = 0.01
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 FP8_ERROR = 0.08
-"""Bound on the relative error of a product of Gaussian data. e4m3 gives 0.037 and torchao's
-tensorwise recipe with e5m2 gradients 0.059; skipping one block of 128 out of 4096 gives 0.18."""
+"""Bound on the relative error of a product of Gaussian data. e4m3 gives 0.037; skipping one
+block of 128 out of 4096 gives 0.18."""
 
 Step = Callable[[], object]
 """What is timed: a call without arguments."""
@@ -141,48 +141,31 @@ def relative_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return float(torch.stack([norm(a - b) / norm(b) for a, b in zip(got, want, strict=True)]).max())
 
 
-Makers = dict[str, Callable[[], Layer]]
-
-
 def layer_rows(
-    layers: Makers, yardsticks: Makers, inputs: list[tuple[Tensor, Tensor]], limit: float
+    layers: dict[str, Callable[[], Layer]], inputs: list[tuple[Tensor, Tensor]], limit: float
 ) -> list[Row]:
     """Error and time of a step of each layer, relative to the first layer, which is in bf16.
 
-    A layer whose error exceeds the limit gets no time. `yardsticks` are layers of other libraries:
-    if one raises, the reason goes to stderr and its row stays empty.
+    A layer whose error exceeds the limit gets no time.
     """
     rows: list[Row] = []
     want = bf16_us = None
-    for kind, make in (layers | yardsticks).items():
+    for kind, make in layers.items():
         torch.cuda.empty_cache()
-        row: Row = {"layer": kind, "error": None, "us": None, "x bf16": None, "MiB kept": None}
-        try:
-            layer = make()
-            got = layer.step(*inputs[0])
-            want = want or got
-            error = relative_error(got, want)
-            del got
-            if error < limit:
-                us = median_us([functools.partial(layer.step, *each) for each in inputs])
-                bf16_us = bf16_us or us
-                kept = layer.kept_bytes(inputs[0][0]) / 2**20
-                row |= {"error": error, "us": us, "x bf16": bf16_us / us, "MiB kept": kept}
-                print(f"{kind}: {us:.0f} us", file=sys.stderr)
-            else:
-                row |= {"error": error, "us": "wrong"}
-        except Exception as reason:
-            if kind not in yardsticks:
-                raise
-            print_failure(kind, reason)
+        layer = make()
+        got = layer.step(*inputs[0])
+        want = want or got
+        error = relative_error(got, want)
+        del got
+        row: Row = {"layer": kind, "error": error, "us": "wrong", "x bf16": None, "MiB kept": None}
+        if error < limit:
+            us = median_us([functools.partial(layer.step, *each) for each in inputs])
+            bf16_us = bf16_us or us
+            row |= {"us": us, "x bf16": bf16_us / us}
+            row["MiB kept"] = layer.kept_bytes(inputs[0][0]) / 2**20
+            print(f"{kind}: {us:.0f} us", file=sys.stderr)
         rows.append(row)
     return rows
-
-
-def print_failure(what: str, reason: Exception) -> None:
-    """Tells on stderr, in one line, why something was not measured."""
-    summary = str(reason).strip().partition("\n")[0]
-    print(f"{what}: {type(reason).__name__}: {summary}", file=sys.stderr)
 
 
 def copy_gbps(elements: int = 1 << 29) -> float:

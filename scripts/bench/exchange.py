@@ -1,9 +1,10 @@
 """The exchange of tokens with their experts' ranks, on all GPUs of this host, without the experts.
+In the shapes of Qwen3-30B-A3B: 8192 tokens a rank, 8 of 128 experts a token, 2048 channels, routed
+at random. Copies in bf16 by all-to-alls, tokens in FP8 by all-to-alls, and tokens in FP8 by writes
+into the memory of other GPUs.
 
-The shapes are those of Qwen3-30B-A3B: 8192 tokens a rank, 8 of 128 experts a token, 2048 channels,
-routed at random. Three ways: copies in bf16 by all-to-alls, the same tokens in FP8, and FP8 written
-by each GPU into the memory of the others. A result that differs between the last two ends the
-benchmark, and so do rows for fprop that differ from those of copies in bf16.
+A result that differs between the two ways in FP8 ends the benchmark, and so do rows for fprop that
+differ from those of copies in bf16.
 
 - dispatch: from tokens to the operands of the experts' GEMMs, quantizing and counts included.
 - combine: from the experts' outputs to weighted sums.
@@ -11,14 +12,14 @@ benchmark, and so do rows for fprop that differ from those of copies in bf16.
   gradients of the experts' inputs to that of the tokens.
 
 A call starts on all ranks at once. "us" is the median from its first launch to the end of its last
-kernel, waiting of the CPU included; "us in a row" and "CPU us" are of calls that follow each other
-without a pause. Bytes are those that leave a GPU for another.
+kernel, waiting of the CPU included; "CPU us" is the time until the call returns. Bytes are those
+that leave a GPU for another.
 """
 
 import os
-import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,10 +40,6 @@ from titan_fp8.ops import call
 TOKENS, TOP_K, DIM, EXPERTS = 8192, 8, 2048, 128
 CAPACITY, CALLS = 1.25, 20
 TITLE = "Exchange of tokens"
-ABOUT = (
-    f"{TOKENS} tokens a rank of {DIM}, {TOP_K} of {EXPERTS} experts each: copies in bf16 by "
-    "all-to-alls, tokens in FP8 by all-to-alls, and by writes into the memory of other GPUs."
-)
 
 Step = Callable[[], Any]
 
@@ -110,21 +107,6 @@ def in_bf16(group: Any, routing: tuple, x: Any, g: Any, scores: Any, y: Any) -> 
     return {"dispatch": dispatch, "combine": combine, "backward": backward}
 
 
-def kernels_of(e: PeerExchange, routing: tuple, x: Any, y: Any) -> dict[str, Step]:
-    """The kernels of the exchange, alone; they move the same tokens again."""
-    plan, (q, s) = e.plan(*routing), hopper.quantize_1x128(x)
-    e.arrive(q, s, None, plan)
-    places = plan.order, plan.chosen, plan.offset, plan.ends, plan.filled, e.deltas, e.rank
-    read = e.q, e.s, e.slots, plan.ends, None, TOP_K
-    return {
-        "kernel: barrier": e._barrier,
-        "kernels: plan": lambda: e.plan(*routing),
-        "kernel: send": lambda: e.kernels.send(q, s, None, *places, e.q, e.s, e.weight, e.slots),
-        "kernel: gather": lambda: hopper.gather_1x128_128x1_t(*read),
-        "kernel: deliver": lambda: e.kernels.deliver(y, e.slots, plan.ends, e.deltas, e.back),
-    }
-
-
 def check_equal(ways: dict[str, dict[str, Step]], end: int) -> None:
     """Ends the process if results differ that must be equal."""
     bf16, fp8, peers = ({what: step() for what, step in way.items()} for way in ways.values())
@@ -136,51 +118,35 @@ def check_equal(ways: dict[str, dict[str, Step]], end: int) -> None:
             raise SystemExit(f"{what}: the exchange is wrong")
 
 
-def measure_step(step: Step) -> tuple[float, float, float]:
-    """Times in us: alone, in a row, and of the CPU in a row."""
+def measure_step(step: Step) -> Row:
     for _ in range(3):
         step()
-    alone = []
+    times = []
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     for _ in range(CALLS):
         dist.barrier()
         torch.cuda.synchronize()
+        begin = time.perf_counter()
         events[0].record()
         step()
         events[1].record()
+        cpu = time.perf_counter() - begin
         torch.cuda.synchronize()
-        alone.append(events[0].elapsed_time(events[1]))
-    dist.barrier()
-    torch.cuda.synchronize()
-    events[0].record()
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        step()
-    cpu = time.perf_counter() - begin
-    events[1].record()
-    torch.cuda.synchronize()
-    in_a_row = events[0].elapsed_time(events[1]) / CALLS
-    return statistics.median(alone) * 1e3, in_a_row * 1e3, cpu / CALLS * 1e6
+        times.append((events[0].elapsed_time(events[1]) * 1e3, cpu * 1e6))
+    us, cpu_us = map(statistics.median, zip(*times))
+    return {"us": us, "CPU us": cpu_us}
 
 
-def measure_rank(rank: int, ranks: int, port: int, results: Any) -> None:
+def measure_rank(rank: int, ranks: int, store: str, results: Any) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=ranks,
-        device_id=device,
-    )
+    dist.init_process_group("nccl", store, rank=rank, world_size=ranks, device_id=device)
     torch.manual_seed(rank)
     chosen = torch.rand(TOKENS, EXPERTS, device=device).topk(TOP_K).indices
     scores = torch.rand(TOKENS, TOP_K, device=device)
     slots = permute.slots_by_expert(chosen, EXPERTS)
-    order, counts = (
-        permute.rows_of_slots(slots, scores),
-        chosen.flatten().bincount(minlength=EXPERTS),
-    )
+    order = permute.rows_of_slots(slots, scores)
+    counts = chosen.flatten().bincount(minlength=EXPERTS)
     routing, group = (order, chosen, counts, slots), dist.group.WORLD
     sizes = {"tokens": TOKENS, "top_k": TOP_K, "dim": DIM, "experts": EXPERTS}
     capacity = rows_for(TOKENS, TOP_K, EXPERTS, ranks, CAPACITY)
@@ -199,19 +165,15 @@ def measure_rank(rank: int, ranks: int, port: int, results: Any) -> None:
     owners = torch.zeros(TOKENS, ranks, device=device).scatter_(1, chosen * ranks // EXPERTS, 1.0)
     copies, once = int(away.sum()), int(owners.sum() - owners[:, rank].sum())
     in_bytes, back = {"bf16": 2 * DIM, "FP8": DIM + DIM // 32}, copies * 2 * DIM
-    steps: list[tuple[str, Step, int]] = []
-    for way, functions in ways.items():
-        sent = (once if way.startswith("peers") else copies) * in_bytes[way.split()[-1]]
-        of = {"dispatch": sent, "combine": back, "backward": sent + back}
-        steps += [(f"{what}, {way}", step, of[what]) for what, step in functions.items()]
-    steps += [(what, step, 0) for what, step in kernels_of(peers, routing, x, y).items()]
     rows: list[Row] = []
-    for what, step, moved in steps:
-        alone, in_a_row, cpu = measure_step(step)
-        times = {"us": alone, "us in a row": in_a_row, "CPU us": cpu}
-        rows.append({"step": what, **times, "GB sent": moved / 1e9 if moved else None})
-        if rank == 0:
-            print(rows[-1], file=sys.stderr, flush=True)
+    for way, steps in ways.items():
+        sent = (once if way.startswith("peers") else copies) * in_bytes[way.split()[-1]]
+        moved = {"dispatch": sent, "combine": back, "backward": sent + back}
+        for what, step in steps.items():
+            times = measure_step(step)
+            rows.append({"step": f"{what}, {way}", **times, "GB sent": moved[what] / 1e9})
+            if rank == 0:
+                print(rows[-1], file=sys.stderr, flush=True)
     peers.check()
     if rank == 0:
         results.put((rows, peers.memory.nbytes / 2**20))
@@ -224,10 +186,8 @@ def measure() -> Result:
     if ranks < 2:
         sys.exit("bench: the exchange of tokens needs two GPUs")
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(measure_rank, (ranks, port, results), ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure_rank, (ranks, f"file://{folder}/store", results), ranks)
     rows, mebibytes = results.get()
     return rows, {"ranks": ranks, "symmetric memory": f"{mebibytes:.0f} MiB"}

@@ -1,4 +1,5 @@
-"""The FP8 GEMMs alone, with operands that are quantized already.
+"""GEMMs alone, operands quantized beforehand: speed, share of the fastest tensorwise FP8 GEMM, and
+ratio to bf16 and to other libraries.
 
 fprop, dgrad and wgrad of dense layers, and the M-grouped (fprop, dgrad) and K-grouped (wgrad) GEMMs
 of expert layers, blockwise and rowwise. Groups end at uneven multiples of 128, or anywhere in the
@@ -7,8 +8,8 @@ rows that say so.
 Columns: "of roof %" is the share of the fastest tensorwise FP8 GEMM of this run. Its operands may
 stay in the L2 cache, those of the other GEMMs do not. "x bf16" and the columns to its right are our
 speed divided by that of bf16 and of other libraries' FP8 GEMMs: cuBLAS with the same scales (dense
-only, because PyTorch has no grouped GEMM with blockwise scales), PyTorch with rowwise scales (its
-grouped wgrad needs multiples of 16), and DeepGEMM if it is installed.
+only, because PyTorch has no grouped GEMM with blockwise scales), and PyTorch with rowwise scales
+(its grouped wgrad needs multiples of 16).
 
 A wrong result ends the benchmark.
 """
@@ -19,18 +20,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench.common import Result, median_us, print_failure, randn, sets_beyond_l2
-from bench.shapes import DENSE, GROUPED, SEED, uneven_ends
+from bench.common import Result, median_us, randn, sets_beyond_l2
+from bench.shapes import DENSE, GROUPED, uneven_ends
 from tables import Row
 from torch import Tensor
 
 from titan_fp8 import layouts, reference
 from titan_fp8.kernels import hopper
-
-try:
-    import deep_gemm
-except ImportError:
-    deep_gemm = None
 
 ERROR = 2.5e-3
 """Bound on the relative error against the FP32 product of the dequantized operands. Most of it is
@@ -39,10 +35,6 @@ FAST_ERROR = 7168 / 32 * 2**-13
 """The same for sums that stay in the tensor cores, those of rowwise_mm: each of the K / 32
 additions keeps about 14 bits (K is at most 7168 here)."""
 TITLE = "GEMMs"
-ABOUT = (
-    "GEMMs alone, operands quantized beforehand: speed, share of the fastest tensorwise FP8 GEMM, "
-    "and ratio to bf16 and to other libraries."
-)
 QUANTIZERS = {
     "blockwise_mm": ("quantize_1x128", "quantize_128x128"),
     "blockwise_wgrad": ("quantize_128x1_t", "quantize_128x1_t"),
@@ -69,20 +61,6 @@ def flop(dims: Dims) -> int:
 
 def tflops(products: list[Product], dims: Dims) -> float:
     return flop(dims) / median_us(products) / 1e6
-
-
-def attempt(library: str, make: Maker | None, size: int, dims: Dims) -> float | None:
-    """TFLOPS of a library's product; None if it has none (`make`), or if it fails.
-
-    The reason of a failure goes to stderr.
-    """
-    if make is None:
-        return None
-    try:
-        return tflops(sets(make, size), dims)
-    except Exception as reason:
-        print_failure(f"{library} {dims}", reason)
-        return None
 
 
 def roof() -> float:
@@ -155,17 +133,6 @@ def cublas(wgrad: bool, dims: Dims) -> Product:
     return lambda: F.scaled_mm(a, b.t(), sa, *recipes, output_dtype=torch.bfloat16)
 
 
-def deepgemm(dims: Dims, offs: Tensor | None) -> Product:
-    _, m, n, _ = dims
-    a, sa, b, sb, *_ = operands("blockwise_mm", dims, offs)
-    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    if offs is None:
-        return lambda: deep_gemm.fp8_gemm_nt((a, sa), (b, sb), y)
-    group = torch.searchsorted(offs, torch.arange(m, device="cuda"), right=True).int()
-    product = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
-    return lambda: product((a, sa), (b, sb), y, group)
-
-
 def row_of(name: str, op: str, dims: Dims, offs: Tensor | None, top: float) -> Row:
     """Times an op and what other libraries have in its place; `top` is the roof in TFLOPS."""
     e, m, n, k = dims
@@ -177,9 +144,11 @@ def row_of(name: str, op: str, dims: Dims, offs: Tensor | None, top: float) -> R
     makers: dict[str, Maker | None] = {
         "cuBLAS": (lambda: cublas(wgrad, dims)) if blockwise and offs is None else None,
         "rowwise": lambda: torch_rowwise(wgrad, dims, offs),
-        "DeepGEMM": (lambda: deepgemm(dims, offs)) if deep_gemm and op == "blockwise_mm" else None,
     }
-    others = {library: attempt(library, make, size, dims) for library, make in makers.items()}
+    others = {
+        library: tflops(sets(make, size), dims) if make else None
+        for library, make in makers.items()
+    }
     bf16 = tflops(sets(lambda: in_bf16(wgrad, dims, offs), 2 * size), dims)
     rate = flop(dims) / us / 1e6
     row = {"op": name, "E": e, "M": m, "N": n, "K": k, "us": us, "TFLOPS": rate}
@@ -201,4 +170,4 @@ def measure() -> Result:
             name = "K-grouped" if op.endswith("wgrad") else "M-grouped"
             name += " rowwise" if op.startswith("rowwise") else ""
             rows.append(row_of(name + ends, op, (e, m, n, k), offs, top))
-    return rows, {"fastest tensorwise FP8": f"{top:.0f} TFLOPS", "seed of the ends": SEED}
+    return rows, {"fastest tensorwise FP8": f"{top:.0f} TFLOPS"}

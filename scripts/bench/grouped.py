@@ -1,4 +1,4 @@
-"""Forward and backward of grouped layers in FP8 and in bf16, quantizers included.
+"""Forward and backward of grouped products and of whole expert layers, quantizers included.
 
 There are two kinds of layer:
 
@@ -9,19 +9,18 @@ There are two kinds of layer:
 
 "ends" tells where groups end: at uneven multiples of the recipe's alignment, to which torchtitan
 pads ("x128" or "x16"), or anywhere ("any"). At multiples of 128 the layer is told so. "FP8 weight"
-is one that FSDP2 has gathered in FP8, so it is not quantized. If torchao is installed, its rowwise
-product is timed as well, compiled, because the compiler fuses its quantizers. "MiB kept" is what
-forward saves for backward, without weights.
+is one that FSDP2 has gathered in FP8, so it is not quantized. "MiB kept" is what forward saves for
+backward, without weights.
 
 A layer with a wrong result gets no time.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from bench.common import FP8_ERROR, HAS_TORCHAO, Layer, Result, layer_inputs, layer_rows, randn
-from bench.shapes import EXPERT_COUNTS, EXPERTS, GROUPED, SEED, uneven_ends
+from bench.common import FP8_ERROR, Layer, Result, layer_inputs, layer_rows, randn
+from bench.shapes import EXPERT_COUNTS, EXPERTS, GROUPED, uneven_ends
 from tables import Row
 from torch import Tensor
 from torchtitan.models.moe.moe import _run_experts_grouped_mm
@@ -36,10 +35,6 @@ EXPERTS_ERROR = 0.1
 ANY = 1
 """The alignment of groups that end anywhere."""
 TITLE = "Grouped products and experts"
-ABOUT = (
-    "Forward and backward of grouped products and of whole expert layers (w1, w3, SwiGLU, w2), "
-    "quantizers included."
-)
 
 Shape = tuple[int, int, int, int]
 
@@ -52,15 +47,6 @@ def aligned_recipes() -> dict[int, list[str]]:
     return recipes
 
 
-def torchao_product(weight: Tensor, offs: Tensor) -> Layer:
-    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
-
-    product = torch.compile(_to_fp8_rowwise_then_scaled_grouped_mm, dynamic=False)
-    return Layer(
-        lambda x: product(x, weight.mT, offs, pad_token_groups_for_grouped_mm=False), (weight,)
-    )
-
-
 def gathered_product(weight: Tensor, offs: Tensor) -> Layer:
     """The blockwise product with the weight that FSDP2 gathers with `fsdp_all_gather`."""
     q, s = torch.ops.titan_fp8.quantize_128x128(weight)
@@ -71,25 +57,21 @@ def gathered_product(weight: Tensor, offs: Tensor) -> Layer:
 
 def products(shape: Shape, weight: Tensor, alignment: int, recipes: Sequence[str]) -> list[Row]:
     e, m, n, k = shape
-    offs = uneven_ends(e, m, alignment).cuda()
+    offs, aligned = uneven_ends(e, m, alignment).cuda(), alignment == 128
+
+    def fp8(recipe: str) -> Layer:
+        options = {"recipe": recipe, "aligned": aligned}
+        return Layer(lambda x: titan_fp8.fp8_grouped_mm(x, weight, offs, **options), (weight,))
+
     layers = {
         "bf16": lambda: Layer(lambda x: torch._grouped_mm(x, weight.mT, offs=offs), (weight,))
     }
     for recipe in recipes:
-        product = functools.partial(
-            titan_fp8.fp8_grouped_mm,
-            weight=weight,
-            offs=offs,
-            recipe=recipe,
-            aligned=alignment == 128,
-        )
-        layers[recipe] = functools.partial(Layer, product, (weight,))
-        if recipe == "blockwise" and alignment == 128:
+        layers[recipe] = functools.partial(fp8, recipe)
+        if recipe == "blockwise" and aligned:
             layers["blockwise, FP8 weight"] = functools.partial(gathered_product, weight, offs)
-    yardsticks = {}
-    if HAS_TORCHAO and alignment == 16:
-        yardsticks["torchao rowwise"] = functools.partial(torchao_product, weight, offs)
-    return layer_rows(layers, yardsticks, layer_inputs(m, n, k), FP8_ERROR)
+    rows = layer_rows(layers, layer_inputs(m, n, k), FP8_ERROR)
+    return [labeled("product", shape, alignment, row, gemms=3) for row in rows]
 
 
 def experts(
@@ -103,44 +85,19 @@ def experts(
         torch._dynamo.mark_dynamic(x, 0)
         return torchtitan_experts(*weights, x, tokens)
 
+    def fp8(recipe: str) -> Layer:
+        run, options = compiled_run_experts("inductor"), (recipe, False, alignment == 128)
+        return Layer(lambda x: run(*weights, x, tokens, *options), weights)
+
     layers = {"bf16": lambda: Layer(bf16, weights)}
-    for recipe in recipes:
-        run = functools.partial(run_experts, weights, tokens, recipe, alignment == 128)
-        layers[recipe] = functools.partial(Layer, run, weights)
-    return layer_rows(layers, {}, layer_inputs(m, dim, dim), EXPERTS_ERROR)
-
-
-def run_experts(
-    weights: tuple[Tensor, ...], tokens: Tensor, recipe: str, aligned: bool, x: Tensor
-) -> Tensor:
-    return compiled_run_experts("inductor")(*weights, x, tokens, recipe, False, aligned)
+    layers |= {recipe: functools.partial(fp8, recipe) for recipe in recipes}
+    rows = layer_rows(layers, layer_inputs(m, dim, dim), EXPERTS_ERROR)
+    return [labeled("experts", shape, alignment, row, gemms=9) for row in rows]
 
 
 def random_weight(*shape: int) -> Tensor:
     """A weight whose product has the variance of its input."""
     return randn(*shape, scale=shape[-1] ** -0.5, requires_grad=True)
-
-
-def product_rows() -> Iterator[Row]:
-    for shape in (GROUPED[0], *EXPERT_COUNTS):
-        torch._dynamo.reset()
-        weight = random_weight(shape[0], *shape[2:])
-        cases = aligned_recipes()
-        if shape == GROUPED[0]:
-            cases |= {ANY: [*RECIPES]}
-        for alignment, recipes in cases.items():
-            for row in products(shape, weight, alignment, recipes):
-                yield labeled("product", shape, alignment, row, gemms=3)
-
-
-def experts_rows() -> Iterator[Row]:
-    for shape in EXPERTS:
-        torch._dynamo.reset()
-        e, _, hidden, dim = shape
-        weights = tuple(random_weight(e, *s) for s in ((hidden, dim), (dim, hidden), (hidden, dim)))
-        for alignment, recipes in aligned_recipes().items():
-            for row in experts(shape, weights, alignment, recipes):
-                yield labeled("experts", shape, alignment, row, gemms=9)
 
 
 def labeled(name: str, shape: Shape, alignment: int, row: Row, gemms: int) -> Row:
@@ -153,4 +110,17 @@ def labeled(name: str, shape: Shape, alignment: int, row: Row, gemms: int) -> Ro
 
 
 def measure() -> Result:
-    return [*product_rows(), *experts_rows()], {"seed of the ends": SEED}
+    rows = []
+    for shape in (GROUPED[0], *EXPERT_COUNTS):
+        torch._dynamo.reset()
+        weight = random_weight(shape[0], *shape[2:])
+        ends = aligned_recipes() | ({ANY: [*RECIPES]} if shape == GROUPED[0] else {})
+        for alignment, recipes in ends.items():
+            rows += products(shape, weight, alignment, recipes)
+    for shape in EXPERTS:
+        torch._dynamo.reset()
+        e, _, hidden, dim = shape
+        weights = tuple(random_weight(e, *s) for s in ((hidden, dim), (dim, hidden), (hidden, dim)))
+        for alignment, recipes in aligned_recipes().items():
+            rows += experts(shape, weights, alignment, recipes)
+    return rows, {}

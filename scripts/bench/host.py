@@ -1,4 +1,4 @@
-"""The CPU time of FP8 layers: layers called in a loop, compared with bf16.
+"""Layers called in a loop, host included; forward and backward unless the row says otherwise.
 
 The other benchmarks replay CUDA graphs, so they see the GPU alone. Here a layer is called as a
 model calls it, forward and backward. The tensors of the first rows are so small that the GPU waits
@@ -28,9 +28,6 @@ from titan_fp8.recipe import BF16
 KINDS = (BF16, "blockwise", "rowwise")
 CALLS, ROUNDS = 300, 5
 TITLE = "Host cost"
-ABOUT = (
-    "Layers called in a loop, host included; forward and backward unless the row says otherwise."
-)
 
 
 def linear_product(kind: str) -> Callable[[Tensor, Tensor], Tensor]:

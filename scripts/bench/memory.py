@@ -1,8 +1,8 @@
-"""What a Llama3-8B block saves for backward, and its peak memory beyond that.
+"""What a Llama3-8B block saves for backward at 8192 tokens, and its peak memory beyond that.
 
-One block of torchtitan at 8192 tokens in bf16, converted as the plugin converts it, eager and
-compiled. "MiB kept" is what forward saves for backward, without weights. "MiB peak" is the most
-that forward or backward allocates beyond that; backward's includes the gradients of the weights.
+One block of torchtitan in bf16, converted as the plugin converts it, eager and compiled. "MiB kept"
+is what forward saves for backward, without weights. "MiB peak" is the most that forward or backward
+allocates beyond that; backward's includes the gradients of the weights.
 """
 
 import torch
@@ -13,9 +13,7 @@ from torchtitan.models.llama3 import llama3_args
 
 from titan_fp8.recipe import BF16, RECIPES
 
-KINDS = (BF16, *RECIPES)
 TITLE = "Memory of a block"
-ABOUT = "Memory of one Llama3-8B block at 8192 tokens: saved for backward, and peaks beyond that."
 ARGS, TOKENS = llama3_args["8B"], 8192
 
 
@@ -33,7 +31,7 @@ def measure() -> Result:
     x, g = randn(1, TOKENS, ARGS.dim, requires_grad=True), randn(1, TOKENS, ARGS.dim)
     rows = []
     for compiled in (False, True):
-        for kind in KINDS:
+        for kind in (BF16, *RECIPES):
             torch._dynamo.reset()
             layer = block_layer(ARGS, TOKENS, kind, compiled)
             layer.step(x, g)  # compiles

@@ -1,9 +1,9 @@
-"""The permutation around the experts, torchtitan's and this plugin's with gathers.
+"""The permutation around the experts, torchtitan's and this plugin's with gathers, in the shapes of
+DeepSeek-V3 16B with expert parallelism 4: a rank has 4 x 4096 tokens of 2048, each routed to 6
+experts, and 16 of the 64 experts.
 
-The shapes are those of DeepSeek-V3 16B with expert parallelism 4: a rank has 4 x 4096 tokens, each
-routed to 6 experts, and 16 of the 64 experts. permute and unpermute are the functions of expert
-parallelism and include the computation of their indices. "layer" is a whole MoE layer with router
-and sorting but without experts.
+permute and unpermute are the functions of expert parallelism and include the computation of their
+indices. "layer" is a whole MoE layer with router and sorting but without experts.
 
 Bytes are those of an ideal copy: each row is read once and written once, in forward and again in
 backward. The layer's bytes are those of permute and unpermute, without padding. A result that
@@ -11,19 +11,11 @@ differs from torchtitan's ends the benchmark.
 """
 
 import copy as copies
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from bench.common import Result, bandwidth, copy_gbps, median_us, sets_beyond_l2
-from bench.shapes import (
-    EXPERT_RANKS,
-    LOCAL_EXPERTS,
-    ROUTED_DIM,
-    ROUTED_TOKENS,
-    SEED,
-    TOP_K,
-    uneven_ends,
-)
+from bench.shapes import EXPERT_RANKS, LOCAL_EXPERTS, ROUTED_DIM, ROUTED_TOKENS, TOP_K, uneven_ends
 from tables import Row
 from torch import Tensor, nn
 from torchtitan.models.moe import utils
@@ -37,10 +29,9 @@ from titan_fp8.kernels.permute import gather_rows
 ROWS = ROUTED_TOKENS * TOP_K
 ALIGNMENT = 128
 TITLE = "Permutation around the experts"
-ABOUT = (
-    f"{ROWS} rows of {ROUTED_DIM}, {LOCAL_EXPERTS} local experts, {EXPERT_RANKS} ranks: the "
-    "permutation of torchtitan and that of this plugin."
-)
+
+Steps = dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]
+"""Functions of an input and of a gradient, by name."""
 
 
 def _permute(x: Tensor, counts: Tensor, ranks: int, _experts: int) -> tuple:
@@ -63,26 +54,53 @@ def token_counts() -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1)).cuda()
 
 
-def steps(way: str, counts: Tensor) -> dict[str, Callable]:
-    """permute and unpermute, forward alone and with backward, of an input and a gradient."""
+class NoExperts(nn.Module):
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        return x
+
+
+def moe_layer() -> MoE:
+    args = MoEArgs(
+        num_experts=LOCAL_EXPERTS * EXPERT_RANKS,
+        num_shared_experts=0,
+        top_k=TOP_K,
+        score_before_experts=False,
+        _debug_force_load_balance=True,
+    )
+    with torch.device("cuda"), torch.no_grad():
+        layer = MoE(args, dim=ROUTED_DIM, hidden_dim=16)
+        layer.init_weights(0.02, torch.device("cuda"))
+    layer.experts = NoExperts()
+    layer.router.gate.bfloat16()
+    return layer
+
+
+def both_directions(
+    name: str, function: Callable[[Tensor], Tensor], weights: Sequence[Tensor] = ()
+) -> Steps:
+    """The function, forward alone and with backward."""
+
+    def forward(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (function(x),)
+
+    def both(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        y = function(x.requires_grad_())
+        return y, *torch.autograd.grad(y, (x, *weights), g)
+
+    return {name: forward, f"{name}, forward + backward": both}
+
+
+def steps(way: str, counts: Tensor, layer: MoE) -> Steps:
     permute, unpermute = WAYS[way]
-    shape, _, index, _ = permute(draw(ROWS), counts, EXPERT_RANKS, LOCAL_EXPERTS)
-
-    def permute_both(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        x.requires_grad_()
-        _, rows, _, _ = permute(x, counts, EXPERT_RANKS, LOCAL_EXPERTS)
-        return rows, *torch.autograd.grad(rows, x, g)
-
-    def unpermute_both(out: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        out.requires_grad_()
-        y = unpermute(out, shape, index)
-        return y, *torch.autograd.grad(y, out, g)
-
+    sizes = counts, EXPERT_RANKS, LOCAL_EXPERTS
+    shape, _, index, _ = permute(draw(ROWS), *sizes)
+    # A MoE layer takes batches of sequences.
+    routed = lambda x: layer(x.view(4, -1, ROUTED_DIM)).flatten(0, 1)  # noqa: E731
     return {
-        "permute": lambda x, g: permute(x.detach(), counts, EXPERT_RANKS, LOCAL_EXPERTS)[1:2],
-        "permute, forward + backward": permute_both,
-        "unpermute": lambda out, g: (unpermute(out.detach(), shape, index),),
-        "unpermute, forward + backward": unpermute_both,
+        **both_directions("permute", lambda x: permute(x, *sizes)[1]),
+        **both_directions("unpermute", lambda out: unpermute(out, shape, index)),
+        **both_directions("layer", routed, tuple(layer.parameters())),
     }
 
 
@@ -101,74 +119,37 @@ def measure_gather(dtype: torch.dtype, copy: float) -> Row:
     return row_of("gather_rows", dtype, 2 * inputs[0].nbytes / 1e9, us, copy)
 
 
-def measure_steps(copy: float) -> list[Row]:
-    counts = token_counts()
-    ours, theirs = steps("gathers", counts), steps("torchtitan", counts)
-    padded = layouts.round_up(ROWS + LOCAL_EXPERTS * ALIGNMENT, ALIGNMENT)
-    rows = []
-    for what in ours:
-        sizes = (ROWS, padded) if what.startswith("permute") else (padded, ROWS)
-        inputs = [tuple(draw(size) for size in sizes) for _ in range(2)]
-        got, want = ours[what](*inputs[0]), theirs[what](*inputs[0])
-        if not all(map(torch.equal, got, want)):
+def check_equal(what: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Ends the process if results differ."""
+    # torchtitan rounds the gradient of a layer's token to bf16 after each of its summands.
+    allowed = 1e-2 if what.startswith("layer") else 0.0
+    for a, b in zip(got, want, strict=True):
+        if not (a - b).float().norm() <= allowed * b.float().norm():
             raise SystemExit(f"{what} is wrong")
-        del got, want
-        gigabytes = len(what.split("+")) * sum(t.nbytes for t in inputs[0]) / 1e9
-        for way, functions in (("torchtitan", theirs), ("gathers", ours)):
-            us = median_us([lambda i=i, f=functions[what]: f(*i) for i in inputs])
-            rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
-    return rows
-
-
-class NoExperts(nn.Module):
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return x
-
-
-def measure_layer(copy: float) -> list[Row]:
-    args = MoEArgs(
-        num_experts=LOCAL_EXPERTS * EXPERT_RANKS,
-        num_shared_experts=0,
-        top_k=TOP_K,
-        score_before_experts=False,
-        _debug_force_load_balance=True,
-    )
-    with torch.device("cuda"), torch.no_grad():
-        layer = MoE(args, dim=ROUTED_DIM, hidden_dim=16)
-        layer.init_weights(0.02, torch.device("cuda"))
-    layer.experts = NoExperts()
-    layer.router.gate.bfloat16()
-    layers = {"torchtitan": layer, "gathers": copies.deepcopy(layer)}
-    moe.route_by_gathers(layers["gathers"])
-
-    def forward(way: str, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (layers[way](x),)
-
-    def both(way: str, x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-        out = layers[way](x.requires_grad_())
-        return out, *torch.autograd.grad(out, (x, *layers[way].parameters()), g)
-
-    rows = []
-    inputs = [
-        tuple(draw(ROUTED_TOKENS).view(4, -1, ROUTED_DIM) for _ in range(2)) for _ in range(3)
-    ]
-    for what, function in (("layer", forward), ("layer, forward + backward", both)):
-        for got, want in zip(function("gathers", *inputs[0]), function("torchtitan", *inputs[0])):
-            # torchtitan rounds a token's gradient to bf16 after each of its summands.
-            if (got - want).float().norm() > 1e-2 * want.float().norm():
-                raise SystemExit(f"{what} is wrong")
-        del got, want
-        gigabytes = len(what.split("+")) * 4 * ROWS * ROUTED_DIM * 2 / 1e9
-        for way in layers:
-            us = median_us([lambda i=i, w=way, f=function: f(w, *i) for i in inputs])
-            rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
-    return rows
 
 
 def measure() -> Result:
     utils.set_token_group_alignment_size_m(ALIGNMENT)
     copy = copy_gbps()
     rows = [measure_gather(dtype, copy) for dtype in (torch.bfloat16, torch.float32)]
-    rows += measure_steps(copy) + measure_layer(copy)
-    return rows, {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the numbers of tokens": SEED}
+    counts, layer = token_counts(), moe_layer()
+    layers = {"torchtitan": layer, "gathers": copies.deepcopy(layer)}
+    moe.route_by_gathers(layers["gathers"])
+    ways = {way: steps(way, counts, layer) for way, layer in layers.items()}
+    padded = layouts.round_up(ROWS + LOCAL_EXPERTS * ALIGNMENT, ALIGNMENT)
+    # The rows of the input and of the gradient, and those that a direction reads and writes.
+    sizes = {
+        "permute": (ROWS, padded, ROWS + padded),
+        "unpermute": (padded, ROWS, ROWS + padded),
+        "layer": (ROUTED_TOKENS, ROUTED_TOKENS, 4 * ROWS),
+    }
+    for what in ways["gathers"]:
+        name, *both = what.split(", ")
+        *of_inputs, moved = sizes[name]
+        inputs = [tuple(map(draw, of_inputs)) for _ in range(3)]
+        check_equal(what, *(ways[way][what](*inputs[0]) for way in ("gathers", "torchtitan")))
+        gigabytes = (1 + len(both)) * moved * ROUTED_DIM * torch.bfloat16.itemsize / 1e9
+        for way, functions in ways.items():
+            us = median_us([lambda i=i, f=functions[what]: f(*i) for i in inputs])
+            rows.append(row_of(f"{what}, {way}", torch.bfloat16, gigabytes, us, copy))
+    return rows, {"copy bandwidth": f"{copy:.0f} GB/s"}

@@ -1,9 +1,9 @@
-"""The quantizers: time, GB/s and share of the copy bandwidth of the same run.
+"""Quantizers, and SwiGLU fused with quantization: time and share of the copy bandwidth. Groups
+end at multiples of 128 (rowwise: 16), or with a * anywhere.
 
 Bytes are those of an ideal kernel. It reads x once if the elements that share a scale fit on chip,
 twice if a scale covers a column of all tokens, and writes each FP8 copy once. The padding of groups
-that end anywhere does not count. "groups" is the number of groups: their ends are multiples of 128
-(16 for rowwise scales), or with a * they are anywhere.
+that end anywhere does not count.
 
 "x compiler", for SwiGLU and its gradient, is the speedup over torch.compile: a compiled kernel that
 writes h (or da, db and h) in bf16, followed by our quantizers that read it.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from bench.common import Result, bandwidth, copy_gbps, median_us, sets_beyond_l2
-from bench.shapes import QUANTIZE, QUANTIZE_WEIGHTS, SEED, SWIGLU, uneven_ends
+from bench.shapes import QUANTIZE, QUANTIZE_WEIGHTS, SWIGLU, uneven_ends
 from tables import Row
 from torch import Tensor
 
@@ -41,10 +41,6 @@ BLOCKWISE = ("quantize_1x128", "quantize_128x1_t", "quantize_1x128_128x1_t")
 ROWWISE = ("quantize_row", "quantize_col_t", "quantize_row_col_t")
 WEIGHT_OPS = ("quantize_128x128", "quantize_128x128_t", "quantize_row", "quantize_weight_col_t")
 TITLE = "Quantizers"
-ABOUT = (
-    "Quantizers, and SwiGLU fused with quantization: time and share of the copy bandwidth. Groups "
-    "end at multiples of 128 (rowwise: 16), or with a * anywhere."
-)
 
 
 @dataclass(frozen=True)
@@ -142,4 +138,4 @@ def row_of(case: Case, copy: float) -> Row:
 def measure() -> Result:
     copy = copy_gbps()
     rows = [row_of(case, copy) for case in cases()]
-    return rows, {"copy bandwidth": f"{copy:.0f} GB/s", "seed of the ends": SEED}
+    return rows, {"copy bandwidth": f"{copy:.0f} GB/s"}

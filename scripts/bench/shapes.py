@@ -55,22 +55,19 @@ HOST_BLOCK = (4096, 2048)
 ROUTED_TOKENS, TOP_K, ROUTED_DIM, LOCAL_EXPERTS, EXPERT_RANKS = 4 * 4096, 6, 2048, 16, 4
 """DeepSeek-V3 16B with expert parallelism 4: a rank has 16 of the 64 experts."""
 
-SEED = 0
-"""Of the random group ends."""
 
-
-def uneven_ends(groups: int, m: int, alignment: int, seed: int = SEED) -> Tensor:
+def uneven_ends(groups: int, m: int, alignment: int) -> Tensor:
     """Random group ends (E,) int32 at multiples of `alignment`; the last one is m.
 
-    No group is empty, and with two or more groups the largest has at least 3 times the tokens of
-    the smallest.
+    Equal arguments give equal ends. No group is empty, and with two or more groups the largest has
+    at least 3 times the tokens of the smallest.
 
     Raises:
         ValueError: m is no multiple of `alignment`, or too small for such groups.
     """
     if m % alignment:
         raise ValueError(f"m = {m} must be a multiple of alignment = {alignment}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     units = m // alignment
     for _ in range(1000):
         weight = 0.3 + torch.rand(groups, generator=generator)

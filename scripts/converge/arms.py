@@ -1,13 +1,10 @@
-"""The arms of the paired runs: runs of one seed that differ in one thing each.
+"""What the arms of the paired runs (run.py) need besides titan_fp8: errors, and torchao's experts.
 
-The TOML lists titan_fp8's converters, as a user's does. An arm changes their recipe, replaces them
-by torchao's, or adds errors to bf16. Importing this module registers what that takes with
-torchtitan.
+Importing this module registers these model converters with torchtitan.
 """
 
 import copy
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,67 +16,11 @@ from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import register_model_converter
 
 import titan_fp8
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM
 
-OURS = "titan_fp8"
-LINEAR, EXPERTS = f"quantize.linear.{OURS}", f"quantize.grouped_mm.{OURS}"
-TORCHAO_LINEAR, TORCHAO_EXPERTS = "quantize.linear.float8", "converge.torchao_experts"
 PRODUCT_ERROR = 0.037
 """RMS error of a product of two e4m3 matrices of Gaussian data, relative to its RMS, as
 the benchmark of GEMMs measures it (docs/kernels.md)."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One arm.
-
-    Attributes:
-        recipe: of titan_fp8, or None: its converters are replaced by torchao's.
-        torchao: torchao's recipe for linears; its experts are always rowwise.
-        converter: a model converter that is applied after those of the TOML.
-        ulp: whether initial weights are moved to a neighboring number.
-    """
-
-    recipe: str | None = "bf16"
-    torchao: str = ""
-    converter: str = ""
-    ulp: bool = False
-
-
-ARMS = {
-    "bf16": Arm(),
-    "null": Arm(ulp=True),
-    "blockwise": Arm("blockwise"),
-    "rowwise": Arm("rowwise"),
-    "blockwise_pow2": Arm("blockwise_pow2"),
-    "rowwise_with_gw_hp": Arm("rowwise_with_gw_hp"),
-    "torchao_rowwise": Arm(None, "rowwise"),
-    "torchao_tensorwise": Arm(None, "tensorwise"),
-    "errors": Arm(converter="converge.errors"),
-    "control": Arm(converter="converge.control"),
-}
-BASELINE, NULL, CONTROL = "bf16", "null", "control"
-
-
-def apply(arm: Arm, config: JobConfig) -> None:
-    """Makes the job of a TOML that of an arm.
-
-    Raises:
-        ValueError: the TOML does not list titan_fp8's converter of linears.
-    """
-    converters = config.model.converters
-    if LINEAR not in converters:
-        raise ValueError(f"model.converters = {converters} lacks {LINEAR!r}, which arms change")
-    quantize = config.quantize
-    if arm.recipe:
-        quantize.linear.titan_fp8.recipe, quantize.grouped_mm.titan_fp8.recipe = arm.recipe, None
-    else:
-        torchao = {LINEAR: TORCHAO_LINEAR, EXPERTS: TORCHAO_EXPERTS}
-        config.model.converters = [torchao.get(name, name) for name in converters]
-        quantize.linear.float8.recipe_name = arm.torchao
-        quantize.linear.float8.filter_fqns = quantize.linear.titan_fp8.filter_fqns
-        quantize.grouped_mm.float8.fqns = quantize.grouped_mm.titan_fp8.fqns
-    if arm.converter:
-        config.model.converters = [*converters, arm.converter]
 
 
 class _Errors(torch.autograd.Function):
@@ -126,7 +67,7 @@ class RandomErrors(_Converter):
         converted = copy.deepcopy(model)  # on the meta device, so this takes no memory
         section = self.job_config.quantize.linear.titan_fp8
         titan_fp8.convert_linears(converted, filter_fqns=section.filter_fqns)
-        if EXPERTS in self.job_config.model.converters:
+        if GROUPED_MM in self.job_config.model.converters:
             fqns = self.job_config.quantize.grouped_mm.titan_fp8.fqns
             titan_fp8.convert_experts(converted, fqns=fqns)
         before = dict(model.named_modules())
@@ -182,4 +123,4 @@ def move_by_one_ulp(model: nn.Module, seed: int) -> None:
 
 register_model_converter(RandomErrors, "converge.errors")
 register_model_converter(Control, "converge.control")
-register_model_converter(TorchaoExperts, TORCHAO_EXPERTS)
+register_model_converter(TorchaoExperts, "converge.torchao_experts")

@@ -6,7 +6,7 @@ CONFIG is the TOML of a torchtitan job that lists titan_fp8's converters; a name
 a TOML beside this file. The seed of a run decides about its initial weights and the order of its
 text, so the runs of one seed are pairs. Each ends with a line in the results file, and a run that
 has its line there, or in a file after --known, is not repeated: the same command continues what was
-stopped. With --minutes it stops in time, and trains only runs that end by then.
+stopped. With --minutes it stops in time, and starts no run that would not end by then.
 
 FLAGs go to torchtitan in every run, and are part of what the runs must have in common.
 
@@ -27,12 +27,41 @@ from pathlib import Path
 
 import text as texts
 
-ARMS = ("bf16", "null", "blockwise", "rowwise", "blockwise_pow2", "rowwise_with_gw_hp")
-ARMS += ("torchao_rowwise", "torchao_tensorwise", "errors", "control")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GRACE = 30.0
 """Seconds after --minutes that processes may take to end by themselves."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What the runs of an arm have in common, and differ in from those of other arms.
+
+    Attributes:
+        recipe: of titan_fp8, or None: its converters are replaced by torchao's.
+        torchao: torchao's recipe for linears; its experts are always rowwise.
+        converter: a model converter that is applied after those of the TOML.
+        ulp: whether initial weights are moved to a neighboring number.
+    """
+
+    recipe: str | None = "bf16"
+    torchao: str = ""
+    converter: str = ""
+    ulp: bool = False
+
+
+ARMS = {
+    "bf16": Arm(),
+    "null": Arm(ulp=True),
+    "blockwise": Arm("blockwise"),
+    "rowwise": Arm("rowwise"),
+    "blockwise_pow2": Arm("blockwise_pow2"),
+    "rowwise_with_gw_hp": Arm("rowwise_with_gw_hp"),
+    "torchao_rowwise": Arm(None, "rowwise"),
+    "torchao_tensorwise": Arm(None, "tensorwise"),
+    "errors": Arm(converter="converge.errors"),
+    "control": Arm(converter="converge.control"),
+}
 
 
 @dataclass
@@ -106,10 +135,9 @@ def start(arm: str, seeds: list[int], slot: int, args: argparse.Namespace, until
     if args.devices:
         mine = args.devices[slot * gpus : (slot + 1) * gpus]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-    command = [*launcher(gpus), str(HERE / "worker.py"), "--toml", str(args.toml), "--arm", arm]
-    command += ["--seeds", *map(str, seeds), "--text", str(args.text)]
-    command += ["--results", str(args.results), "--until", str(until)]
-    command += ["--about", json.dumps(args.about), "--", *args.flags]
+    files = {name: str(getattr(args, name)) for name in ("toml", "text", "results")}
+    job = {"arm": arm, "seeds": seeds, "until": until, "about": args.about, "flags": args.flags}
+    command = [*launcher(gpus), str(HERE / "worker.py"), json.dumps({**files, **job})]
     log = Path(f"{args.results}.slot{slot}.log")
     with log.open("a") as file:
         file.write(f"{' '.join(command)}\n")

@@ -38,10 +38,6 @@ SAME = ("weights", "order", "steps", "tokens", "world")
 MOST_SEEDS = 1000
 
 
-class InputError(Exception):
-    """Results that cannot be compared."""
-
-
 def student(n: int) -> float:
     """Student's t for the mean of n values."""
     return stats.t.ppf((1 + LEVEL) / 2, n - 1)
@@ -101,21 +97,21 @@ class Model:
         return GOAL_EXPERTS if self.one["experts"] else GOAL_DENSE
 
     def add(self, run: dict) -> None:
-        """Raises InputError for a run of another experiment, and for one that is there already."""
+        """Raises ValueError for a run of another experiment, and for one that is there already."""
         other = next((run for runs in self.runs.values() for run in runs.values()), run)
         if run["experiment"] != other["experiment"]:
-            raise InputError(
+            raise ValueError(
                 f"{self.name}: the results mix runs with different TOMLs, texts or flags"
             )
         if run["seed"] in self.runs.setdefault(run["arm"], {}):
-            raise InputError(f"{self.name}: {run['arm']}, seed {run['seed']} is there twice")
+            raise ValueError(f"{self.name}: {run['arm']}, seed {run['seed']} is there twice")
         self.runs[run["arm"]][run["seed"]] = run
 
     def pairs(self, arm: str) -> list[tuple[dict, dict]]:
         """The runs of an arm with that of bf16 of the same seed.
 
         Raises:
-            InputError: they did not start from the same weights and read the same text.
+            ValueError: they did not start from the same weights and read the same text.
         """
         baseline = self.runs.get(BASELINE, {})
         found = []
@@ -124,7 +120,7 @@ class Model:
                 continue
             for key in SAME:
                 if not np.isclose(run[key], baseline[seed][key], rtol=1e-9, atol=0):
-                    raise InputError(
+                    raise ValueError(
                         f"{self.name}: {arm} and {BASELINE} of seed {seed} are no pair: {key} is "
                         f"{run[key]} and {baseline[seed][key]}"
                     )
@@ -159,7 +155,7 @@ def read(files: list[Path]) -> list[Model]:
             models.setdefault(run["model"], Model(run["model"])).add(run)
     for model in models.values():
         if BASELINE not in model.runs:
-            raise InputError(f"{model.name}: the results have no runs of {BASELINE}")
+            raise ValueError(f"{model.name}: the results have no runs of {BASELINE}")
     return [*models.values()]
 
 
@@ -210,14 +206,12 @@ def found(model: Model) -> str:
 
 def draw(models: list[Model], out: Path) -> None:
     """A panel for each model: the interval of each arm, and its differences as dots."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     size = (6 * len(models), 1.2 + 0.34 * max(len(model.arms()) for model in models))
-    figure, panels = plt.subplots(1, len(models), figsize=size, squeeze=False, layout="tight")
-    for model, panel in zip(models, panels[0]):
+    figure = Figure(size, layout="tight")
+    for model, panel in zip(models, figure.subplots(1, len(models), squeeze=False)[0]):
         panel.axvspan(-TOLERANCE, TOLERANCE, color="0.92")
         panel.axvline(0, color="0.6", linewidth=0.8)
         arms = model.arms()[::-1]
@@ -233,11 +227,10 @@ def draw(models: list[Model], out: Path) -> None:
         low, high = panel.get_xlim()
         panel.set_xticks([t for t in ticks if low <= t <= high or abs(t) <= TOLERANCE])
         panel.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        panel.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        panel.xaxis.set_minor_locator(NullLocator())
         panel.set_title(model.name)
         panel.set_xlabel("held-out loss at the end, % from bf16 of the same seed")
     figure.savefig(out, dpi=120)
-    plt.close(figure)
 
 
 def insert(tables: str, page: Path) -> None:
@@ -245,7 +238,7 @@ def insert(tables: str, page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"(<!-- .*table\.py.* -->\n)(?s:.*?)(?=<!--)", text)
     if len(parts) != 3:
-        raise InputError(f"{page} must have one comment that names table.py, and one after it")
+        raise ValueError(f"{page} must have one comment that names table.py, and one after it")
     page.write_text("".join((*parts[:2], "\n", tables, "\n", parts[2])), encoding="utf-8")
 
 
@@ -261,7 +254,7 @@ def main(argv: list[str]) -> int:
         models = read(args.results)
         tables = "\n".join(map(table, models))
         insert(tables, args.page) if args.page else print(tables, end="")
-    except (OSError, InputError) as error:
+    except (OSError, ValueError) as error:
         print(f"table.py: {error}", file=sys.stderr)
         return 2
     if args.plot:

@@ -7,7 +7,6 @@ first of its process or the tenth, and all arms of a seed start from the same we
 same batches.
 """
 
-import argparse
 import copy
 import dataclasses
 import fcntl
@@ -37,6 +36,7 @@ if not torch.cuda.is_available():
 
 import arms
 import flavors
+from run import ARMS, Arm
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.moe.moe import MoE
@@ -44,15 +44,13 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
+
 PARTS = {"tenth": 1 / 10, "third": 1 / 3, "two_thirds": 2 / 3, "end": 1.0}
 """The parts of a run after which the held-out loss is computed."""
 CURVE_POINTS = 50
-SPEED_FROM_STEP, SPEED_EVERY = 11, 25  # the steps before it compile and warm up
+SPEED_FROM_STEP = 11  # the steps before it compile and warm up
 VERSIONS = ("torch", "triton", "torchtitan", "torchao")
-
-
-class OutOfTime(Exception):
-    """The run would not end in time."""
 
 
 class PairedTrainer(Trainer):
@@ -83,16 +81,13 @@ class PairedTrainer(Trainer):
         self.readers, self.reader = (mesh.size(), mesh.get_local_rank()) if mesh else (1, 0)
         self.local_batch = training.local_batch_size
         self.batch = self.local_batch * self.readers * self.gradient_accumulation_steps
-        there, self.in_turn = (
-            (len(text.held_out) - 1) // self.seq_len,
-            self.local_batch * self.readers,
-        )
-        if there < self.in_turn:
+        there, at_once = (len(text.held_out) - 1) // self.seq_len, self.local_batch * self.readers
+        if there < at_once:
             raise ValueError(
                 f"the held-out text has {there:,} sequences of {self.seq_len:,} tokens, and one "
-                f"evaluation of all ranks reads {self.in_turn:,} at once"
+                f"evaluation of all ranks reads {at_once:,} at once"
             )
-        self.held_out = np.arange(there // self.in_turn * self.in_turn)
+        self.held_out = np.arange(there // at_once * at_once)
         self.metrics_processor.should_log = lambda step: False
         self.loss_sum, self.loss_fn = self.loss_fn, self.counted_loss
         self.fresh_optimizers = [copy.deepcopy(each.state_dict()) for each in self.optimizers]
@@ -126,12 +121,8 @@ class PairedTrainer(Trainer):
         local = (getattr(p, "_local_tensor", p) for p in model.parameters())
         return sum(p.detach().double().square().sum() for p in local).item()
 
-    def run(self, seed: int, ulp: bool, until: float) -> dict[str, Any]:
-        """Trains one run, and returns what is reported of it.
-
-        Raises:
-            OutOfTime: it would not end before `until`, in seconds since 1970.
-        """
+    def run(self, seed: int, ulp: bool) -> dict[str, Any]:
+        """Trains one run, and returns what is reported of it."""
         weights = self.restart(seed)
         if ulp:
             arms.move_by_one_ulp(self.model_parts[0], seed)
@@ -151,10 +142,6 @@ class PairedTrainer(Trainer):
             if step == SPEED_FROM_STEP - 1:
                 self.losses[step - 1].item()
                 warm = time.time()
-            elif step >= SPEED_FROM_STEP and step % SPEED_EVERY == 0:
-                self.losses[step - 1].item()  # waits for the GPU, of which the CPU may be ahead
-                seconds = (time.time() - warm) / (step - SPEED_FROM_STEP + 1)
-                self.check_time(seconds * (self.steps - step), until)
         losses = self.summed(self.losses).cpu().numpy()
         seconds = time.time() - warm
         timed = self.steps - SPEED_FROM_STEP + 1 if self.steps >= SPEED_FROM_STEP else self.steps
@@ -172,12 +159,11 @@ class PairedTrainer(Trainer):
             "seconds": round(seconds * self.steps / timed, 1),
         }
 
-    def check_time(self, seconds: float, until: float) -> None:
-        """Raises OutOfTime, on all ranks, if so many more seconds are too late for one of them."""
+    def would_end(self, seconds: float) -> float:
+        """When a run of so many seconds would end on the last rank, in seconds since 1970."""
         end = torch.tensor(time.time() + seconds, device=self.device, dtype=torch.float64)
         dist.all_reduce(end, dist.ReduceOp.MAX)
-        if end.item() > until:
-            raise OutOfTime
+        return end.item()
 
     def sequences(
         self, tokens: np.ndarray, numbers: np.ndarray
@@ -221,10 +207,32 @@ class PairedTrainer(Trainer):
         return x
 
 
+def apply(arm: Arm, config: JobConfig) -> None:
+    """Makes the job of a TOML, which lists titan_fp8's converters as a user's does, that of an arm.
+
+    Raises:
+        ValueError: the TOML does not list titan_fp8's converter of linears.
+    """
+    converters = config.model.converters
+    if LINEAR not in converters:
+        raise ValueError(f"model.converters = {converters} lacks {LINEAR!r}, which arms change")
+    quantize = config.quantize
+    if arm.recipe:
+        quantize.linear.titan_fp8.recipe, quantize.grouped_mm.titan_fp8.recipe = arm.recipe, None
+    else:
+        torchao = {LINEAR: "quantize.linear.float8", GROUPED_MM: "converge.torchao_experts"}
+        config.model.converters = [torchao.get(name, name) for name in converters]
+        quantize.linear.float8.recipe_name = arm.torchao
+        quantize.linear.float8.filter_fqns = quantize.linear.titan_fp8.filter_fqns
+        quantize.grouped_mm.float8.fqns = quantize.grouped_mm.titan_fp8.fqns
+    if arm.converter:
+        config.model.converters = [*converters, arm.converter]
+
+
 def job_config(toml: str, flags: list[str], arm: str) -> JobConfig:
     """The config of an arm: that of the TOML, without logs, checkpoints and validation."""
     config = ConfigManager().parse_args(["--job.config_file", toml, *flags])
-    arms.apply(arms.ARMS[arm], config)
+    apply(ARMS[arm], config)
     config.job.dump_folder = tempfile.mkdtemp(prefix="converge_")
     config.checkpoint.enable = config.validation.enable = False
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
@@ -233,45 +241,33 @@ def job_config(toml: str, flags: list[str], arm: str) -> JobConfig:
     return config
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--toml", required=True)
-    parser.add_argument("--arm", required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970")
-    parser.add_argument("--about", type=json.loads, default={}, help="more fields of the results")
-    end = sys.argv.index("--")
-    args, flags = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+def main(job: SimpleNamespace) -> None:
+    """Trains the runs of a job, which is what `start` in run.py passes on."""
     init_logger()
     start = time.time()
-    text = texts.read(args.text)
-    trainer = PairedTrainer(job_config(args.toml, flags, args.arm), text)
-    names = VERSIONS if "torchao" in args.arm else VERSIONS[:-1]
+    trainer = PairedTrainer(job_config(job.toml, job.flags, job.arm), texts.read(Path(job.text)))
+    names = VERSIONS if "torchao" in job.arm else VERSIONS[:-1]
     versions = {name: importlib.metadata.version(name) for name in names}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about = {**args.about, "arm": args.arm, "device": device, "versions": versions}
+    about = {**job.about, "arm": job.arm, "device": device, "versions": versions}
     about["world"] = dist.get_world_size()
     about["experts"] = any(isinstance(module, MoE) for module in trainer.model_parts[0].modules())
     needed = 0.0
-    for seed in args.seeds:
-        try:
-            trainer.check_time(needed, args.until)
-            run = trainer.run(seed, arms.ARMS[args.arm].ulp, args.until)
-        except OutOfTime:
-            logger.info(f"{args.arm}: seed {seed} would not end in time")
+    for seed in job.seeds:
+        if trainer.would_end(needed) > job.until:
+            logger.info(f"{job.arm}: seed {seed} would not end in time")
             break
+        run = trainer.run(seed, ARMS[job.arm].ulp)
         needed = run["seconds"]
         if dist.get_rank() == 0:
             line = {**about, **run, "since_start": round(time.time() - start, 1)}
-            with args.results.open("a") as file:
+            with Path(job.results).open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # other processes append to it
                 file.write(json.dumps(line) + "\n")
-            logger.info(f"{args.arm}: seed {seed}: held-out loss {run['held_out']['end']:.4f}")
+            logger.info(f"{job.arm}: seed {seed}: held-out loss {run['held_out']['end']:.4f}")
     trainer.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(SimpleNamespace(**json.loads(sys.argv[1])))

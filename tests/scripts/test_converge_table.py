@@ -121,12 +121,12 @@ def test_seeds_without_bf16_do_not_count(read):
 
 @pytest.mark.parametrize("key", ["weights", "order", "steps", "tokens", "world"])
 def test_refuses_runs_that_are_no_pair(read, key):
-    with pytest.raises(table.InputError, match=f"blockwise and bf16 of seed 1 are no pair: {key}"):
+    with pytest.raises(ValueError, match=f"blockwise and bf16 of seed 1 are no pair: {key}"):
         read({"blockwise": [0.1, 0.2]}, **{key: 2}).end("blockwise")
 
 
 def test_refuses_a_mixture(read, tmp_path, capsys):
-    with pytest.raises(table.InputError, match="mix runs with different TOMLs, texts or flags"):
+    with pytest.raises(ValueError, match="mix runs with different TOMLs, texts or flags"):
         read({"blockwise": [0.1]}, experiment="other")
     file = str(write(tmp_path / "r.jsonl", {"bf16": [0.0]}))
     assert table.main([file, file]) == 2

@@ -1,7 +1,5 @@
 """Paired runs: what the runs of a seed have in common, and that a run does not depend on others."""
 
-import math
-
 import pytest
 import torch
 from paired_runs import SCRIPTS, paired_trainer, write_moe, write_text
@@ -28,7 +26,7 @@ def equal(ours, theirs) -> bool:
 
 
 def result(trainer, seed: int, ulp: bool = False) -> tuple[dict, list[torch.Tensor]]:
-    run = trainer.run(seed, ulp, math.inf)
+    run = trainer.run(seed, ulp)
     del run["tokens_per_second"], run["seconds"]
     return run, weights(trainer)
 
@@ -51,10 +49,10 @@ def test_second_run_compiles_nothing(tmp_path, text):
 
     flags = (*COMPILE, *THREE_STEPS)
     with paired_trainer("blockwise", text, write_moe(tmp_path), *flags) as trainer:
-        trainer.run(1, False, math.inf)
+        trainer.run(1, False)
         compiled = counters["stats"]["unique_graphs"]
         assert compiled
-        trainer.run(2, False, math.inf)
+        trainer.run(2, False)
     assert counters["stats"]["unique_graphs"] == compiled
 
 
@@ -62,7 +60,7 @@ def test_arms_of_a_seed_start_from_the_same_weights_and_read_the_same_text(tmp_p
     seen, toml = {}, write_moe(tmp_path)
     for arm in ("bf16", *ARMS):
         with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
-            run = trainer.run(3, arm == "null", math.inf)
+            run = trainer.run(3, arm == "null")
             trainer.restart(3)
             seen[arm] = run, weights(trainer)
     run, start = seen["bf16"]
@@ -77,7 +75,7 @@ def test_the_null_is_close_and_the_control_is_found_in_every_seed(text):
     ends = {}
     for arm in ("bf16", "null", "control"):
         with paired_trainer(arm, text, SCRIPTS / "tiny.toml") as trainer:
-            runs = [trainer.run(seed, arm == "null", math.inf) for seed in (1, 2, 3)]
+            runs = [trainer.run(seed, arm == "null") for seed in (1, 2, 3)]
             ends[arm] = torch.tensor([run["held_out"]["end"] for run in runs])
     null, control = (100 * (ends[arm] / ends["bf16"] - 1) for arm in ("null", "control"))
     assert null.any() and null.abs().max() < 0.005
@@ -102,7 +100,7 @@ def test_runs_read_text_once_and_all_of_the_held_out_text(text):
         read = []
         trainer.train_step = lambda batches: read.append(next(batches))
         trainer.held_out_loss = lambda: 0.0
-        trainer.run(1, False, math.inf)
+        trainer.run(1, False)
         train = torch.from_numpy(trainer.text.train.astype("int64"))
         starts = set()
         for inputs, labels in read:
@@ -132,17 +130,6 @@ def test_held_out_loss_is_that_of_all_its_tokens_and_does_not_change_training(te
         assert equal(end, result(trainer, 1)[1])
 
 
-def test_run_stops_that_would_not_end_in_time(text, monkeypatch):
-    import worker
-
-    monkeypatch.setattr(worker, "SPEED_EVERY", 1)
-    with (
-        paired_trainer("bf16", text, SCRIPTS / "tiny.toml") as trainer,
-        pytest.raises(worker.OutOfTime),
-    ):
-        trainer.run(1, False, until=0.0)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -170,13 +157,12 @@ def test_refuses(text, flags, message, monkeypatch):
         pytest.raises(ValueError, match=message),
         paired_trainer("bf16", text, toml, *flags) as trainer,
     ):
-        trainer.run(1, False, math.inf)
+        trainer.run(1, False)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_torchao_takes_the_place_of_our_converters(tmp_path, recipe):
-    import arms
-    from worker import job_config
+    from worker import ARMS, apply, job_config
 
     flags = ["--quantize.linear.titan_fp8.filter_fqns", "output,wq"]
     config = job_config(str(write_moe(tmp_path)), flags, f"torchao_{recipe}")
@@ -184,7 +170,7 @@ def test_torchao_takes_the_place_of_our_converters(tmp_path, recipe):
     float8 = config.quantize.linear.float8
     assert (float8.recipe_name, float8.filter_fqns) == (recipe, ["output", "wq"])
     with pytest.raises(ValueError, match="lacks 'quantize.linear.titan_fp8', which arms change"):
-        arms.apply(arms.ARMS["bf16"], config)
+        apply(ARMS["bf16"], config)
 
 
 @pytest.mark.parametrize("model", ["llama3", "deepseek_v3", "qwen3"])

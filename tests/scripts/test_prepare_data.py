@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import sys
 from pathlib import Path
 
@@ -76,15 +75,6 @@ def test_text_is_taken_and_everything_else_left_out(package, tmp_path, prepare):
     assert tokenizer.get_vocab_size() == VOCABULARY
 
 
-def test_the_held_out_part_comes_from_other_folders(package, other, tmp_path, prepare):
-    out = tmp_path / "out"
-    held_out = ("--held-out", other, "--vocab-size", VOCABULARY)
-    report = prepare(out, "--from", package, *held_out)
-    assert "".join(pieces(out, "validation")).count("int apart") == 30
-    assert "def function_5" not in "".join(pieces(out, "validation"))
-    assert "Held out: other\n  1 files" in report and "left out: 1 copies" in report
-
-
 def test_no_file_is_in_both_parts(package, tmp_path, prepare):
     out = tmp_path / "out"
     prepare(out, "--from", package, "--vocab-size", VOCABULARY)
@@ -115,10 +105,10 @@ def test_names_that_are_not_utf_8_are_reported(package, other, tmp_path, prepare
     package = package.rename(tmp_path / os.fsdecode(b"d\xe9"))
     other = other.rename(tmp_path / os.fsdecode(b"\xe9t"))
     out = tmp_path / os.fsdecode(b"\xe9")
-    call = out, "--from", package, "--held-out", other, "--vocab-size", VOCABULARY
+    call = out, "--from", package, other, "--vocab-size", VOCABULARY
     report = prepare(*call)
     assert f"data: {tmp_path}/\\udce9 is new\n" in report
-    assert "Training: d\\udce9\n" in report and "Held out: \\udce9t\n" in report
+    assert "Training: d\\udce9 \\udce9t\n" in report
     assert "is prepared" in prepare(*call)
 
 
@@ -130,35 +120,28 @@ def test_a_file_that_is_left_out_leaves_the_data_alone(package, tmp_path, prepar
     assert "is prepared" in prepare(*call)
 
 
-@pytest.mark.parametrize(
-    "change", ["text", "folder", "held-out folder", "--vocab-size", "--piece", "version"]
-)
-def test_what_determines_the_data_makes_it_anew(
-    package, other, tmp_path, prepare, change, monkeypatch
-):
+@pytest.mark.parametrize("change", ["text", "folder", "--vocab-size", "--piece", "version"])
+def test_what_determines_the_data_makes_it_anew(package, tmp_path, prepare, change, monkeypatch):
     out, options = tmp_path / "out", {"--vocab-size": VOCABULARY, "--piece": 400}
     flags = [word for pair in options.items() for word in pair]
-    prepare(out, "--from", package, "--held-out", other, *flags)
-    assert "is prepared" in prepare(out, "--from", package, "--held-out", other, *flags)
+    prepare(out, "--from", package, *flags)
+    assert "is prepared" in prepare(out, "--from", package, *flags)
     if change == "text":
         (package / "module_0.py").write_text("x = 1\n")
     elif change == "folder":
         package = package.rename(tmp_path / "renamed")
-    elif change == "held-out folder":
-        other = other.rename(tmp_path / "renamed")
     elif change == "version":
         monkeypatch.setattr("tokenizers.__version__", "0.1")
     else:
         flags[flags.index(change) + 1] += 10
-    assert "is new" in prepare(out, "--from", package, "--held-out", other, *flags)
-    assert ("renamed" in (out / "report.txt").read_text()) == ("folder" in change)
+    assert "is new" in prepare(out, "--from", package, *flags)
+    assert ("renamed" in (out / "report.txt").read_text()) == (change == "folder")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--from", "nowhere"], "no such folder: nowhere"),
-        (["--held-out", "."], "--held-out needs --from"),
         (["--vocab-size", "257"], "--vocab-size must be 258 to 2147483647, not 257"),
         (["--piece", "0"], "--piece must be at least 1, not 0"),
     ],
@@ -171,11 +154,11 @@ def test_bad_arguments_are_refused(tmp_path, prepare, capsys, arguments, message
 
 def test_a_part_without_text_is_refused(package, tmp_path, prepare):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(SystemExit, match="the training part has no text .left out: nothing"):
-        prepare(tmp_path / "out", "--from", tmp_path / "nothing", "--held-out", package)
-    copies = shutil.copytree(package / "docs", tmp_path / "copies")
-    with pytest.raises(SystemExit, match="the held-out part has no text .left out: 2 copies"):
-        prepare(tmp_path / "out", "--from", package, "--held-out", copies)
+    with pytest.raises(SystemExit, match="nothing: 0 of at least 2 files of text .left out: noth"):
+        prepare(tmp_path / "out", "--from", tmp_path / "nothing")
+    (package / "docs/copy.py").write_bytes((package / "docs/manual.rst").read_bytes())
+    with pytest.raises(SystemExit, match="docs: 1 of at least 2 files .*: 1 copies"):
+        prepare(tmp_path / "out", "--from", package / "docs")
 
 
 @pytest.mark.parametrize("call", ["scandir", "open"])
@@ -241,7 +224,7 @@ def test_what_a_failed_call_left_behind_is_made_anew(package, tmp_path, prepare)
 def test_a_call_that_cannot_write_is_made_up_for(package, other, tmp_path, prepare):
     """A limit on the size of files acts like a full disk."""
     out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
-    call = out, "--from", other, "--held-out", package / "docs", "--vocab-size", VOCABULARY
+    call = out, "--from", other, package / "docs", "--vocab-size", VOCABULARY
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(SystemExit, match="prepare_data: .*/out: File too large"):
