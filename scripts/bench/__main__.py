@@ -16,7 +16,7 @@ import importlib
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("linear", "grouped", "memory", "host", "gemm", "quantize", "permutation", "exchange")
+BENCHMARKS = ("linear", "grouped", "memory", "host", "gemm", "quantize", "exchange")
 """In the order of docs/kernels.md."""
 COMMANDS = ("plans", "release", "kernel_table", "render")
 

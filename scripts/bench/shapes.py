@@ -52,9 +52,6 @@ HOST_LINEAR = ((4096, 10944, 2048), (8192, 4096, 4096))
 HOST_BLOCK = (4096, 2048)
 """(M, dim) of a block with a hidden dimension of 5632, as of a Llama with a billion parameters."""
 
-ROUTED_TOKENS, TOP_K, ROUTED_DIM, LOCAL_EXPERTS, EXPERT_RANKS = 4 * 4096, 6, 2048, 16, 4
-"""DeepSeek-V3 16B with expert parallelism 4: a rank has 16 of the 64 experts."""
-
 
 def uneven_ends(groups: int, m: int, alignment: int) -> Tensor:
     """Random group ends (E,) int32 at multiples of `alignment`; the last one is m.

@@ -3,8 +3,6 @@
 Names are as in scripts/bench/shapes.py, which has the shapes of production layers.
 """
 
-from bench.shapes import EXPERT_RANKS, LOCAL_EXPERTS
-
 ODD_GEMM = (
     (256, 256, 256, None),
     (1, 16, 16, None),
@@ -62,7 +60,7 @@ ODD_ROUTING = {
 """Tokens that each rank (outer list) sends to each local expert (inner list)."""
 ODD_ROW_LENGTHS = (16, 576, 2048, 7168, 2049)
 """Elements of a permuted row; rows of 2049 are not aligned to 16 bytes."""
-RANKS_AND_EXPERTS = ((1, 1), (EXPERT_RANKS, LOCAL_EXPERTS), (64, 4), (1, 256))
+RANKS_AND_EXPERTS = ((1, 1), (4, 16), (64, 4), (1, 256))
 """Ranks and local experts whose counts `places_of_tokens` reads."""
 
 SMALL_GEMM = {
