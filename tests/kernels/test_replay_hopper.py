@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from titan_fp8.functional import gemms
 from titan_fp8.kernels import gradients, hopper, launch, replay
-from titan_fp8.kernels.hopper import gemm_blockwise
+from titan_fp8.kernels.hopper import gemm
 from titan_fp8.kernels.replay import replayed
 from titan_fp8.ops.registry import Implementation
 from titan_fp8.ops.sequence import Place, Step, encode, run_steps
@@ -62,7 +62,7 @@ def kernels(cuda, monkeypatch):
     # The CPU has no torch.mm with an out_dtype.
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a @ b).to(out_dtype))
     monkeypatch.setattr(GluonJITFunction, "run", run)
-    monkeypatch.setattr(gemm_blockwise, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gemm, "multiprocessors", lambda device: 132)
 
 
 OPS = Implementation(hopper)
