@@ -11,6 +11,7 @@ kernel reads or writes as another dtype, (tensor, TensorMap) for one that it acc
 are cheap: neither PyTorch nor Triton checks them.
 """
 
+import ctypes
 import functools
 import logging
 import re
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 SOURCES = ("step.c", "launcher.c")
 POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters, the same numbers as in `step.c`."""
+NAME_BYTES = 64
+"""Those of a kernel's name in a plan, as in `step.c`."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
 """How many shapes each cache of launch arguments or replays holds. With expert parallelism the
@@ -72,10 +75,11 @@ def for_triton(value: Any) -> Any:
 @functools.cache
 def native(driver: str = "libcuda.so.1") -> ModuleType:
     """The extension module of `step.c` and `launcher.c`, built as Triton builds its launchers."""
+    ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)  # The module is not linked to it: finds it loaded.
     source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
-    module.load_driver(driver, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
+    module.set_up(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
     return module
 
 
@@ -99,7 +103,7 @@ class Kernel(GluonJITFunction):
             self._launcher = functools.partial(native().launch, first, plans, constants)
         if (recorder := RECORDER.get()) is not None:
             return functools.partial(recorder.launch, self._launcher, grid)
-        return functools.partial(self._launcher, grid)
+        return functools.partial(self._launcher, grid, None)
 
     def _launch_first(
         self,
@@ -188,7 +192,8 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
     # After its arguments a kernel takes two pointers to scratch memory.
     if not plain_launch or _parameters(ptx) != [*sizes, 8, 8]:
         return None
-    return array("q", words).tobytes()
+    name = metadata.name.encode()[: NAME_BYTES - 1]
+    return name.ljust(NAME_BYTES, b"\0") + array("q", words).tobytes()
 
 
 def _parameters(ptx: str) -> list[int]:

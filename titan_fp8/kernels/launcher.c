@@ -1,4 +1,4 @@
-// The C part of `launch.py` (launch, step) and of `replay.py` (replay). It follows `step.c`, which
+// The C part of `launch.py` (launch) and of `replay.py` (replay). It follows `step.c`, which
 // explains plans and steps.
 //
 // A launch computes a key from the properties of the arguments that Triton specializes on, looks
@@ -10,7 +10,7 @@
 
 enum { MAX_ARGUMENTS = 64, MAX_KEY = 256, MAX_SLOTS = 128 };
 
-// What is known of a kernel, the first three arguments of launch and step.
+// What is known of a kernel, the first three arguments of launch.
 typedef struct {
   PyObject *first;     // first(key, grid, *arguments, **options) compiles, launches and adds a plan
   PyObject *plans;     // dict, key -> plan
@@ -161,49 +161,38 @@ static PyObject *make_step(const Kernel *self, Launch *launch, Step *step, CUstr
   return key;
 }
 
-// launch(first, plans, constants, grid, *arguments, **options). Options may include constexprs.
+// launch(first, plans, constants, grid, places, *arguments, **options). Options may include
+// constexprs. Without `places`, which is None, it launches. Otherwise places[i] is the (slot, offset)
+// of the address of argument i, and it returns the step of the launch as bytes, or None if Triton
+// launches this kernel.
 static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count,
                         PyObject *names) {
   const Kernel self = {arguments[0], arguments[1], arguments[2]};
-  PyObject *grid = arguments[3], *result = NULL;
-  arguments += 4, count -= 4;
+  PyObject *grid = arguments[3], *places = arguments[4], *result = NULL;
+  arguments += 5, count -= 5;
   Launch launch;
   Step step;
   CUstream stream;
   bool planned;
-  PyObject *key = make_step(&self, &launch, &step, &stream, &planned, grid, NULL, arguments, count,
-                            names);
-  if (key && !planned) {
+  PyObject *key = make_step(&self, &launch, &step, &stream, &planned, grid, places, arguments,
+                            count, names);
+  if (!key)
+    return NULL;
+  if (places != Py_None) {
+    result = planned ? PyBytes_FromStringAndSize((char *)&step, sizeof step) : Py_NewRef(Py_None);
+  } else if (!planned) {
     result = launch_first(&self, key, grid, arguments, count, names);
-  } else if (key) {
+  } else {
     CUresult code;
     const char *what = "";
     Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
     code = run_step(&step, launch.values, stream, &what);
     Py_END_ALLOW_THREADS
-    if (succeeded(code, what))
+    if (succeeded(code, what, step.name))
       result = Py_NewRef(Py_None);
   }
-  Py_XDECREF(key);
-  return result;
-}
-
-// step(first, plans, constants, grid, places, *arguments, **options) returns the step of this launch
-// as bytes, or None if Triton launches it. places[i] is the (slot, offset) of the address of
-// argument i.
-static PyObject *launch_step(PyObject *Py_UNUSED(module), PyObject *const *arguments,
-                             Py_ssize_t count, PyObject *names) {
-  const Kernel self = {arguments[0], arguments[1], arguments[2]};
-  Launch launch;
-  Step step;
-  CUstream stream;
-  bool planned;
-  PyObject *key = make_step(&self, &launch, &step, &stream, &planned, arguments[3], arguments[4],
-                            arguments + 5, count - 5, names);
-  if (!key)
-    return NULL;
   Py_DECREF(key);
-  return planned ? PyBytes_FromStringAndSize((char *)&step, sizeof step) : Py_NewRef(Py_None);
+  return result;
 }
 
 // replay(program, *tensors) clears the start of the workspace, which is the last tensor, and runs
@@ -229,25 +218,31 @@ static PyObject *replay(PyObject *Py_UNUSED(module), PyObject *const *arguments,
   const Step *step = (const Step *)(word + 3 + 2 * slots);
   const Step *end = (const Step *)(program + PyBytes_GET_SIZE(arguments[0]));
   CUresult code = CUDA_SUCCESS;
-  const char *what = "clearing the workspace";
+  const char *what = "clearing", *of = "the workspace";
   Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
   if (zeros)
-    code = clear(tensor[tensors - 1], 0, (size_t)zeros, stream);
-  for (; step < end && code == CUDA_SUCCESS; step++)
+    code = cuMemsetD8Async(tensor[tensors - 1], 0, (size_t)zeros, stream);
+  for (; step < end && code == CUDA_SUCCESS; step++) {
+    of = step->name;
     code = run_step(step, addresses, stream, &what);
+  }
   Py_END_ALLOW_THREADS
-  if (!succeeded(code, what))
+  if (!succeeded(code, what, of))
     return NULL;
   Py_RETURN_NONE;
 }
 
+static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *const *arguments,
+                        Py_ssize_t Py_UNUSED(count)) {
+  get_device = Py_NewRef(arguments[0]), get_stream = Py_NewRef(arguments[1]);
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
-    {"load_driver", load_driver, METH_VARARGS,
-     "load_driver(path, get_device, get_stream): call before the first launch."},
+    {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
+     "set_up(get_device, get_stream): call before the first launch."},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL | METH_KEYWORDS,
-     "launch(first, plans, constants, grid, *arguments, **options)"},
-    {"step", (PyCFunction)(void (*)(void))launch_step, METH_FASTCALL | METH_KEYWORDS,
-     "step(first, plans, constants, grid, places, *arguments, **options): bytes, or None."},
+     "launch(first, plans, constants, grid, places, *arguments, **options)"},
     {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL,
      "replay(program, *tensors): see replay.py."},
     {NULL, NULL, 0, NULL},

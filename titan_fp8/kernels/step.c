@@ -2,7 +2,7 @@
 //
 // A plan, written by `launch.plan`, says how a compiled kernel is launched. It is an array of
 // int64_t:
-//   CUfunction, threads per block, bytes of shared memory,
+//   the name of the kernel in 8 of them, CUfunction, threads per block, bytes of shared memory,
 //   then for each kernel parameter: POINTER, NUMBER or BOX, and the index of the argument;
 //   a BOX continues with the driver's numbers for the element type and the swizzle, the bytes of an
 //   element, the rank, and the dimensions of the box.
@@ -12,7 +12,6 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <dlfcn.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,7 +20,7 @@
 #include "cuda.h"
 
 enum { POINTER, NUMBER, BOX };
-enum { MAX_BOXES = 12, MAX_RANK = 5, MAX_PARAMETERS = 128 };
+enum { MAX_BOXES = 12, MAX_RANK = 5, MAX_PARAMETERS = 128, NAME_BYTES = 64 };
 
 typedef struct {
   int slot;        // of the address; -1 if the parameter is a number
@@ -37,6 +36,7 @@ typedef struct {
 } Map;
 
 typedef struct {
+  char name[NAME_BYTES];
   CUfunction function;
   unsigned grid[3], threads, shared;
   int count, boxes;
@@ -44,25 +44,16 @@ typedef struct {
   Map maps[MAX_BOXES];
 } Step;
 
-static CUresult (*launch_kernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                 unsigned, unsigned, CUstream, void **, void **);
-static CUresult (*encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
-                                const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
-                                const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-static CUresult (*clear)(CUdeviceptr, unsigned char, size_t, CUstream);
-static CUresult (*error_string)(CUresult, const char **);
-static CUresult (*get_context)(CUcontext *);
-static CUresult (*set_context)(CUcontext);
-static CUresult (*retain_context)(CUcontext *, CUdevice);
 static PyObject *get_device, *get_stream; // PyTorch's get_device() and get_stream(device)
 
-static bool succeeded(CUresult code, const char *what) {
+// If a call of the driver failed, raises an error that says what, and of which kernel or object.
+static bool succeeded(CUresult code, const char *what, const char *of) {
   if (code == CUDA_SUCCESS)
     return true;
   const char *why = NULL;
-  error_string(code, &why);
-  PyErr_Format(PyExc_RuntimeError, "titan_fp8: %s failed: %s", what, why ? why : "unknown error");
+  cuGetErrorString(code, &why);
+  PyErr_Format(PyExc_RuntimeError, "titan_fp8: %s %s failed: %s", what, of,
+               why ? why : "unknown error");
   return false;
 }
 
@@ -78,9 +69,11 @@ static bool find_stream(int64_t *device, CUstream *stream) {
   }
   Py_XDECREF(index);
   Py_XDECREF(number);
-  return found && !PyErr_Occurred() && succeeded(get_context(&context), "reading the context") &&
-         (context || (succeeded(retain_context(&context, (CUdevice)*device), "making a context") &&
-                      succeeded(set_context(context), "setting the context")));
+  return found && !PyErr_Occurred() &&
+         succeeded(cuCtxGetCurrent(&context), "reading", "the context") &&
+         (context || (succeeded(cuDevicePrimaryCtxRetain(&context, (CUdevice)*device), "making",
+                                "a context") &&
+                      succeeded(cuCtxSetCurrent(context), "setting", "the context")));
 }
 
 static bool read_map(Map *map, const int64_t *word, PyObject *seen_as) {
@@ -116,11 +109,13 @@ static bool read_grid(Step *step, PyObject *grid) {
 }
 
 // Makes a step from a plan. values[i] is argument i, if it is a number. places[i] is the (slot,
-// offset) of the address of argument i; without `places` it is (i, 0).
+// offset) of the address of argument i; if `places` is None, it is (i, 0).
 static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
                       const uint64_t *values, PyObject *places) {
   const int64_t *word = (const int64_t *)PyBytes_AS_STRING(plan);
   const int64_t *end = word + PyBytes_GET_SIZE(plan) / sizeof(int64_t);
+  memcpy(step->name, word, NAME_BYTES);
+  word += NAME_BYTES / sizeof *word;
   step->function = (CUfunction)word[0];
   step->threads = (unsigned)word[1], step->shared = (unsigned)word[2];
   step->count = step->boxes = 0;
@@ -128,7 +123,7 @@ static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
     int64_t kind = word[0], index = word[1];
     if ((kind == BOX && step->boxes == MAX_BOXES) ||
         step->count + 2 * MAX_RANK + 3 > MAX_PARAMETERS) {
-      PyErr_SetString(PyExc_ValueError, "titan_fp8: a kernel has too many parameters");
+      PyErr_Format(PyExc_ValueError, "titan_fp8: %s has too many parameters", step->name);
       return false;
     }
     Parameter *parameter = &step->parameters[step->count++];
@@ -139,8 +134,8 @@ static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
     }
     parameter->slot = (int)index;
     unsigned long long offset = 0;
-    if (places && !PyArg_ParseTuple(PyTuple_GET_ITEM(places, index), "iK", &parameter->slot,
-                                    &offset))
+    if (places != Py_None && !PyArg_ParseTuple(PyTuple_GET_ITEM(places, index), "iK",
+                                               &parameter->slot, &offset))
       return false;
     parameter->number = offset;
     if (kind == POINTER)
@@ -180,43 +175,16 @@ static CUresult run_step(const Step *step, const uint64_t *addresses, CUstream s
       continue;
     const Map *map = &step->maps[from->box];
     parameters[i] = &encoded[from->box];
-    CUresult code = encode_tiled(&encoded[from->box], map->type, map->rank, (void *)numbers[i],
+    CUresult code = cuTensorMapEncodeTiled(&encoded[from->box], map->type, map->rank, (void *)numbers[i],
                                  map->sizes, map->pitches, map->box, ones,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    *what = "encoding a tensor map";
+    *what = "encoding a tensor map of";
     if (code != CUDA_SUCCESS)
       return code;
   }
-  *what = "launching a kernel";
-  return launch_kernel(step->function, grid[0], grid[1], grid[2], step->threads, 1, 1,
-                       step->shared, stream, parameters, NULL);
-}
-
-static PyObject *load_driver(PyObject *Py_UNUSED(module), PyObject *args) {
-  const struct {
-    const char *name;
-    void **function;
-  } symbols[] = {
-      {"cuLaunchKernel", (void **)&launch_kernel},
-      {"cuTensorMapEncodeTiled", (void **)&encode_tiled},
-      {"cuMemsetD8Async", (void **)&clear},
-      {"cuGetErrorString", (void **)&error_string},
-      {"cuCtxGetCurrent", (void **)&get_context},
-      {"cuCtxSetCurrent", (void **)&set_context},
-      {"cuDevicePrimaryCtxRetain", (void **)&retain_context},
-  };
-  const char *name;
-  PyObject *device, *stream;
-  if (!PyArg_ParseTuple(args, "sOO", &name, &device, &stream))
-    return NULL;
-  void *driver = dlopen(name, RTLD_LAZY);
-  for (size_t i = 0; driver && i < sizeof symbols / sizeof *symbols; i++)
-    if (!(*symbols[i].function = dlsym(driver, symbols[i].name)))
-      driver = NULL;
-  if (!driver)
-    return PyErr_Format(PyExc_RuntimeError, "titan_fp8: no CUDA driver: %s", dlerror());
-  get_device = Py_NewRef(device), get_stream = Py_NewRef(stream);
-  Py_RETURN_NONE;
+  *what = "launching";
+  return cuLaunchKernel(step->function, grid[0], grid[1], grid[2], step->threads, 1, 1,
+                        step->shared, stream, parameters, NULL);
 }
