@@ -33,9 +33,13 @@ _log = logging.getLogger(__name__)
 
 SOURCES = ("step.c", "launcher.c")
 POINTER, NUMBER, BOX = range(3)
-"""Kinds of kernel parameters, the same numbers as in `step.c`."""
+"""Kinds of kernel parameters in a plan."""
 NAME_BYTES = 64
-"""Those of a kernel's name in a plan, as in `step.c`."""
+"""Those of a kernel's name in a plan."""
+MAX_ARGUMENTS, MAX_SLOTS = 64, 128
+"""The arguments of a launch, the tensors of a replay; the places of a replay's addresses."""
+FOR_C = ("POINTER", "NUMBER", "BOX", "NAME_BYTES", "MAX_ARGUMENTS", "MAX_SLOTS")
+"""The constants above, which the C code has under the same names."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
 """How many shapes each cache of launch arguments or replays holds. With expert parallelism the
@@ -76,7 +80,9 @@ def for_triton(value: Any) -> Any:
 def native(driver: str = "libcuda.so.1") -> ModuleType:
     """The extension module of `step.c` and `launcher.c`, built as Triton builds its launchers."""
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)  # The module is not linked to it: finds it loaded.
-    source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
+    constants = ", ".join(f"{name} = {globals()[name]}" for name in FOR_C)
+    files = (Path(__file__).with_name(name).read_text() for name in SOURCES)
+    source = "\n".join([f"enum {{ {constants} }};", *files])
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
     module.set_up(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)

@@ -8,7 +8,7 @@
 // An argument is a tensor, a number, None, a constant, or a pair: (tensor, dtype) or (tensor,
 // TensorMap), where a TensorMap is the tuple (shape, strides, box, layout).
 
-enum { MAX_ARGUMENTS = 64, MAX_KEY = 256, MAX_SLOTS = 128 };
+enum { MAX_KEY = 256 };
 
 // What is known of a kernel, the first three arguments of launch.
 typedef struct {
@@ -258,8 +258,5 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC PyInit_titan_fp8_launcher(void) {
   str_data_ptr = PyUnicode_InternFromString("data_ptr");
   str_dtype = PyUnicode_InternFromString("dtype");
-  PyObject *made = PyModule_Create(&module);
-  if (!made || PyModule_AddIntMacro(made, MAX_ARGUMENTS) || PyModule_AddIntMacro(made, MAX_SLOTS))
-    return NULL;
-  return made;
+  return PyModule_Create(&module);
 }

@@ -19,8 +19,7 @@
 
 #include "cuda.h"
 
-enum { POINTER, NUMBER, BOX };
-enum { MAX_BOXES = 12, MAX_RANK = 5, MAX_PARAMETERS = 128, NAME_BYTES = 64 };
+enum { MAX_BOXES = 12, MAX_RANK = 5, MAX_PARAMETERS = 128 }; // `launch.py` defines the others
 
 typedef struct {
   int slot;        // of the address; -1 if the parameter is a number
