@@ -102,73 +102,56 @@ def produce(operands, offs_ptr, ticket_ptr, sizes, ring, queue, BAND: gl.constex
 
 
 @gluon.jit
-def contract(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
-    """One consumer's rows of a tile, WAVES x 64 by 128 columns, promoted block by block."""
-    upper = gl.zeros([64, 128], gl.float32, WAVE)
-    lower = gl.zeros([64, 128], gl.float32, WAVE)
-    for _ in range(blocks):
-        i = stage.index
-        # Wait until all bytes of the block have arrived.
-        mbarrier.wait(ring.full.index(i), stage.phase)
-        b = ring.b.index(i)
-        p = start_product(ring.a.index(2 * i).slice(CONSUMER * 64, 64), b)
-        # Read once for both waves: the WGMMAs need nearly all of the shared-memory bandwidth.
-        sb = gl.expand_dims(ring.sb.index(i).load(COLUMNS), 0)
-        sa = ring.sa.index(i)
-        s = gl.expand_dims(sa.slice(CONSUMER * 64, 64).load(ROWS), 1)
-        p = warpgroup_mma_wait(0, [p])
-        upper += p * sb * s
-        if WAVES == 2:
-            p = start_product(ring.a.index(2 * i + 1).slice(CONSUMER * 64, 64), b)
-            s = gl.expand_dims(sa.slice(128 + CONSUMER * 64, 64).load(ROWS), 1)
-            p = warpgroup_mma_wait(0, [p])
-            # The WGMMAs have read the stage, and its scales are in registers: the producer may
-            # refill it while this consumer promotes.
-            mbarrier.arrive(ring.empty.index(i), count=1)
-            lower += p * sb * s
-        else:
-            mbarrier.arrive(ring.empty.index(i), count=1)
-        stage = advance(stage, ring.b.shape[0])
-    return upper, lower, stage
-
-
-@gluon.jit
 def add_block(
     stage, upper, lower, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr, K: gl.constexpr
 ):
     """Promotes the product of the first K tokens of a block: adds it to the FP32 sums."""
+    BLOCKWISE: gl.constexpr = ring.sa is not None
     i = stage.index
     b = ring.b.index(i).slice(0, K, 1)
-    a = ring.a.index(2 * i).slice(CONSUMER * 64, 64).slice(0, K, 1)
-    p = warpgroup_mma_wait(0, [start_product(a, b)])
-    upper += p
+    p = start_product(ring.a.index(2 * i).slice(CONSUMER * 64, 64).slice(0, K, 1), b)
+    if BLOCKWISE:
+        # Read once for both waves: the WGMMAs need nearly all of the shared-memory bandwidth.
+        sb = gl.expand_dims(ring.sb.index(i).load(COLUMNS), 0)
+        sa = ring.sa.index(i)
+        s = gl.expand_dims(sa.slice(CONSUMER * 64, 64).load(ROWS), 1)
+    p = warpgroup_mma_wait(0, [p])
+    upper += p * sb * s if BLOCKWISE else p
     if WAVES == 2:
-        a = ring.a.index(2 * i + 1).slice(CONSUMER * 64, 64).slice(0, K, 1)
-        p = warpgroup_mma_wait(0, [start_product(a, b)])
-        # The WGMMAs have read the stage, so the producer may refill it.
+        p = start_product(ring.a.index(2 * i + 1).slice(CONSUMER * 64, 64).slice(0, K, 1), b)
+        if BLOCKWISE:
+            s = gl.expand_dims(sa.slice(128 + CONSUMER * 64, 64).load(ROWS), 1)
+        p = warpgroup_mma_wait(0, [p])
+        # The WGMMAs have read the stage, and its scales are in registers: the producer may refill
+        # it while this consumer promotes.
         mbarrier.arrive(ring.empty.index(i), count=1)
-        lower += p
+        lower += p * sb * s if BLOCKWISE else p
     else:
         mbarrier.arrive(ring.empty.index(i), count=1)
     return upper, lower
 
 
 @gluon.jit
-def add_up(halves, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
-    """One consumer's rows of a K-grouped tile, WAVES x 64, promoted to FP32 block by block."""
+def contract(length, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
+    """One consumer's rows of a tile, WAVES x 64 by 128 columns, promoted block by block.
+
+    `length`: the number of blocks, rowwise of halves of blocks.
+    """
     STAGES: gl.constexpr = ring.b.shape[0]
+    ROWWISE: gl.constexpr = ring.sa is None
     upper = gl.zeros([64, 128], gl.float32, WAVE)
     lower = gl.zeros([64, 128], gl.float32, WAVE)
-    for _ in range(halves // 2):
+    for _ in range(length // 2 if ROWWISE else length):
         # Wait until all bytes of the block have arrived.
         mbarrier.wait(ring.full.index(stage.index), stage.phase)
         upper, lower = add_block(stage, upper, lower, ring, CONSUMER, WAVES, 128)
         stage = advance(stage, STAGES)
-    # The last block has tokens in its first half only.
-    if halves % 2 == 1:
-        mbarrier.wait(ring.full.index(stage.index), stage.phase)
-        upper, lower = add_block(stage, upper, lower, ring, CONSUMER, WAVES, 64)
-        stage = advance(stage, STAGES)
+    if ROWWISE:
+        # The last block has tokens in its first half only.
+        if length % 2 == 1:
+            mbarrier.wait(ring.full.index(stage.index), stage.phase)
+            upper, lower = add_block(stage, upper, lower, ring, CONSUMER, WAVES, 64)
+            stage = advance(stage, STAGES)
     return upper, lower, stage
 
 
@@ -197,18 +180,15 @@ def consume(c, scales, ring, queue, buffers, CONSUMER: gl.constexpr):
         if tile.waves == 2:
             if ROWWISE:
                 sa_lower = read_scales(sa_ptr, row + 128, rows_end, 64, ROWS)
-                upper, lower, stage = add_up(tile.blocks, stage, ring, CONSUMER, 2)
+            upper, lower, stage = contract(tile.blocks, stage, ring, CONSUMER, 2)
+            if ROWWISE:
                 upper, lower = scaled(upper, sa, sb), scaled(lower, sa_lower, sb)
-            else:
-                upper, lower, stage = contract(tile.blocks, stage, ring, CONSUMER, 2)
             store_wave(c, first, upper, tile, row, column, LAST)
             store_wave(c, last, lower, tile, row + 128, column, LAST)
         else:
+            upper, lower, stage = contract(tile.blocks, stage, ring, CONSUMER, 1)
             if ROWWISE:
-                upper, lower, stage = add_up(tile.blocks, stage, ring, CONSUMER, 1)
                 upper = scaled(upper, sa, sb)
-            else:
-                upper, lower, stage = contract(tile.blocks, stage, ring, CONSUMER, 1)
             store_wave(c, last, upper, tile, row, column, 0)
         tile, slot = receive_tile(queue, slot)
     # Shared memory must outlive the TMA stores that read it.
