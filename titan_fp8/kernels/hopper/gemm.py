@@ -102,7 +102,10 @@ def blockwise_mm(
     sa is 1x128 and sb 128x128. Returns (M, N); rows of no group are zero. Groups may start at any
     row, so `aligned` makes no difference.
     """
-    return _mm(a_MK, sa, b, sb, offs, out_dtype)
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if c.numel():
+        _run(mm_launch(a_MK, sa, b, sb, c, offs))
+    return c
 
 
 def blockwise_mm_pair(
@@ -119,7 +122,10 @@ def blockwise_mm_pair(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """The sum of two `blockwise_mm` of the same shapes, rounded once: (M, N)."""
-    return _mm(a_MK, sa, b, sb, offs, out_dtype, second=(a2_MK, sa2, b2, sb2))
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if c.numel():
+        _run(mm_launch(a_MK, sa, b, sb, c, offs, (a2_MK, sa2, b2, sb2)))
+    return c
 
 
 def rowwise_mm(
@@ -132,7 +138,10 @@ def rowwise_mm(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """As `blockwise_mm`, with one scale per row: sa (M,), sb (N,) or (E, N)."""
-    return _mm(a_MK, sa, b, sb, offs, out_dtype, rowwise=True)
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if c.numel():
+        _run(mm_launch(a_MK, sa, b, sb, c, offs, rowwise=True))
+    return c
 
 
 def blockwise_wgrad(
@@ -149,7 +158,12 @@ def blockwise_wgrad(
     Both scales are 1x128 along the tokens. Returns (N, K), or (E, N, K) with zeros for empty
     groups. Groups start at multiples of 128 columns, `aligned` or not.
     """
-    return _wgrad(a_NM, sa, b_KM, sb, offs, out_dtype)
+    lead = () if offs is None else offs.shape
+    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
+    if not a_NM.shape[1]:
+        return c.zero_()
+    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    return c
 
 
 def rowwise_wgrad(
@@ -162,38 +176,11 @@ def rowwise_wgrad(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """As `blockwise_wgrad`, with scales per row and group: sa (N,) or (E, N), sb (K,) or (E, K)."""
-    return _wgrad(a_NM, sa, b_KM, sb, offs, out_dtype, rowwise=True)
-
-
-def _mm(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    **kind: Any,
-) -> Tensor:
-    c = a.new_empty(a.shape[0], b.shape[-2], dtype=dtype)
-    if c.numel():
-        _run(mm_launch(a, sa, b, sb, c, offs, **kind))
-    return c
-
-
-def _wgrad(
-    a: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None,
-    dtype: torch.dtype,
-    **kind: Any,
-) -> Tensor:
-    lead = () if offs is None else (offs.shape[0],)
-    c = a.new_empty(*lead, a.shape[0], b.shape[0], dtype=dtype)
-    if a.shape[1] == 0:
+    lead = () if offs is None else offs.shape
+    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
+    if not a_NM.shape[1]:
         return c.zero_()
-    _run(wgrad_launch(a, sa, b, sb, c, offs, **kind))
+    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs, rowwise=True))
     return c
 
 
@@ -215,23 +202,42 @@ def mm_launch(
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
     assert n % 16 == 0 and k % 16 == 0
-
-    def operands(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
-        assert a.shape == (m, k) and b.shape[-2:] == (n, k) and b.numel() == groups * n * k
-        _check(a, sa, b, sb)
-        if rowwise:
-            assert sa.shape == (m,) and sb.shape == b.shape[:-1]
-            assert sa.is_contiguous() and sb.is_contiguous()
-            return _mapped(a), sa, _mapped(b), sb
-        sa_map = _scale_vector(m, k, 128)
-        sb_map = _scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK))
-        return _mapped(a), (_column_major(sa), sa_map), _mapped(b), (_row_major(sb), sb_map)
-
-    products = *operands(a_MK, sa, b, sb), *(operands(*second) if second else (None,) * 4)
-    ticket = _ticket_counter(c_MN) if rowwise and offs is not None else None
-    sizes = m, n, k, groups, None if rowwise else round_up(m, 4)
-    args = (*products, _mapped(c_MN), c_MN, offs, ticket, *sizes)
+    products: tuple[Any, ...]
+    ticket, lda = None, None
+    if rowwise:
+        assert b.shape[-1] == k and b.numel() == groups * n * k
+        assert sa.shape == (m,) and sb.shape == b.shape[:-1]
+        products = *_rowwise(a_MK, sa, b, sb), None, None, None, None
+        if offs is not None:
+            ticket = _ticket_counter(c_MN)
+    else:
+        products = _blockwise(a_MK, sa, b, sb, groups)
+        if second is None:
+            products += (None, None, None, None)
+        else:
+            assert second[0].shape == a_MK.shape and second[2].shape == b.shape
+            products += _blockwise(*second, groups)
+        lda = round_up(m, 4)
+    args = (*products, _mapped(c_MN), c_MN, offs, ticket, m, n, k, groups, lda)
     return fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
+
+
+def _blockwise(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, groups: int) -> tuple:
+    """The arguments for A (M, K) and B (N, K) or (E, N, K) of a blockwise product."""
+    (m, k), n = a.shape, b.shape[-2]
+    assert b.shape[-1] == k and b.numel() == groups * n * k
+    assert a.dtype == b.dtype == E4M3 and a.is_contiguous() and b.is_contiguous()
+    assert sa.dtype == sb.dtype == torch.float32
+    sa_map = _scale_vector(m, k, 128)
+    sb_map = _scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK))
+    return _mapped(a), (_column_major(sa), sa_map), _mapped(b), (_row_major(sb), sb_map)
+
+
+def _rowwise(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
+    """The arguments for A and B of a rowwise product."""
+    assert a.dtype == b.dtype == E4M3 and sa.dtype == sb.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (a, sa, b, sb))
+    return _mapped(a), sa, _mapped(b), sb
 
 
 def wgrad_launch(
@@ -248,25 +254,21 @@ def wgrad_launch(
     groups = 1 if offs is None else offs.shape[0]
     assert b_KM.shape[1] == width and n % 16 == 0 and k % 16 == 0
     assert width % (16 if rowwise and offs is None else 128) == 0
-    _check(a_NM, sa, b_KM, sb)
-    # The strides between the blocks of sa and of sb are N and K, which need no padding there.
-    strides = (None, None) if rowwise else (n, k)
-    scales: tuple[Any, Any] = sa, sb
+    strides: tuple[int | None, int | None] = n, k  # between blocks of scales: no padding is needed
+    operands: tuple[Any, ...]
     if rowwise:
         assert sa.numel() == groups * n and sb.numel() == groups * k
-        assert sa.is_contiguous() and sb.is_contiguous()
+        operands, strides = _rowwise(a_NM, sa, b_KM, sb), (None, None)
     else:
-        sa_map, sb_map = _scale_vector(n, width, 256), _scale_vector(k, width, 128)
-        scales = (_column_major(sa), sa_map), (_column_major(sb), sb_map)
+        assert sa.dtype == sb.dtype == torch.float32
+        assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
+        operands = (
+            *(_mapped(a_NM), (_column_major(sa), _scale_vector(n, width, 256))),
+            *(_mapped(b_KM), (_column_major(sb), _scale_vector(k, width, 128))),
+        )
     ticket = None if offs is None else _ticket_counter(c)
-    operands = _mapped(a_NM), scales[0], _mapped(b_KM), scales[1]
     args = (*operands, _mapped(c), c, offs, ticket, width, n, k, groups, *strides)
     return wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
-
-
-def _check(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> None:
-    assert a.dtype == b.dtype == E4M3 and sa.dtype == sb.dtype == torch.float32
-    assert a.is_contiguous() and b.is_contiguous()
 
 
 def _ticket_counter(c: Tensor) -> Tensor:
