@@ -31,7 +31,6 @@ from triton.runtime.build import compile_module_from_src
 
 _log = logging.getLogger(__name__)
 
-SOURCES = ("step.c", "launcher.c")
 POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters in a plan."""
 NAME_BYTES = 64
@@ -78,11 +77,10 @@ def for_triton(value: Any) -> Any:
 
 @functools.cache
 def native(driver: str = "libcuda.so.1") -> ModuleType:
-    """The extension module of `step.c` and `launcher.c`, built as Triton builds its launchers."""
-    ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)  # The module is not linked to it: finds it loaded.
+    """The extension module of `launcher.c`, built as Triton builds its launchers."""
+    ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)  # The module is not linked to it, and finds it here.
     constants = ", ".join(f"{name} = {globals()[name]}" for name in FOR_C)
-    files = (Path(__file__).with_name(name).read_text() for name in SOURCES)
-    source = "\n".join([f"enum {{ {constants} }};", *files])
+    source = f"enum {{ {constants} }};\n" + Path(__file__).with_name("launcher.c").read_text()
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
     module.set_up(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
@@ -154,7 +152,7 @@ class Kernel(GluonJITFunction):
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
-    """The plan by which `launcher.c` launches a compiled kernel; `step.c` describes its format.
+    """The plan by which `launcher.c` launches a compiled kernel, in the format described there.
 
     None if the kernel's parameters differ from those that the plan would pass, or if a launch needs
     more than parameters (scratch memory, clusters, a cooperative launch).
