@@ -51,11 +51,11 @@ tile, one per row and one per column, when the tile begins, and multiplies by th
 fprop and dgrad use fast accumulation: the sums of both waves stay in the tensor cores, and the
 consumers take no turns. One WGMMA is in flight while the next is issued. wgrad sums over all tokens
 of a batch, and its error goes into every later step, so it promotes to FP32 every 128 tokens (slow
-accumulation). Both equal `torch._scaled_mm` bit for bit, with and without `use_fast_accum`. Their
-groups are padded to multiples of 16 rows, not of 128, so tiles differ in work. A consumer without
-rows in a group's last tile skips it, wgrad skips the half of a group's last block that has no
-tokens, and M-grouped programs draw tickets, too. A dense product is one group whose tiles are known
-in advance.
+accumulation). Both equal `torch._scaled_mm` bit for bit, with and without `use_fast_accum`.
+torchtitan pads the groups of rowwise products to multiples of 16 rows, not of 128, so tiles differ
+in work. A consumer without rows in a group's last tile skips it, wgrad skips the half of a group's
+last block that has no tokens, and M-grouped programs draw tickets, too. A dense product is one
+group whose tiles are known in advance.
 
 One configuration serves all shapes. At the dense shapes measured cuBLAS was never faster by more
 than the noise (docs/kernels.md).
