@@ -256,10 +256,6 @@ GRADIENT_REDUCTION = Patch(
     name="gradient reduction",
     targets=(
         Target(
-            f"{_FSDP}._fsdp_collectives:foreach_reduce_scatter_copy_in",
-            ("unsharded_grads", "reduce_scatter_input", "world_size"),
-        ),
-        Target(
             f"{_FSDP}._fsdp_param_group:foreach_reduce",
             (
                 *("fsdp_params", "unsharded_grads", "reduce_scatter_group"),
@@ -272,8 +268,8 @@ GRADIENT_REDUCTION = Patch(
         Target(f"{_FSDP}._fsdp_param:FSDPParam.to_accumulated_grad_if_needed", ("self",)),
     ),
     relies_on=(Target(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter"),),
-    why="FSDP2 sends bf16 gradients as FP32, twice the bytes, and copies them in more CPU time.",
-    until="FSDP2 sends gradients in their own dtype, and copies them without a table.",
+    why="FSDP2 sends bf16 gradients as FP32, twice the bytes.",
+    until="FSDP2 sends gradients in their own dtype.",
 )
 
 PROFILER_RANGES = Patch(

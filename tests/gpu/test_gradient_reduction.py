@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_fp8.host.gradient_reduction import copy_by_kernel, in_bf16, noting_accumulation
+from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation
 from titan_fp8.kernels.gradients import TILE, sum_gradients
 from titan_fp8.patches import GRADIENT_REDUCTION, restore
 
@@ -67,7 +67,7 @@ def compare(rank: int, ranks: int, port: int) -> None:
     for mesh in [(ranks,), *[(2, ranks // 2)] * (ranks >= 4)]:
         for factor in (None, 2.0 * ranks, 1.0, 3.0):
             expected = gradients(mesh, factor)
-            assert GRADIENT_REDUCTION.apply(copy_by_kernel, in_bf16, noting_accumulation)
+            assert GRADIENT_REDUCTION.apply(in_bf16, noting_accumulation)
             found = gradients(mesh, factor)
             restore([GRADIENT_REDUCTION])
             for want, got in zip(expected, found, strict=True):

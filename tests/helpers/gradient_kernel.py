@@ -1,4 +1,4 @@
-"""A small model, and the kernels that copy and sum its gradients as PyTorch ops for the CPU."""
+"""A small model, and the kernel that sums its gradients as PyTorch ops for the CPU."""
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,6 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.bmm(x, self.w1.mT) * torch.bmm(x, self.w3.mT)
         return torch.bmm(self.w2[:4], h.mT).sum() * self.bias.sum() + self.w2[4:].sum()
-
-
-class CopyGradient:
-    def __getitem__(self, grid):
-        def launch(gradient, buffer, size, offset, stride, tile, layout, num_warps):
-            blocks, ranks = grid
-            assert (blocks - 1) * tile < size <= blocks * tile
-            for rank in range(ranks):
-                part = gradient.flatten()[rank * size : (rank + 1) * size]
-                start = rank * stride + offset
-                buffer[start : start + size] = part.to(buffer.dtype)
-
-        return launch
 
 
 class SumGradients:

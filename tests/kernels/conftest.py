@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from titan_fp8.kernels import launch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stub(tmp_path_factory):
     source = Path(__file__).parents[1] / "helpers" / "stub_cuda.c"
     library = str(tmp_path_factory.mktemp("stub") / "libcuda.so")
@@ -32,7 +32,7 @@ def cuda(stub, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     module = launch.native(stub)
-    module.load_driver(stub, torch._C._cuda_getDevice, stream)
+    module.set_up(torch._C._cuda_getDevice, stream)
     library = ctypes.CDLL(stub)
     library.cuCtxSetCurrent(None)
     record = Record.in_dll(library, "record")
@@ -54,7 +54,10 @@ def triton_launches(cuda, monkeypatch):
         return launches[-1]
 
     def plan(compiled, named):
-        return array("q", [compiled.function.buffer_info()[0], 32, 0]).tobytes()
+        return (
+            bytes(launch.NAME_BYTES)
+            + array("q", [compiled.function.buffer_info()[0], 32, 0]).tobytes()
+        )
 
     monkeypatch.setattr(GluonJITFunction, "run", run)
     monkeypatch.setattr(launch, "plan", plan)

@@ -7,9 +7,7 @@ import torch
 from bench.shapes import DENSE, GROUPED, uneven_ends
 from compile_utils import Compiler, compile_launch, needs_cuobjdump
 
-from titan_fp8.kernels.hopper import gemm_bf16
-from titan_fp8.kernels.hopper import gemm_blockwise as gemm
-from titan_fp8.kernels.hopper import gemm_rowwise as rowwise_gemm
+from titan_fp8.kernels.hopper import gemm, gemm_bf16
 
 ops = torch.ops.titan_fp8
 BLOCK_SHARED = 227 * 1024
@@ -54,8 +52,9 @@ def assert_fit(compiled) -> None:
 @pytest.mark.parametrize("op, dtype", [("mm", torch.bfloat16), ("wgrad", torch.float32)])
 def test_compiles_for_hopper_without_spills(op, recipe, grouped, dtype):
     """With the dtypes of FSDP2's mixed precision."""
-    launch = getattr(rowwise_gemm if recipe == "rowwise" else gemm, f"{op}_launch")
-    kernel, args, options = launch(*operands(recipe, op, grouped, dtype))
+    launch = getattr(gemm, f"{op}_launch")
+    given = operands(recipe, op, grouped, dtype)
+    kernel, args, options = launch(*given, rowwise=recipe == "rowwise")
     assert_fit(compile_launch(kernel, args, **options))
 
 

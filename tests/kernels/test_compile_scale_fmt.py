@@ -1,11 +1,9 @@
 """The blockwise quantizers with power-of-two scales compile for Hopper without a spill."""
 
-import pytest
 import torch
 from bench.shapes import GROUPED, QUANTIZE, uneven_ends
 from compile_utils import Compiler, needs_cuobjdump
 
-from titan_fp8 import reference
 from titan_fp8.kernels.hopper import quantize_blockwise, swiglu_quantize
 
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
@@ -17,31 +15,6 @@ def record_kernels(patch, results: list) -> None:
         for name, kernel in vars(module).copy().items():
             if name.endswith("_kernel"):
                 patch.setattr(module, name, Compiler(kernel, results))
-
-
-@pytest.mark.parametrize(
-    "quantizer, inputs",
-    [
-        (quantize_blockwise.quantize_1x128, 1),
-        (quantize_blockwise.quantize_128x1_t, 1),
-        (quantize_blockwise.quantize_1x128_128x1_t, 1),
-        (quantize_blockwise.quantize_128x128, 1),
-        (quantize_blockwise.quantize_128x128_t, 1),
-        (swiglu_quantize.swiglu_1x128, 2),
-        (swiglu_quantize.swiglu_backward_1x128_128x1_t, 3),
-    ],
-)
-def test_an_unknown_format_is_named(monkeypatch, quantizer, inputs):
-    """In the words of the reference, and before a launch."""
-    compiled = []
-    record_kernels(monkeypatch, compiled)
-    x = torch.empty(128, 128, dtype=torch.bfloat16)
-    message = "scale_fmt = 'e8m0': allowed are 'fp32' and 'ue8m0'"
-    with pytest.raises(ValueError, match=message):
-        quantizer(*inputs * (x,), scale_fmt="e8m0")
-    with pytest.raises(ValueError, match=message):
-        reference.scale_of(x, "e8m0")
-    assert not compiled
 
 
 @needs_cuobjdump

@@ -60,7 +60,7 @@ def adds(cuda, monkeypatch):
         words = [function.buffer_info()[0], 32, 0]
         for index, kind in enumerate(kinds):
             words += [kind, index]
-        return array("q", words).tobytes()
+        return bytes(launch.NAME_BYTES) + array("q", words).tobytes()
 
     monkeypatch.setattr(GluonJITFunction, "run", compiled)
     monkeypatch.setattr(launch, "plan", plan)

@@ -16,7 +16,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 
 from titan_fp8.functional import gemms
 from titan_fp8.kernels import gradients, hopper, launch, replay
-from titan_fp8.kernels.hopper import gemm_blockwise
+from titan_fp8.kernels.hopper import gemm
 from titan_fp8.kernels.replay import replayed
 from titan_fp8.ops.registry import Implementation
 from titan_fp8.ops.sequence import Place, Step, encode, run_steps
@@ -62,27 +62,27 @@ def kernels(cuda, monkeypatch):
     # The CPU has no torch.mm with an out_dtype.
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: (a @ b).to(out_dtype))
     monkeypatch.setattr(GluonJITFunction, "run", run)
-    monkeypatch.setattr(gemm_blockwise, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gemm, "multiprocessors", lambda device: 132)
 
 
 OPS = Implementation(hopper)
 
 
-def test_copies_of_gradients_are_replayed(history, kernels):
-    fast = gradients.copy_gradients
+def test_sums_of_gradients_are_replayed(history, kernels):
+    fast = gradients.sum_gradients
     replays = fast.__closure__[[*fast.__code__.co_freevars].index("replays")].cell_contents
     replays.clear()
 
     def make():
-        grads = [torch.randn(8, 48).bfloat16(), torch.randn(16).bfloat16()]
-        return torch.empty(8 * 48 + 16), 2, *grads
+        own, received = (torch.randn(48 * parts).bfloat16() for parts in (1, 2))
+        return torch.empty(48), own, received, 1, 3, 1 / 3
 
     for _ in range(3):
         assert fast(*make()) == ()
     assert isinstance(only(replays), replay.Replay)
     args = make()
     want, got = (launched(history, call, args)[0] for call in (fast.__wrapped__, fast))
-    assert want == got and len(got) == 2
+    assert want == got and len(got) == 1
 
 
 def fields(each: Launch) -> list[bytes]:

@@ -81,7 +81,7 @@ def patched() -> Iterator[list]:
         monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", wrapped)
         accumulate = gradient_reduction.noting_accumulation(FSDPParam.to_accumulated_grad_if_needed)
         monkeypatch.setattr(FSDPParam, "to_accumulated_grad_if_needed", accumulate)
-        monkeypatch.setattr(gradient_reduction, "has_kernels", lambda device: True)
+        monkeypatch.setattr(gradient_reduction, "has_kernel", lambda device: True)
         monkeypatch.setattr(kernels, "sum_gradients_kernel", SumGradients())
         total = kernels.sum_gradients.__wrapped__
         monkeypatch.setattr(kernels, "sum_gradients", total)
@@ -208,4 +208,4 @@ def test_ranks_that_accumulate_different_gradients_reduce_in_the_same_way():
 
 
 def test_without_a_kernel_nothing_is_exchanged():
-    assert not gradient_reduction.has_kernels(torch.device("cpu"))
+    assert not gradient_reduction.has_kernel(torch.device("cpu"))

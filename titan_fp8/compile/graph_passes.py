@@ -36,7 +36,7 @@ CustomInferenceAwareGraphPass: Any = getattr(
 )
 
 MAX_STEPS = 16
-"""Steps of a sequence; a replay has room for 64 tensors and 128 addresses (`launcher.c`)."""
+"""Steps of a sequence, few enough for a replay (`MAX_SLOTS` in `kernels/launch.py`)."""
 
 _FP8_OPS = {op.overload for op in OPS.values() if op.is_fp8}
 

@@ -4,14 +4,14 @@ One key switches it on, `host_speedups`; with FP8 it is on by default. An adapte
 door: its function `speed_up` applies what its torchtitan has use for.
 
 - permute.py: sorting tokens by expert, and back, by gathers in both passes.
-- gradient_reduction.py: FSDP2 copies gradients without a table, and sends bf16 ones in bf16.
+- gradient_reduction.py: FSDP2 sends bf16 gradients in bf16.
 - profiler_ranges.py: FSDP2 marks ranges for the profiler only while it runs.
 - torchtitan_0_2/, torchtitan_0_3/: what uses the gathers, and more that is for one of them only.
 """
 
 import logging
 
-from titan_fp8.host.gradient_reduction import copy_by_kernel, in_bf16, noting_accumulation
+from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation
 from titan_fp8.host.profiler_ranges import below_modes, while_profiling
 from titan_fp8.patches import GRADIENT_REDUCTION, PROFILER_RANGES
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger()  # torchtitan's own
 
 def speed_up_fsdp2() -> None:
     """What every job that uses FSDP2 gains from."""
-    GRADIENT_REDUCTION.apply(copy_by_kernel, in_bf16, noting_accumulation)
+    GRADIENT_REDUCTION.apply(in_bf16, noting_accumulation)
     PROFILER_RANGES.apply(while_profiling, below_modes)
 
 

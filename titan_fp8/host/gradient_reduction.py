@@ -1,4 +1,4 @@
-"""How FSDP2 copies and reduces the gradients of a unit: bf16 gradients are sent in bf16.
+"""How FSDP2 reduces the gradients of a unit: bf16 gradients are sent in bf16.
 
 With `mixed_precision_reduce = "float32"`, torchtitan's default, FSDP2 casts bf16 gradients to FP32
 and reduce-scatters them. Half of the bytes of such an FP32 number are zeros. Here the ranks send
@@ -18,12 +18,6 @@ A unit that one rank has whole, such as experts under as much expert parallelism
 has nothing to reduce, and FSDP2 still copies its gradients to FP32, divides them, copies them and
 casts them back: 28 bytes per element of bf16. In bf16 all along, these are 12, and the results are
 the same: both ways divide in FP32 and round once.
-
-Before it reduces, FSDP2 copies the gradients into a buffer that holds, for each rank, that rank's
-rows of each, in the dtype of the reduction. It does so by one kernel, `chunk_cat`, which needs a
-table on the GPU. The table grows with the rows of a rank. Between few ranks it is so large that the
-CPU waits for its copy, and so for all earlier work of the stream. Here one launch per gradient
-writes the same numbers, without a table.
 """
 
 import functools
@@ -38,39 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 PART_LIMIT = 2**31 - 2**13
-"""A rank's part of a gradient must have fewer elements: the kernels count them in 32 bits, those
-beyond the end of the last tile, too."""
+"""A rank's part of a unit's gradients must have fewer elements: the kernel counts them in 32 bits,
+those beyond the end of the last tile, too."""
 
 
-def copy_by_kernel(copy_in: Callable) -> Callable:
-    """Wraps FSDP2's `foreach_reduce_scatter_copy_in`: on GPUs, our kernel makes the copies."""
-
-    @functools.wraps(copy_in)
-    def copy(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-        if not fits_kernel(unsharded_grads, reduce_scatter_input, world_size):
-            return copy_in(unsharded_grads, reduce_scatter_input, world_size)
-        from titan_fp8.kernels.gradients import copy_gradients
-
-        copy_gradients(reduce_scatter_input, world_size, *unsharded_grads)
-
-    return copy
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels of `kernels/gradients.py` run there."""
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel of `kernels/gradients.py` runs there."""
     return device.type == "cuda" and torch.version.hip is None
-
-
-def fits_kernel(gradients: Sequence[Tensor], buffer: Tensor, ranks: int) -> bool:
-    """Whether the kernel can copy them: plain contiguous tensors whose rows divide evenly."""
-    return has_kernels(buffer.device) and all(
-        type(g) is Tensor
-        and g.is_contiguous()
-        and g.shape[0]
-        and g.shape[0] % ranks == 0
-        and g.numel() // ranks < PART_LIMIT
-        for g in gradients
-    )
 
 
 def in_bf16(foreach_reduce: Callable) -> Callable:
@@ -135,7 +103,7 @@ def _can_be_exchanged(given: dict[str, Any]) -> bool:
         and given["reduce_dtype"] == torch.float32
         and not any(hasattr(param, "titan_fp8_accumulates") for param in given["fsdp_params"])
         and 0 < part < PART_LIMIT
-        and has_kernels(given["device"])
+        and has_kernel(given["device"])
         and on_one_host(group)
     )
 

@@ -1,7 +1,7 @@
 """The GPU kernels; the only package that imports triton.
 
 `hopper` has the FP8 kernels, which need a Hopper GPU. Any CUDA GPU runs those of `permute` (token
-rows) and `gradients` (copies for FSDP2). `for_device` says which FP8 kernels a device has.
+rows) and `gradients` (sums for FSDP2). `for_device` says which FP8 kernels a device has.
 """
 
 import functools

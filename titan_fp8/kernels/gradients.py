@@ -1,4 +1,4 @@
-"""Kernels that copy gradients into the buffer of a reduction, and sum them; for any CUDA GPU."""
+"""The kernel that sums gradients which ranks have sent each other; for any CUDA GPU."""
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -14,38 +14,6 @@ LOADS = 4
 """Such reads per thread."""
 TILE = ELEMENTS * LOADS * 32 * WARPS
 LAYOUT = gl.BlockedLayout([ELEMENTS], [32], [WARPS], [0])
-
-
-@kernel()
-def copy_gradient_kernel(
-    gradient, buffer, size, offset, stride, TILE: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Copies each rank's `size` elements of the gradient to `offset` in its part of the buffer."""
-    rank = gl.program_id(1).to(gl.int64)
-    i = gl.program_id(0) * TILE + gl.arange(0, TILE, LAYOUT)
-    values = gl.load(gradient + rank * size + i, mask=i < size)
-    out = buffer + (rank * stride + offset) + i
-    gl.store(out, values.to(buffer.dtype.element_ty), mask=i < size)
-
-
-@replayed
-def copy_gradients(buffer: Tensor, ranks: int, *gradients: Tensor) -> tuple[()]:
-    """Fills the buffer with each rank's rows of every gradient, in the buffer's dtype.
-
-    Args:
-        buffer: contiguous, as large as all gradients.
-        gradients: contiguous. The size of the first dimension is a multiple of `ranks`. A rank's
-            part of each has fewer than 2^31 elements.
-    """
-    stride, offset = buffer.numel() // ranks, 0
-    for gradient in gradients:
-        size = gradient.numel() // ranks
-        grid = cdiv(size, TILE), ranks
-        copy_gradient_kernel[grid](
-            gradient, buffer, size, offset, stride, TILE, LAYOUT, num_warps=WARPS
-        )
-        offset += size
-    return ()
 
 
 @kernel()

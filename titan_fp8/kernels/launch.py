@@ -11,6 +11,7 @@ kernel reads or writes as another dtype, (tensor, TensorMap) for one that it acc
 are cheap: neither PyTorch nor Triton checks them.
 """
 
+import ctypes
 import functools
 import logging
 import re
@@ -30,9 +31,14 @@ from triton.runtime.build import compile_module_from_src
 
 _log = logging.getLogger(__name__)
 
-SOURCES = ("step.c", "launcher.c")
 POINTER, NUMBER, BOX = range(3)
-"""Kinds of kernel parameters, the same numbers as in `step.c`."""
+"""Kinds of kernel parameters in a plan."""
+NAME_BYTES = 64
+"""Those of a kernel's name in a plan."""
+MAX_ARGUMENTS, MAX_SLOTS = 64, 128
+"""The arguments of a launch, the tensors of a replay; the places of a replay's addresses."""
+FOR_C = ("POINTER", "NUMBER", "BOX", "NAME_BYTES", "MAX_ARGUMENTS", "MAX_SLOTS")
+"""The constants above, which the C code has under the same names."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
 """How many shapes each cache of launch arguments or replays holds. With expert parallelism the
@@ -71,11 +77,13 @@ def for_triton(value: Any) -> Any:
 
 @functools.cache
 def native(driver: str = "libcuda.so.1") -> ModuleType:
-    """The extension module of `step.c` and `launcher.c`, built as Triton builds its launchers."""
-    source = "\n".join(Path(__file__).with_name(name).read_text() for name in SOURCES)
+    """The extension module of `launcher.c`, built as Triton builds its launchers."""
+    ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)  # The module is not linked to it, and finds it here.
+    constants = ", ".join(f"{name} = {globals()[name]}" for name in FOR_C)
+    source = f"enum {{ {constants} }};\n" + Path(__file__).with_name("launcher.c").read_text()
     include = nvidia.include_dirs
     module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
-    module.load_driver(driver, torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
+    module.set_up(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
     return module
 
 
@@ -99,7 +107,7 @@ class Kernel(GluonJITFunction):
             self._launcher = functools.partial(native().launch, first, plans, constants)
         if (recorder := RECORDER.get()) is not None:
             return functools.partial(recorder.launch, self._launcher, grid)
-        return functools.partial(self._launcher, grid)
+        return functools.partial(self._launcher, grid, None)
 
     def _launch_first(
         self,
@@ -144,7 +152,7 @@ class Kernel(GluonJITFunction):
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
-    """The plan by which `launcher.c` launches a compiled kernel; `step.c` describes its format.
+    """The plan by which `launcher.c` launches a compiled kernel, in the format described there.
 
     None if the kernel's parameters differ from those that the plan would pass, or if a launch needs
     more than parameters (scratch memory, clusters, a cooperative launch).
@@ -188,7 +196,8 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
     # After its arguments a kernel takes two pointers to scratch memory.
     if not plain_launch or _parameters(ptx) != [*sizes, 8, 8]:
         return None
-    return array("q", words).tobytes()
+    name = metadata.name.encode()[: NAME_BYTES - 1]
+    return name.ljust(NAME_BYTES, b"\0") + array("q", words).tobytes()
 
 
 def _parameters(ptx: str) -> list[int]:

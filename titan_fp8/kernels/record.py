@@ -132,11 +132,11 @@ class Recorder(TorchDispatchMode):
         self, launcher: functools.partial, grid: tuple[int, ...], *args: Any, **options: Any
     ) -> None:
         """Launches a kernel."""
-        launcher(grid, *args, **options)
+        launcher(grid, None, *args, **options)
         places = tuple([self._place(a[0] if isinstance(a, tuple) else a) for a in args])
         step = None
         if self.replayable:
-            step = launch.native().step(*launcher.args, grid, places, *args, **options)
+            step = launcher(grid, places, *args, **options)
         self.replayable = step is not None
         self._add(step or b"")
 

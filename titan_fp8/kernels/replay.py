@@ -105,11 +105,11 @@ class Replay:
             yield _Stage(new, run, gone)
 
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
-        tensors, native = self._workspace + 1, launch.native()
-        if tensors > native.MAX_ARGUMENTS or len(self._slots) > native.MAX_SLOTS:
+        tensors = self._workspace + 1
+        if tensors > launch.MAX_ARGUMENTS or len(self._slots) > launch.MAX_SLOTS:
             raise ValueError("a replay has too many tensors")
         header = array("q", [tensors, len(self._slots), zeros, *itertools.chain(*self._slots)])
-        replay, program = native.replay, header.tobytes() + steps
+        replay, program = launch.native().replay, header.tobytes() + steps
         return lambda tensors: replay(program, *tensors)
 
     def _call(self, call: OpCall, inputs: int) -> Callable[[list[Tensor]], None]:

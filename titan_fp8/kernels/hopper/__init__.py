@@ -1,13 +1,14 @@
 """The Hopper kernels (compute capability 9.0), in Gluon: a function for each primitive op."""
 
 from titan_fp8.kernels.hopper.gather import gather_1x128_128x1_t
-from titan_fp8.kernels.hopper.gemm_bf16 import bf16_wgrad
-from titan_fp8.kernels.hopper.gemm_blockwise import (
+from titan_fp8.kernels.hopper.gemm import (
     blockwise_mm,
     blockwise_mm_pair,
     blockwise_wgrad,
+    rowwise_mm,
+    rowwise_wgrad,
 )
-from titan_fp8.kernels.hopper.gemm_rowwise import rowwise_mm, rowwise_wgrad
+from titan_fp8.kernels.hopper.gemm_bf16 import bf16_wgrad
 from titan_fp8.kernels.hopper.quantize_blockwise import (
     quantize_1x128,
     quantize_1x128_128x1_t,

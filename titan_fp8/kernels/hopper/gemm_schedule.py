@@ -1,4 +1,4 @@
-"""What the FP8 GEMM kernels share; `gemm_blockwise.py` explains their design.
+"""What the FP8 GEMM kernels share; `gemm.py` explains their design.
 
 A kernel has three warp-specialized partitions: a producer warp and two consumer warpgroups. Two
 structures in shared memory connect them, both guarded by pairs of mbarriers:
@@ -42,6 +42,8 @@ WAVE = gl.constexpr(
 ROWS = gl.constexpr(gl.SliceLayout(1, WAVE.value))
 COLUMNS = gl.constexpr(gl.SliceLayout(0, WAVE.value))
 """ROWS, COLUMNS: layouts of a vector along the rows or the columns of WAVE."""
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""One column scale per thread. In the layout COLUMNS a thread would hold 32 for the whole tile."""
 VECTOR = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
 SCALAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SCALAR_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -260,6 +262,19 @@ def start_product(a, b):
     """Start the asynchronous WGMMA a (64, K) times b (128, K)ᵀ, in fresh accumulators."""
     zeros = gl.zeros([64, 128], gl.float32, WAVE)
     return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def read_scales(s_ptr, first, end, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """COUNT scales from `first` on, zeros from `end` on."""
+    i = first + gl.arange(0, COUNT, LAYOUT)
+    return gl.load(s_ptr + i, mask=i < end, other=0)
+
+
+@gluon.jit
+def scaled(wave, sa, sb):
+    """A wave times the scales of its rows (ROWS) and columns (LANES)."""
+    return wave * gl.expand_dims(gl.convert_layout(sb, COLUMNS), 0) * gl.expand_dims(sa, 1)
 
 
 @gluon.jit

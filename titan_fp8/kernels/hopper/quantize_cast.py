@@ -27,16 +27,8 @@ INF = gl.constexpr(0x7F800000)
 """The bits of Inf."""
 
 
-class _ScaleFmts(dict[str, int]):
-    """Looking up a format is its check, so that a call with a good one pays nothing."""
-
-    def __missing__(self, scale_fmt: str) -> int:
-        allowed = " and ".join(map(repr, self))
-        raise ValueError(f"scale_fmt = {scale_fmt!r}: allowed are {allowed}")
-
-
-SCALE_FMTS = _ScaleFmts(fp32=0, ue8m0=1)
-"""Scale format -> SCALE_FMT, a constexpr of the kernels.
+SCALE_FMTS = {"fp32": 0, "ue8m0": 1}
+"""Scale format -> SCALE_FMT, a constexpr of the kernels. The ops check the format.
 
 A number, because the launcher compares strings by address, and every call of an op may bring a new
 string object.

@@ -182,14 +182,6 @@ def swiglu_backward_kernel(
     )  # fmt: skip
 
 
-def _all_bf16(**tensors: Tensor) -> bool:
-    """Whether all are bf16. Raises ValueError unless all have the same shape."""
-    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"swiglu: shapes {shapes}: must be the same")
-    return all(x.dtype == torch.bfloat16 for x in tensors.values())
-
-
 def _words(x: Tensor) -> tuple[Tensor, torch.dtype]:
     return as_words(x.contiguous())
 
@@ -199,7 +191,7 @@ def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tens
 
     bf16 takes one kernel; for FP32 PyTorch computes h first.
     """
-    if not _all_bf16(a=a, b=b):
+    if not a.dtype == b.dtype == torch.bfloat16:
         return quantize_1x128(reference.swiglu(a, b), scale_fmt=scale_fmt)
     m, k = a.shape
     q, s = a.new_empty(m, k, dtype=E4M3), scales_1x128(a, m, k)
@@ -227,7 +219,7 @@ def swiglu_backward_1x128_128x1_t(
     `quantize_1x128_128x1_t` of da (4 tensors) and of db (4), `quantize_128x1_t` of h (2). bf16
     takes one kernel; for FP32 PyTorch computes da, db and h first.
     """
-    if not _all_bf16(dh=dh, a=a, b=b):
+    if not dh.dtype == a.dtype == b.dtype == torch.bfloat16:
         da, db = reference.swiglu_backward(dh, a, b)
         h = reference.swiglu(a, b)
         return (

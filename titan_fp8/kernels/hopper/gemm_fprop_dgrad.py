@@ -1,8 +1,10 @@
-"""The blockwise kernel for fprop and dgrad, M-grouped.
+"""The kernel for fprop and dgrad, M-grouped, for blockwise and for rowwise scales.
 
-c[m] is the sum over blocks of 128 of sa sb (a[m] b[e]ᵀ), where e is the group of row m. The sum of
-two products of the same shape is computed as one product with twice as many blocks.
-`gemm_blockwise.py` explains the structure.
+    blockwise   c[m] = Σ over blocks of 128 of sa sb (a[m] b[e]ᵀ)
+    rowwise     c[m] = sa sb Σ a[m] b[e]ᵀ, which the tensor cores sum
+
+e is the group of row m. The sum of two blockwise products of the same shape is computed as one
+product with twice as many blocks. `gemm.py` explains the structure.
 """
 
 from triton.experimental import gluon
@@ -11,10 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from titan_fp8.kernels.hopper.gemm_schedule import (
+    LANES,
     ROWS,
     SCALAR_2D,
     WAVE,
@@ -31,7 +35,9 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
     pipeline_start,
     publish_end,
     publish_tile,
+    read_scales,
     receive_tile,
+    scaled,
     split_last_round,
     start_product,
     store_wave,
@@ -39,6 +45,11 @@ from titan_fp8.kernels.hopper.gemm_schedule import (
 )
 from titan_fp8.kernels.hopper.group_ends import group_of_tile
 from titan_fp8.kernels.launch import kernel
+
+WIDE = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 32])
+)
+"""Layout of the 64 x 256 accumulator that a rowwise consumer has for both waves."""
 
 
 @gluon.jit
@@ -195,57 +206,133 @@ def consume(
     tma.store_wait(0)
 
 
+@gluon.jit
+def accumulate(blocks, stage, ring, CONSUMER: gl.constexpr, WAVES: gl.constexpr):
+    """One consumer's 64 rows of an M-grouped tile, WAVES x 128 columns, in one accumulator.
+
+    One WGMMA is in flight while the next is issued, so a stage is released one block later.
+    """
+    LAYOUT: gl.constexpr = WIDE if WAVES == 2 else WAVE
+    sums = gl.zeros([64, WAVES * 128], gl.float32, LAYOUT)
+    # A new tensor, because Triton does not carry an alias of `stage` through the loop.
+    before = gl.to_tensor(0)
+    for i in range(blocks):
+        # Wait until all bytes of the block have arrived.
+        mbarrier.wait(ring.full.index(stage.index), stage.phase)
+        a = ring.a.index(stage.index).slice(CONSUMER * 64, 64)
+        b = ring.b.index(stage.index).slice(0, WAVES * 128)
+        sums = warpgroup_mma(a, b.permute([1, 0]), sums, is_async=True)
+        # The previous WGMMA has read its stage, so the producer may refill it.
+        sums = warpgroup_mma_wait(1, [sums])
+        mbarrier.arrive(ring.empty.index(before), count=1, pred=i > 0)
+        before = stage.index
+        stage = advance(stage, ring.a.shape[0])
+    sums = warpgroup_mma_wait(0, [sums])
+    mbarrier.arrive(ring.empty.index(before), count=1, pred=blocks > 0)
+    if WAVES == 2:
+        left, right = sums.reshape([64, 2, 128]).permute([0, 2, 1]).split()
+        left = gl.convert_layout(left, WAVE, assert_trivial=True)
+        right = gl.convert_layout(right, WAVE, assert_trivial=True)
+        return left, right, stage
+    else:
+        return sums, sums, stage
+
+
+@gluon.jit
+def skip(blocks, stage, ring):
+    """Release the stages of a tile in which this consumer has no rows."""
+    for _ in range(blocks):
+        mbarrier.wait(ring.full.index(stage.index), stage.phase)
+        mbarrier.arrive(ring.empty.index(stage.index), count=1)
+        stage = advance(stage, ring.a.shape[0])
+    return stage
+
+
+@gluon.jit
+def consume_rowwise(c, sa_ptr, sb_ptr, ring, queue, buffers, CONSUMER: gl.constexpr):
+    """A consumer warpgroup: computes and stores 64 rows of each M-grouped tile in the queue."""
+    stage = pipeline_start()
+    buffer = buffers.index(CONSUMER)
+    tile, slot = receive_tile(queue, pipeline_start())
+    while tile.blocks >= 0:
+        row, column = tile.row + CONSUMER * 64, tile.column
+        # Rows of no group have no blocks and read no scales, so they are zero.
+        sa = read_scales(sa_ptr, row, gl.where(tile.blocks > 0, tile.row_end, 0), 64, ROWS)
+        columns_end = gl.where(tile.blocks > 0, c.N, 0)
+        sb = read_scales(sb_ptr + tile.group * c.N, column, columns_end, 128, LANES)
+        if row >= tile.row_end:
+            # The last tile of a group may have rows for the first consumer only.
+            stage = skip(tile.blocks, stage, ring)
+        elif tile.waves == 2:
+            sb_right = read_scales(sb_ptr + tile.group * c.N, column + 128, columns_end, 128, LANES)
+            left, right, stage = accumulate(tile.blocks, stage, ring, CONSUMER, 2)
+            left, right = scaled(left, sa, sb), scaled(right, sa, sb_right)
+            store_wave(c, buffer, left, tile, row, column, 0)
+            store_wave(c, buffer, right, tile, row, column + 128, 0)
+        else:
+            left, right, stage = accumulate(tile.blocks, stage, ring, CONSUMER, 1)
+            left = scaled(left, sa, sb)
+            store_wave(c, buffer, left, tile, row, column, 0)
+        tile, slot = receive_tile(queue, slot)
+    # Shared memory must outlive the TMA stores that read it.
+    tma.store_wait(0)
+
+
 @kernel(do_not_specialize=["M", "E", "lda"])
-def blockwise_fprop_dgrad_kernel(
-    a_desc,
-    sa_desc,
-    b_desc,
-    sb_desc,
-    a2_desc,
-    sa2_desc,
-    b2_desc,
-    sb2_desc,
-    c_desc,
-    c_ptr,
-    offs_ptr,
-    M,
-    N,
-    K,
-    E,
-    lda,
-    STAGES: gl.constexpr,
-    BAND: gl.constexpr,
-):
+def fprop_dgrad_kernel(
+    a_desc, sa, b_desc, sb, a2_desc, sa2_desc, b2_desc, sb2_desc, c_desc, c_ptr,
+    offs_ptr, ticket_ptr, M, N, K, E, lda,
+    STAGES: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
     """Tiles of 128 x 256: two consumers of 64 rows each, two waves of 128 columns.
 
-    a2_desc to sb2_desc are the operands of a second product, or None. `lda` is the stride between
-    the blocks of sa. `launcher.c` takes tensors and numbers only, so the kernel takes operands one
+    sa and sb are TMA descriptors, and `lda` is the stride between the blocks of sa. Rowwise they
+    are addresses, and `lda` is None. a2_desc to sb2_desc are the operands of a second blockwise
+    product, or None. `launcher.c` takes tensors and numbers only, so the kernel takes operands one
     by one and makes aggregates of them.
     """
+    ROWWISE: gl.constexpr = lda is None
+    # Rowwise consumers read both waves of B as one box of 256 rows; the producer fills two of 128.
+    B_BOXES: gl.constexpr = [STAGES, 256, 128] if ROWWISE else [2 * STAGES, 128, 128]
     a_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 128, 128], b_desc.layout)
-    sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 128], sa_desc.layout)
-    sb_values = gl.allocate_shared_memory(gl.float32, [STAGES * 32, 1, 1], SCALAR_2D)
-    sb_ring = as_boxes(sb_values, sb_desc, STAGES)
+    b_ring = gl.allocate_shared_memory(gl.float8e4nv, B_BOXES, b_desc.layout)
+    if not ROWWISE:
+        sa_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 128], sa.layout)
+        sb_values = gl.allocate_shared_memory(gl.float32, [STAGES * 32, 1, 1], SCALAR_2D)
+        sb_ring = as_boxes(sb_values, sb, STAGES)
     buffers = gl.allocate_shared_memory(c_desc.dtype, [2, 64, 128], c_desc.layout)
     full = make_barriers(STAGES, 1)
     empty = make_barriers(STAGES, 2)
-    turn = make_barriers(2, 1)
+    if not ROWWISE:
+        turn = make_barriers(2, 1)
     queue = make_tile_queue()
     fence_async_shared()
-    ring = Ring(a_ring, sa_ring, b_ring, sb_ring, full, empty)
-    first = Operands(a_desc, sa_desc, b_desc, sb_desc)
-    second = None if a2_desc is None else Operands(a2_desc, sa2_desc, b2_desc, sb2_desc)
-    products = (first,) if a2_desc is None else (first, second)
-    PRODUCTS: gl.constexpr = len(products)
     c = Output(c_desc, c_ptr, N)
     sizes = (M, N, K, E, lda)
-    gl.warp_specialize(
-        [
-            (consume, (c, ring, sb_values, queue, turn, buffers, 0, PRODUCTS)),
-            (consume, (c, ring, sb_values, queue, turn, buffers, 1, PRODUCTS)),
-            (produce, (products, offs_ptr, None, sizes, ring, queue, BAND)),
-        ],
-        worker_num_warps=[4, 1],
-        worker_num_regs=[240, 24],
-    )
+    first = Operands(a_desc, None if ROWWISE else sa, b_desc, None if ROWWISE else sb)
+    second = None if a2_desc is None else Operands(a2_desc, sa2_desc, b2_desc, sb2_desc)
+    products = (first,) if a2_desc is None else (first, second)
+    if ROWWISE:
+        ring = Ring(a_ring, None, b_ring, None, full, empty)
+        halves = Ring(a_ring, None, as_boxes(b_ring, b_desc, 2 * STAGES), None, full, empty)
+        gl.warp_specialize(
+            [
+                (consume_rowwise, (c, sa, sb, ring, queue, buffers, 0)),
+                (consume_rowwise, (c, sa, sb, ring, queue, buffers, 1)),
+                (produce, (products, offs_ptr, ticket_ptr, sizes, halves, queue, BAND)),
+            ],
+            worker_num_warps=[4, 1],
+            worker_num_regs=[240, 24],
+        )
+    else:
+        PRODUCTS: gl.constexpr = len(products)
+        ring = Ring(a_ring, sa_ring, b_ring, sb_ring, full, empty)
+        gl.warp_specialize(
+            [
+                (consume, (c, ring, sb_values, queue, turn, buffers, 0, PRODUCTS)),
+                (consume, (c, ring, sb_values, queue, turn, buffers, 1, PRODUCTS)),
+                (produce, (products, offs_ptr, ticket_ptr, sizes, ring, queue, BAND)),
+            ],
+            worker_num_warps=[4, 1],
+            worker_num_regs=[240, 24],
+        )

@@ -1,19 +1,20 @@
-"""The blockwise GEMMs on Hopper: entry points, and how their kernels work.
+"""The FP8 GEMMs on Hopper: entry points, and how their kernels work.
 
-    blockwise_mm        fprop, dgrad   c[m] = a[m] b[e]ᵀ         1x128 by 128x128, M-grouped
+    blockwise_mm        fprop, dgrad   c[m] = a[m] b[e]ᵀ         M-grouped, 1x128 by 128x128
     blockwise_mm_pair                  the sum of two such products
-    blockwise_wgrad     wgrad          c[e] = a[:, e] b[:, e]ᵀ   1x128 by 1x128, K-grouped
+    blockwise_wgrad     wgrad          c[e] = a[:, e] b[:, e]ᵀ   K-grouped, 1x128 by 1x128
+    rowwise_mm          fprop, dgrad   c[m] = a[m] b[e]ᵀ         M-grouped, a scale per row
+    rowwise_wgrad       wgrad          c[e] = a[:, e] b[:, e]ᵀ   K-grouped, one per group and row
 
 b[e] is the weight of the group of token m; a[:, e] are the columns of the tokens of group e. A
 dense layer has one group. Every operand is K-major: the contracted dimension is last and
-contiguous, as Hopper's FP8 WGMMA requires. The kernels are in gemm_blockwise_fprop_dgrad.py and
-gemm_blockwise_wgrad.py, what they share in gemm_schedule.py. gemm_rowwise_kernels.py uses the same
-structure.
+contiguous, as Hopper's FP8 WGMMA requires. The kernels are in gemm_fprop_dgrad.py and
+gemm_wgrad.py, what they share in gemm_schedule.py.
 
-Promotion. Hopper's tensor cores accumulate FP8 products with about 14 bits, and each 128 of the
-contraction has its own scales. So no accumulator of a WGMMA runs longer than 128. Its result is
-then promoted: multiplied by the scales and added to FP32 sums on the CUDA cores. That takes about
-as many instruction slots as the WGMMA leaves free, so the design overlaps the two.
+Promotion, of blockwise products. Hopper's tensor cores accumulate FP8 products with about 14 bits,
+and each 128 of the contraction has its own scales. So no accumulator of a WGMMA runs longer than
+128. Its result is then promoted: multiplied by the scales and added to FP32 sums on the CUDA cores.
+That takes about as many instruction slots as the WGMMA leaves free, so the design overlaps the two.
 
     tiles       128 x 256 (M-grouped) or 256 x 128 (K-grouped). Per result, a tile of this size
                 reads 3/4 of the bytes that a 128 x 128 tile reads from the L2 cache.
@@ -45,6 +46,17 @@ columns of the result that do not belong to the group, and the epilogue does not
 stores by TMA where the tile is full and with a mask elsewhere. Rows of no group are tiles without
 blocks, so they are zero, and so is the dW of an empty group.
 
+Rowwise products share producers, ring, tile queue and epilogue. A consumer reads the scales of a
+tile, one per row and one per column, when the tile begins, and multiplies by them in the epilogue.
+fprop and dgrad use fast accumulation: the sums of both waves stay in the tensor cores, and the
+consumers take no turns. One WGMMA is in flight while the next is issued. wgrad sums over all tokens
+of a batch, and its error goes into every later step, so it promotes to FP32 every 128 tokens (slow
+accumulation). Both equal `torch._scaled_mm` bit for bit, with and without `use_fast_accum`.
+torchtitan pads the groups of rowwise products to multiples of 16 rows, not of 128, so tiles differ
+in work. A consumer without rows in a group's last tile skips it, wgrad skips the half of a group's
+last block that has no tokens, and M-grouped programs draw tickets, too. A dense product is one
+group whose tiles are known in advance.
+
 One configuration serves all shapes. At the dense shapes measured cuBLAS was never faster by more
 than the noise (docs/kernels.md).
 """
@@ -56,9 +68,9 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from titan_fp8.kernels.hopper.gemm_blockwise_fprop_dgrad import blockwise_fprop_dgrad_kernel
-from titan_fp8.kernels.hopper.gemm_blockwise_wgrad import blockwise_wgrad_kernel
+from titan_fp8.kernels.hopper.gemm_fprop_dgrad import fprop_dgrad_kernel
 from titan_fp8.kernels.hopper.gemm_schedule import VECTOR
+from titan_fp8.kernels.hopper.gemm_wgrad import wgrad_kernel
 from titan_fp8.kernels.hopper.quantize_blockwise import scales_1x128
 from titan_fp8.kernels.launch import CACHED_SHAPES, TensorMap, multiprocessors
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
@@ -75,9 +87,6 @@ WGRAD_OPTIONS = {
 }
 """MM_OPTIONS, WGRAD_OPTIONS: the bytes of an element of C -> the options of a launch."""
 
-Launch = tuple[Any, tuple, dict]
-"""A kernel with the arguments and options of one launch."""
-
 
 def blockwise_mm(
     a_MK: Tensor,
@@ -90,12 +99,12 @@ def blockwise_mm(
 ) -> Tensor:
     """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
 
-    sa is 1x128 and sb 128x128; slow accumulation (FP32 every 128). Returns (M, N); rows of no group
-    are zero. Groups may start at any row, so `aligned` makes no difference.
+    sa is 1x128 and sb 128x128. Returns (M, N); rows of no group are zero. Groups may start at any
+    row, so `aligned` makes no difference.
     """
     c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
     if c.numel():
-        run(mm_launch(a_MK, sa, b, sb, c, offs))
+        _run(mm_launch(a_MK, sa, b, sb, c, offs))
     return c
 
 
@@ -115,7 +124,23 @@ def blockwise_mm_pair(
     """The sum of two `blockwise_mm` of the same shapes, rounded once: (M, N)."""
     c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
     if c.numel():
-        run(mm_launch(a_MK, sa, b, sb, c, offs, (a2_MK, sa2, b2, sb2)))
+        _run(mm_launch(a_MK, sa, b, sb, c, offs, (a2_MK, sa2, b2, sb2)))
+    return c
+
+
+def rowwise_mm(
+    a_MK: Tensor,
+    sa: Tensor,
+    b: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As `blockwise_mm`, with one scale per row: sa (M,), sb (N,) or (E, N)."""
+    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
+    if c.numel():
+        _run(mm_launch(a_MK, sa, b, sb, c, offs, rowwise=True))
     return c
 
 
@@ -130,16 +155,37 @@ def blockwise_wgrad(
 ) -> Tensor:
     """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
 
-    Both scales are 1x128 along the tokens; slow accumulation (FP32 every 128). Returns (N, K), or
-    (E, N, K) with zeros for empty groups. Groups start at multiples of 128 columns, `aligned` or
-    not.
+    Both scales are 1x128 along the tokens. Returns (N, K), or (E, N, K) with zeros for empty
+    groups. Groups start at multiples of 128 columns, `aligned` or not.
     """
-    lead = () if offs is None else (offs.shape[0],)
+    lead = () if offs is None else offs.shape
     c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
-    if a_NM.shape[1] == 0:
+    if not a_NM.shape[1]:
         return c.zero_()
-    run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
     return c
+
+
+def rowwise_wgrad(
+    a_NM: Tensor,
+    sa: Tensor,
+    b_KM: Tensor,
+    sb: Tensor,
+    offs: Tensor | None = None,
+    aligned: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As `blockwise_wgrad`, with scales per row and group: sa (N,) or (E, N), sb (K,) or (E, K)."""
+    lead = () if offs is None else offs.shape
+    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
+    if not a_NM.shape[1]:
+        return c.zero_()
+    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs, rowwise=True))
+    return c
+
+
+Launch = tuple[Any, tuple, dict]
+"""A kernel with the arguments and options of one launch."""
 
 
 def mm_launch(
@@ -150,56 +196,93 @@ def mm_launch(
     c_MN: Tensor,
     offs: Tensor | None,
     second: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    rowwise: bool = False,
 ) -> Launch:
-    """The launch that writes `blockwise_mm` to `c_MN`, or its sum with the product of `second`."""
+    """The launch that writes a product to `c_MN`, or its sum with the blockwise one of `second`."""
     (m, k), n = a_MK.shape, b.shape[-2]
     groups = 1 if offs is None else offs.shape[0]
     assert n % 16 == 0 and k % 16 == 0
+    products: tuple[Any, ...]
+    ticket, lda = None, None
+    if rowwise:
+        assert b.shape[-1] == k and b.numel() == groups * n * k
+        assert sa.shape == (m,) and sb.shape == b.shape[:-1]
+        products = *_rowwise(a_MK, sa, b, sb), None, None, None, None
+        if offs is not None:
+            ticket = _ticket_counter(c_MN)
+    else:
+        products = _blockwise(a_MK, sa, b, sb, groups)
+        if second is None:
+            products += (None, None, None, None)
+        else:
+            assert second[0].shape == a_MK.shape and second[2].shape == b.shape
+            products += _blockwise(*second, groups)
+        lda = round_up(m, 4)
+    args = (*products, _mapped(c_MN), c_MN, offs, ticket, m, n, k, groups, lda)
+    return fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
 
-    def operands(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
-        assert a.shape == (m, k) and b.shape[-2:] == (n, k) and b.numel() == groups * n * k
-        assert a.dtype == b.dtype == E4M3 and a.is_contiguous() and b.is_contiguous()
-        assert sa.dtype == sb.dtype == torch.float32
-        sa_map = _scale_vector(m, k, 128)
-        sb_map = _scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK))
-        return mapped(a), (_column_major(sa), sa_map), mapped(b), (_row_major(sb), sb_map)
 
-    products = *operands(a_MK, sa, b, sb), *(operands(*second) if second else (None,) * 4)
-    args = (*products, mapped(c_MN), c_MN, offs, m, n, k, groups, round_up(m, 4))
-    return blockwise_fprop_dgrad_kernel, args, MM_OPTIONS[c_MN.itemsize]
+def _blockwise(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, groups: int) -> tuple:
+    """The arguments for A (M, K) and B (N, K) or (E, N, K) of a blockwise product."""
+    (m, k), n = a.shape, b.shape[-2]
+    assert b.shape[-1] == k and b.numel() == groups * n * k
+    assert a.dtype == b.dtype == E4M3 and a.is_contiguous() and b.is_contiguous()
+    assert sa.dtype == sb.dtype == torch.float32
+    sa_map = _scale_vector(m, k, 128)
+    sb_map = _scale_matrix(groups * cdiv(n, BLOCK), cdiv(k, BLOCK))
+    return _mapped(a), (_column_major(sa), sa_map), _mapped(b), (_row_major(sb), sb_map)
+
+
+def _rowwise(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> tuple:
+    """The arguments for A and B of a rowwise product."""
+    assert a.dtype == b.dtype == E4M3 and sa.dtype == sb.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (a, sa, b, sb))
+    return _mapped(a), sa, _mapped(b), sb
 
 
 def wgrad_launch(
-    a_NM: Tensor, sa: Tensor, b_KM: Tensor, sb: Tensor, c: Tensor, offs: Tensor | None
+    a_NM: Tensor,
+    sa: Tensor,
+    b_KM: Tensor,
+    sb: Tensor,
+    c: Tensor,
+    offs: Tensor | None,
+    rowwise: bool = False,
 ) -> Launch:
-    """The launch that writes `blockwise_wgrad` to `c`, (N, K) or (E, N, K)."""
+    """The launch that writes a wgrad to `c`, (N, K) or (E, N, K)."""
     (n, width), k = a_NM.shape, b_KM.shape[0]
     groups = 1 if offs is None else offs.shape[0]
-    assert b_KM.shape[1] == width and sa.dtype == sb.dtype == torch.float32
-    assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
-    assert width % 128 == 0 and n % 16 == 0 and k % 16 == 0
-    operands = (
-        *(mapped(a_NM), (_column_major(sa), _scale_vector(n, width, 256))),
-        *(mapped(b_KM), (_column_major(sb), _scale_vector(k, width, 128))),
-    )
-    ticket = None if offs is None else new_ticket_counter(c)
-    # The strides between the blocks of sa and of sb are N and K, which need no padding there.
-    args = (*operands, mapped(c), c, offs, ticket, width, n, k, groups, n, k)
-    return blockwise_wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
+    assert b_KM.shape[1] == width and n % 16 == 0 and k % 16 == 0
+    assert width % (16 if rowwise and offs is None else 128) == 0
+    strides: tuple[int | None, int | None] = n, k  # between blocks of scales: no padding is needed
+    operands: tuple[Any, ...]
+    if rowwise:
+        assert sa.numel() == groups * n and sb.numel() == groups * k
+        operands, strides = _rowwise(a_NM, sa, b_KM, sb), (None, None)
+    else:
+        assert sa.dtype == sb.dtype == torch.float32
+        assert a_NM.dtype == b_KM.dtype == E4M3 and a_NM.is_contiguous() and b_KM.is_contiguous()
+        operands = (
+            *(_mapped(a_NM), (_column_major(sa), _scale_vector(n, width, 256))),
+            *(_mapped(b_KM), (_column_major(sb), _scale_vector(k, width, 128))),
+        )
+    ticket = None if offs is None else _ticket_counter(c)
+    args = (*operands, _mapped(c), c, offs, ticket, width, n, k, groups, *strides)
+    return wgrad_kernel, args, WGRAD_OPTIONS[c.itemsize]
 
 
-def new_ticket_counter(c: Tensor) -> Tensor:
+def _ticket_counter(c: Tensor) -> Tensor:
     """A counter at 0, on the device of c, from which programs draw their tiles."""
     return torch.zeros(1, dtype=torch.int32, device=c.device)
 
 
-def run(launch: Launch) -> None:
+def _run(launch: Launch) -> None:
     """Launches a persistent kernel: one program per SM."""
     kernel, args, options = launch
     kernel[(multiprocessors(args[0][0].device),)](*args, **options)
 
 
-def mapped(x: Tensor) -> tuple[Tensor, TensorMap]:
+def _mapped(x: Tensor) -> tuple[Tensor, TensorMap]:
     """x (..., R, C), contiguous, as a matrix that TMA accesses."""
     return x, _matrix(x.shape, x.dtype)
 
