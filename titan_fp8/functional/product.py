@@ -22,7 +22,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import BODIES, ProductSpec
+from titan_fp8.functional.gemms import BODIES, ProductSpec, fprop
 from titan_fp8.functional.weights import (
     OPTIONAL,
     WEIGHTS,
@@ -46,13 +46,14 @@ class _Product(Function):
         x_MK: Tensor,
         bias: Tensor | None,
         offs: Tensor | None,
+        x_quantized: tuple[Tensor, ...] | None,
         for_wgrad: bool,
         spec: ProductSpec,
         *weights: Weight,
     ) -> Tensor:
         operands = [operands_of(w, spec.dtype) for w in weights]
         for_fprop = [t for w, _ in operands for t in w]
-        y_MN, saved = _forward(x_MK, for_fprop, bias, offs, for_wgrad, spec)
+        y_MN, saved = _forward(x_MK, x_quantized, for_fprop, bias, offs, for_wgrad, spec)
         ctx.spec, ctx.dtypes = spec, (x_MK.dtype, *[w.dtype for w in weights])
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(offs, *[t for _, w in operands for t in w], *saved)
@@ -63,7 +64,7 @@ class _Product(Function):
     def backward(ctx: Any, g_MN: Tensor) -> Any:
         spec, (offs, *saved) = ctx.spec, ctx.saved_tensors
         needs_dx, needs_db, *others = ctx.needs_input_grad
-        needs = needs_dx, *others[3:]
+        needs = needs_dx, *others[4:]
         dtypes = tuple([dtype if need else None for dtype, need in zip(ctx.dtypes, needs)])
         gradients: list[Tensor] = []
         if any(needs):
@@ -72,19 +73,24 @@ class _Product(Function):
             gradients = [*run(body, g, offs, dtypes, spec, *saved, emulate=spec.emulate)]
         db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
         dx, *dws = [None if dtype is None else gradients.pop(0) for dtype in dtypes]
-        return dx, db, None, None, None, *dws
+        return dx, db, None, None, None, None, *dws
 
 
 def _forward(
-    x_MK: Tensor, for_fprop: Sequence[Any], bias: Tensor | None, offs: Tensor | None,
-    for_wgrad: bool, spec: ProductSpec,
+    x_MK: Tensor, x_quantized: tuple[Tensor, ...] | None, for_fprop: Sequence[Any],
+    bias: Tensor | None, offs: Tensor | None, for_wgrad: bool, spec: ProductSpec,
 ) -> tuple[Tensor, Sequence[Tensor]]:  # fmt: skip
     """y, and what backward reads besides the weights."""
-    body, _ = BODIES[len(for_fprop) // 2]
-    x_MK = x_MK.detach().to(spec.dtype).contiguous()
-    y_MN, *saved = run(body, x_MK, offs, for_wgrad, spec, *for_fprop, emulate=spec.emulate)
+    if x_quantized is None:
+        body, _ = BODIES[len(for_fprop) // 2]
+        x_MK = x_MK.detach().to(spec.dtype).contiguous()
+        y_MN, *saved = run(body, x_MK, offs, for_wgrad, spec, *for_fprop, emulate=spec.emulate)
+    else:
+        q, s, *columns = x_quantized
+        saved = columns if for_wgrad else []
+        y_MN = run(fprop, q, s, *for_fprop, offs, spec, emulate=spec.emulate)
     if for_wgrad and spec.recipe.wgrad_in_bf16:
-        saved.append(x_MK.bfloat16())
+        saved = [*saved, x_MK.to(spec.dtype).bfloat16()]
     return y_MN if bias is None else y_MN + bias.to(spec.dtype), saved
 
 
@@ -94,19 +100,22 @@ def product(
     bias: Tensor | None,
     offs: Tensor | None,
     spec: ProductSpec,
+    x_quantized: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """y (M, N) of x (M, K) and a weight, as `fp8_linear` and `fp8_grouped_mm` describe them.
 
     Args:
         weights: one, or the three of a gated feed-forward with a recipe that has ops for it.
+        x_quantized: `gemms.quantized` of x, for products that share it; or None. The columns are
+            needed if backward computes the gradient of the weight.
     """
-    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0 and x_quantized is None:
         # An autograd function would only take time. But it refuses forward-mode AD.
         for_fprop = [t for w in weights for t in operands_of(w, spec.dtype)[0]]
-        return _forward(x_MK, for_fprop, bias, offs, False, spec)[0]
+        return _forward(x_MK, None, for_fprop, bias, offs, False, spec)[0]
     read_x = weights[0], weights[-1]
     for_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in read_x)
-    return _Product.call(x_MK, bias, offs, for_wgrad, spec, *weights)
+    return _Product.call(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
 
 
 def fp8_linear(

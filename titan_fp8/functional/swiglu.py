@@ -6,6 +6,7 @@ da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops
 products run instead.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,9 +17,10 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import ProductSpec
+from titan_fp8.functional.gemms import ProductSpec, quantized
 from titan_fp8.functional.product import product
 from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
+from titan_fp8.ops import run
 from titan_fp8.recipe import get_recipe
 
 
@@ -66,7 +68,10 @@ def fp8_swiglu(
     if spec.recipe.feed_forward is not None:
         y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)
     else:
-        a_MH, b_MH = (product(x_MK, (w,), None, offs, spec) for w in (w1, w3))
+        for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
+        x_cast = x_MK.detach().to(spec.dtype).contiguous()
+        x_quantized = run(quantized, x_cast, offs, for_wgrad, spec, emulate=emulate)
+        a_MH, b_MH = (product(x_MK, (w,), None, offs, spec, x_quantized) for w in (w1, w3))
         y_MN = product(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
     return y_MN.view(*x.shape[:-1], w2.shape[-2])
 
