@@ -32,6 +32,7 @@ from titan_fp8.modules.settings import (
     ExchangeName,
     ExpertsSettings,
     LinearSettings,
+    PermutationName,
     RecipeName,
 )
 from titan_fp8.recipe import BF16, RECIPES
@@ -55,6 +56,12 @@ class TitanFP8GroupedMM(ExpertsSettings):
     where = f"[{GROUPED_MM}]"
     recipe: RecipeName | None = None
     """As in the linear section, whose value is the default."""
+
+    permutation: PermutationName | None = None
+    """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
+    "host": by torchtitan's own functions. The values are the same except for the order of sums and
+    for roundings of weighted outputs to the dtype of the activations. The default is "gather" with
+    host_speedups, and otherwise "host"."""
 
     exchange: ExchangeName = "bf16"
     """How tokens, and the gradients of the experts' outputs, travel between the ranks of expert

@@ -14,6 +14,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
 from titan_fp8.compile import apply_patches
+from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.modules.conversion import check_device, convert_and_log, errors_prefixed
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
@@ -21,7 +22,6 @@ from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_3 import fsdp, health
 from titan_fp8.torchtitan_0_3.experts import convert_experts
 from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_3.host import speed_up
 from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, convert_linears
 
 
@@ -44,7 +44,8 @@ class _Converter(QuantizationConverter):
             with errors_prefixed(config.where):
                 check_model(model_config, config)
             apply_patches()
-        speed_up(model_config, config)
+        if converts if config.host_speedups is None else config.host_speedups:
+            speed_up_fsdp2()
         report = convert_and_log(
             model_config,
             config.where,

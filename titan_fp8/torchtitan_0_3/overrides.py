@@ -17,10 +17,7 @@ from torchtitan.protocols import BaseModel
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_3.converters import FP8GroupedExpertsConverter, FP8LinearConverter
 
-KEYS = (
-    *("filter_fqns", "fqns", "permutation", "emulate", "fsdp_all_gather", "health_freq"),
-    "host_speedups",
-)
+KEYS = ("filter_fqns", "fqns", "emulate", "fsdp_all_gather", "health_freq", "host_speedups")
 
 
 def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
@@ -42,12 +39,12 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
                 raise ValueError(
                     f"{module}.{recipe}: {key!r} is no key: allowed are {', '.join(KEYS)}"
                 )
-            if key in ("fqns", "permutation") and value != [] and not has_experts:
+            if key == "fqns" and value != [] and not has_experts:
                 raise ValueError(
-                    f"{module}.{recipe}: {key} = {value!r} is for MoE models, and this one has no "
+                    f"{module}.{recipe}: fqns = {value!r} is for MoE models, and this one has no "
                     "experts: leave it out"
                 )
-        linear = {key: settings[key] for key in settings if key not in ("fqns", "permutation")}
+        linear = {key: settings[key] for key in settings if key != "fqns"}
         experts = {key: settings[key] for key in settings if key != "filter_fqns"}
         experts["recipe"] = recipe
         if experts.get("fqns") == []:
