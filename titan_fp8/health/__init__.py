@@ -10,8 +10,8 @@
 The adapters for torchtitan call the monitor after each step.
 """
 
-from titan_fp8.health.monitor import Monitor, write_scalars
+from titan_fp8.health.monitor import Monitor
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report
 
-__all__ = ["Layer", "Monitor", "Observer", "Report", "write_scalars"]
+__all__ = ["Layer", "Monitor", "Observer", "Report"]

@@ -48,7 +48,7 @@ class Monitor:
 
         Args:
             models: the parts of the model on this rank.
-            logger: torchtitan's, for `write_scalars`.
+            logger: torchtitan's, of metrics.
             device: one that the process group can reduce on.
         """
         if self._observer is not None:
@@ -56,7 +56,7 @@ class Monitor:
             own = [layer.name for layer in self._observer.layers]
             report = Report.of_rank(self._names, own, *self._observer.table()).over_ranks(device)
             self._observer = None
-            write_scalars(logger, report.metrics(), step)
+            logger.log(report.metrics(), step)
             title = f"FP8 health of step {step}, each figure for the worst operand"
             _logger.info(f"titan_fp8: {title}\n{report}")
             for warning in report.warnings(step):
@@ -83,23 +83,3 @@ def _layers_of(models: Sequence[nn.Module], freqs: Collection[int]) -> Iterator[
                     yield Layer(str(module.fqn), module, name)
                 elif parameter.dim() == 3:
                     yield Layer(f"{module.fqn}.{name}", module, name)
-
-
-def write_scalars(logger: Any, scalars: dict[str, float], step: int) -> None:
-    """Writes what was measured in `step`.
-
-    A TensorBoard logger would make an event for each of a thousand scalars; they go into one.
-
-    Args:
-        logger: of torchtitan, 0.2 or 0.3: one logger or a container of several.
-    """
-    for each in getattr(logger, "_loggers", [logger]):
-        if not hasattr(each, "writer"):
-            each.log(scalars, step)
-            continue
-        # Imported here, since torchtitan, too, imports TensorBoard only for a run that uses it.
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        prefix = "" if each.tag is None else f"{each.tag}/"
-        values = [Summary.Value(tag=prefix + tag, simple_value=v) for tag, v in scalars.items()]
-        each.writer._get_file_writer().add_summary(Summary(value=values), step)
