@@ -1,10 +1,8 @@
 """What an export needs to know about a run: its JobConfig, the model and its names."""
 
 import argparse
-import dataclasses
 import json
 import sys
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,6 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
         if file is not None:
             flags = ["--job.config_file", file, *flags]
             content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-            _check_types("", content, JobConfig)
             module = module or content.get("job", {}).get("custom_config_module")
     except FileNotFoundError:
         raise ValueError(f"--config = {file}: no such file") from None
@@ -74,35 +71,6 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
         raise
     except Exception as error:
         raise ValueError(f"--config = {file}: {error!r}") from error
-
-
-def _check_types(section: str, content: Mapping[str, Any], settings: type) -> None:
-    """ValueError if a setting has a value of another type; torchtitan takes any.
-
-    Settings that torchtitan does not know, such as titan_fp8's own, are not checked here.
-    """
-    hints = typing.get_type_hints(settings)
-    for key in filter(hints.__contains__, content):
-        value, hint, name = content[key], hints[key], f"{section}{key}"
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ValueError(f"{name} = {value!r}: allowed is a section, [{name}]")
-            _check_types(f"{name}.", value, typing.cast(type, hint))
-        elif not _fits(value, hint):
-            allowed = str(hint) if typing.get_args(hint) else hint.__name__
-            raise ValueError(f"{name} = {value!r}: allowed is {allowed.removeprefix('typing.')}")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of a TOML has the type `hint`, of those that torchtitan's settings have."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind is typing.Literal:
-        return value in args
-    if kind is list:
-        return isinstance(value, list) and all(_fits(element, args[0]) for element in value)
-    if args:
-        return any(_fits(value, arg) for arg in args)
-    return type(value) in ((int, float) if hint is float else (hint,))  # true is no int
 
 
 class Run:
@@ -131,8 +99,12 @@ class Run:
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
         custom_import(config)
-        if not 1 <= (length := config.training.seq_len) < 2**31:
+        training = config.training  # torchtitan takes values of any type from a TOML
+        if type(length := training.seq_len) is not int or not 1 <= length < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
+        if (dtype := training.mixed_precision_param) not in TORCH_DTYPE_MAP:
+            allowed = ", ".join(map(repr, TORCH_DTYPE_MAP))
+            raise ValueError(f"training.mixed_precision_param = {dtype!r}: allowed are {allowed}")
         self.name = config.model.name
         if self.name not in MODELS:
             allowed = ", ".join(map(repr, MODELS))
@@ -141,7 +113,7 @@ class Run:
         self.description = f"{self.name} {config.model.flavor}"
         self.flavor_seq_len = spec.model_args[config.model.flavor].max_seq_len
         self.tied = getattr(self.args, "enable_weight_tying", False)
-        self.dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+        self.dtype = TORCH_DTYPE_MAP[dtype]
         self._adapter: Any = spec.state_dict_adapter(self.args, None)
 
         with torch.device("meta"):

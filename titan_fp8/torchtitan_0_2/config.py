@@ -239,7 +239,7 @@ def model_of(config: Any) -> tuple[Any, Any]:
             f"model.name = {name!r}: allowed are {sorted(_supported_models)}, or what "
             "experimental.custom_import registers"
         ) from None
-    if flavor not in spec.model_args:
+    if flavor not in [*spec.model_args]:
         allowed = ", ".join(map(repr, spec.model_args))
         raise ValueError(f"model.flavor = {flavor!r}: allowed for {name} are {allowed}")
     args = copy.deepcopy(spec.model_args[flavor])
