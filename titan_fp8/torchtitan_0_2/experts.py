@@ -67,9 +67,8 @@ class FP8GroupedExperts(GroupedExperts):
         aligned = False
         if isinstance(self.w1, DTensor):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
-            # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
-            alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-            aligned = self.dispatch_aligns and "ep" in mesh_dims and alignment % BLOCK == 0
+            is_whole = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M % BLOCK == 0
+            aligned = self.dispatch_aligns and "ep" in mesh_dims and is_whole
             weights = tuple(w.to_local() for w in weights)
         run = run_experts
         # Inside a compiled region the experts are part of that region.
