@@ -26,9 +26,10 @@ from titan import (
     trainer,
     training,
 )
+from unpatched import restore
 
 import titan_fp8
-from titan_fp8.patches import Patch, Target, restore
+from titan_fp8.patches import Patch, Target
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools.utils import set_default_dtype
+from unpatched import restore
 
-from titan_fp8.patches import SAC_POLICY, Patch, restore
+from titan_fp8.patches import SAC_POLICY, Patch
 from titan_fp8.torchtitan_0_3 import patches
 
 
