@@ -3,6 +3,7 @@
 Like torchtitan's own, they replace configs in the tree of a model, before it is built.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,16 @@ from titan_fp8.modules.conversion import check_device, convert_and_log, errors_p
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
 from titan_fp8.recipe import BF16
-from titan_fp8.torchtitan_0_3 import fsdp, health
+from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.experts import convert_experts
 from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, convert_linears
+
+_NOT_IN_CUDA_GRAPHS = {
+    "fsdp_all_gather": "CUDA graphs cannot gather weights in FP8",
+    "health_freq": "what runs in a CUDA graph cannot be observed",
+}
+"""Fields of the configs of FP8 modules. torchtitan 0.3 captures forward and backward by default."""
 
 
 class _Converter(QuantizationConverter):
@@ -58,6 +65,8 @@ class _Converter(QuantizationConverter):
             fsdp.gather_in_fp8(config.where, model_config, report)
         if config.health_freq and report.converted:
             health.install()
+        if converts and (config.fsdp_all_gather or config.health_freq):
+            patches.CUDA_GRAPHS_CHECK.apply(refusing_settings)
         return model_config
 
 
@@ -116,3 +125,22 @@ def check_model(model: Module.Config, settings: Any) -> None:
             f"health_freq = {settings.health_freq}: it must be 0 for models of "
             "torchtitan.experiments.graph_trainer, which do not use FSDP2"
         )
+
+
+def refusing_settings(validate: Callable) -> Callable:
+    """Wraps torchtitan's check of the CUDA graphs of a training."""
+
+    @functools.wraps(validate)
+    def validate_with_fp8_settings(self: Any) -> None:
+        validate(self)
+        disabled = utils.device_type != "cuda" or self.training.disable_cuda_graphs
+        if disabled or self.model_spec is None:
+            return
+        for fqn, config, *_ in self.model_spec.model.traverse(Module.Config, recurse=True):
+            for key, why in _NOT_IN_CUDA_GRAPHS.items():
+                if value := getattr(config, key, 0):
+                    raise ValueError(
+                        f"{key} = {value}, at {fqn}: {why}; set training.disable_cuda_graphs = True"
+                    )
+
+    return validate_with_fp8_settings

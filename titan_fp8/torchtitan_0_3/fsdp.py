@@ -19,7 +19,6 @@ from torchtitan.tools.logging import logger
 from titan_fp8.fsdp import requantize
 from titan_fp8.modules.conversion import log_gathers
 from titan_fp8.modules.report import ConversionReport
-from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
@@ -56,7 +55,6 @@ def gather_in_fp8(where: str, model: Module.Config, converted: ConversionReport)
         if report.add(fqn, shape, recipe, reason):
             config.fsdp_all_gather = True
     _requantize_after_each_step()
-    cuda_graphs.check_settings()
     log_gathers(where, f"the weights of {len(report.converted)} modules", report)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.protocols.module import Module
 
 from titan_fp8.health import Monitor
-from titan_fp8.torchtitan_0_3 import cuda_graphs, patches
+from titan_fp8.torchtitan_0_3 import patches
 
 _monitors: weakref.WeakKeyDictionary[Any, Monitor] = weakref.WeakKeyDictionary()
 
@@ -24,7 +24,6 @@ NOT_FINITE = "Loss is not finite"
 def install() -> None:
     """Has training report on the modules whose config says so."""
     patches.STEP_HEALTH.apply(_reporting)
-    cuda_graphs.check_settings()
 
 
 def _reporting(train_step: Callable) -> Callable:
