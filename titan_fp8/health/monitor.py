@@ -1,13 +1,9 @@
 """Observes the steps of a run that are due, and reports each of them.
 
-An adapter calls `Monitor.after_step` after each step, on every rank. It reports the step if it was
-observed, and observes the next one if it is due. So the first step after a start is never observed,
-and between observed steps nothing runs but that one call.
-
-A report waits for the GPU, and the GPU then waits for the report. Made later, it would be lost if
-the next step failed, when it is needed most.
-
-Validation is not observed, nor is anything else that runs while the model is not in training mode.
+An adapter calls `Monitor.after_step` after each step, on every rank. So the first step after a
+start is never observed. A report waits for the GPU: made later, it would be lost if the next step
+failed, when it is needed most. Nothing is observed that runs while the model is not in training
+mode, such as validation.
 """
 
 import logging

@@ -1,7 +1,6 @@
 """FP8GroupedExperts, torchtitan's GroupedExperts with grouped GEMMs in FP8.
 
-As for linears, conversion changes the class and keeps the parameters: w1, w2 and w3 stay
-high-precision tensors that FSDP2, expert parallelism and tensor parallelism shard as before.
+As for linears, conversion changes the class and keeps the parameters.
 
 Under expert parallelism torchtitan's dispatch sorts tokens by local expert and pads each expert's
 group to a multiple of TOKEN_GROUP_ALIGN_SIZE_M, which the converter sets to the recipe's alignment.

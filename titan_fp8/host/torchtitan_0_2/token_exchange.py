@@ -2,16 +2,13 @@
 
 PyTorch's functional collectives do in Python what torchtitan's dispatch does not need: they resolve
 the process group, check the sizes, and pass through two autograd functions. These functions call
-the same ops, so activation checkpointing sees and saves what it did before.
-
-To send its rows, a rank must know how many of them each rank gets, and how many it receives. So
-the ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan
-copies the two sums to the CPU one after the other; here they are copied together.
+the same ops, so activation checkpointing sees and saves what it did before. torchtitan copies the
+sums of sent and of received rows to the CPU one after the other; here they are copied together.
 
 What arrives is sorted by source rank. torchtitan's `_permute` sorts it by expert and pads each
-group to a multiple of the alignment; `_unpermute` inverts it. Both scatter rows by `index_put`,
-copy the whole tensor to append a row for padding, and compute the indices by some twenty operations
-on short vectors, again when they recompute. Gathers do both here (`titan_fp8/host/permute.py`).
+group; `_unpermute` inverts it. Both scatter rows by `index_put`, copy the whole tensor to append a
+row for padding, and compute the indices by some twenty operations on short vectors, again when they
+recompute. Gathers do both here (`titan_fp8/host/permute.py`).
 """
 
 from typing import Any
