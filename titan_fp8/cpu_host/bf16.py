@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 
-_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
-"""Op -> how many of its first arguments must be bf16; 5 for other ops."""
-
 
 def has_bf16_kernels() -> bool:
     mkldnn = torch.backends.mkldnn  # PyTorch's name for oneDNN
@@ -30,18 +27,17 @@ def has_bf16_kernels() -> bool:
 def in_fp32(path: str) -> Callable[[Callable], Callable]:
     """Makes the replacement for PyTorch's kernel of an op such as "aten::mm.out"."""
     op, _, overload = path.partition(".")
-    operands = _OPERANDS.get(op.removeprefix("aten::"), 5)
     if overload == "out":
         returning = torch.library.get_kernel(op, "CPU").call_boxed
-        return lambda kernel: _writing(kernel, returning, operands)
-    return lambda kernel: _returning(kernel, operands)
+        return lambda kernel: _writing(kernel, returning)
+    return _returning
 
 
-def _returning(kernel: Callable, operands: int) -> Callable:
+def _returning(kernel: Callable) -> Callable:
     """The replacement for a kernel that returns new tensors."""
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _all_bf16(args[:operands]):
+        if not _all_bf16(args):
             return kernel(keys, *args, **kwargs)
         kwargs = {name: _widened(value) for name, value in kwargs.items()}
         results = kernel(keys, *map(_widened, args), **kwargs)
@@ -52,11 +48,11 @@ def _returning(kernel: Callable, operands: int) -> Callable:
     return run
 
 
-def _writing(kernel: Callable, returning_kernel: Callable, operands: int) -> Callable:
+def _writing(kernel: Callable, returning_kernel: Callable) -> Callable:
     """The replacement for a kernel that writes to `out`; the other one returns a new tensor."""
 
     def run(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not _all_bf16((*args[:operands], out)):
+        if not _all_bf16((out, *args)):
             return kernel(keys, *args, out=out, **kwargs)
         product = returning_kernel(keys, *map(_widened, args), **kwargs)
         if out.shape != product.shape:  # the original kernel resizes `out`
@@ -66,8 +62,9 @@ def _writing(kernel: Callable, returning_kernel: Callable, operands: int) -> Cal
     return run
 
 
-def _all_bf16(tensors: tuple[torch.Tensor, ...]) -> bool:
-    return all(tensor.dtype is torch.bfloat16 for tensor in tensors)
+def _all_bf16(args: tuple[Any, ...]) -> bool:
+    """Whether the tensors among them are; attention's statistics, its sixth argument, never are."""
+    return all(x.dtype is torch.bfloat16 for x in args[:5] if isinstance(x, torch.Tensor))
 
 
 def _widened(value: Any) -> Any:
