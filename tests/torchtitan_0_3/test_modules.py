@@ -9,7 +9,7 @@ import torch
 from count import Count
 from health_runs import assert_complete, layers_in
 from torch import Tensor, nn
-from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
@@ -49,12 +49,9 @@ def convert(part: Module.Config, *converters) -> nn.Module:
     return module
 
 
-def feed_forward(kind: type = FeedForward, recipe: str = "blockwise") -> nn.Module:
-    parts = {"w1": linear(H, K), "w2": linear(K, H), "w3": linear(H, K)}
-    if kind is SigmoidGatedFeedForward:
-        parts["gate"] = linear(16, K)
-        parts["w2"] = linear(16, H)
-    return convert(kind.Config(**parts), FP8LinearConverter.Config(recipe=recipe, filter_fqns=[]))
+def feed_forward(recipe: str = "blockwise") -> nn.Module:
+    config = FeedForward.Config(w1=linear(H, K), w2=linear(K, H), w3=linear(H, K))
+    return convert(config, FP8LinearConverter.Config(recipe=recipe, filter_fqns=[]))
 
 
 def inputs(tokens: int = 20) -> Tensor:
@@ -68,19 +65,16 @@ def test_a_linear_is_fp8_linear():
     assert torch.equal(layer(x), fp8_linear(x, layer.weight, recipe="rowwise"))
 
 
-@pytest.mark.parametrize("kind", [FeedForward, SigmoidGatedFeedForward])
 @pytest.mark.parametrize("recipe, fused", [("blockwise", True), ("rowwise", False)])
-def test_a_feed_forward_is_fused_where_the_recipe_has_the_ops(kind, recipe, fused):
-    module = feed_forward(kind, recipe)
-    assert isinstance(module, FP8FeedForward) == fused and isinstance(module, kind)
+def test_a_feed_forward_is_fused_where_the_recipe_has_the_ops(recipe, fused):
+    module = feed_forward(recipe)
+    assert isinstance(module, FP8FeedForward) == fused and isinstance(module, FeedForward)
     x = inputs()
     with Count() as count:
         y = module(x)
         y.sum().backward()
     assert count.calls.get("swiglu_1x128", 0) == fused
     want = fp8_swiglu(x, module.w1.weight, module.w2.weight, module.w3.weight, recipe=recipe)
-    if kind is SigmoidGatedFeedForward:
-        want = torch.sigmoid(module.gate(x)) * want
     assert torch.equal(y, want)
 
 
