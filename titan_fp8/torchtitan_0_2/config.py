@@ -185,10 +185,8 @@ def check_merged(config: Any, is_set: Collection[str]) -> None:
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: model.converters is no list, names a converter that does not exist, or names a
-            converter of titan_fp8 twice; experimental.custom_import cannot be imported; or a
-            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed;
-            or experts are to exchange tokens in FP8 by another recipe or permutation.
+        ValueError: one of model.converters is wrong, or missing for a section that is set;
+            experimental.custom_import fails; or tokens cannot be exchanged as asked.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
