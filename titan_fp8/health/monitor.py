@@ -22,12 +22,9 @@ _logger = logging.getLogger()  # torchtitan's own
 
 
 class Monitor:
-    """Observes the steps of one run; ends what an earlier one in this process has left.
+    """Observes the steps of one run up to `last_step`; ends what an earlier run has left.
 
-    Args:
-        freqs: those of all layers of the model, on whatever ranks they are; 0: never. A layer has
-            an `fqn` and a `health_freq`.
-        last_step: of the run; there is none after it to observe.
+    `freqs` are those of all layers of the model, on whatever ranks they are.
     """
 
     def __init__(self, freqs: Iterable[int], last_step: int):
@@ -40,12 +37,9 @@ class Monitor:
     def after_step(
         self, step: int, models: Sequence[nn.Module], logger: Any, device: torch.device
     ) -> None:
-        """Reports `step` if it was observed, and observes the next one if it is due.
+        """Reports `step` to `logger`, torchtitan's, if it was observed; observes the next if due.
 
-        Args:
-            models: the parts of the model on this rank.
-            logger: torchtitan's, of metrics.
-            device: one that the process group can reduce on.
+        `models` are the parts of the model on this rank. The ranks reduce on `device`.
         """
         if self._observer is not None:
             observe(None)

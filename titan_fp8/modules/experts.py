@@ -47,10 +47,7 @@ class Candidate(NamedTuple):
 def select(
     candidates: Iterable[Candidate], recipe: str, fqns: Sequence[str]
 ) -> tuple[ConversionReport, list[Candidate]]:
-    """Selects the experts to convert to `recipe`, those whose name contains one of `fqns`.
-
-    Returns:
-        The report on all candidates, and those that are selected.
+    """The report on all candidates, and those to convert: their names contain one of `fqns`.
 
     Raises:
         ValueError: a pattern of fqns that matches no experts that can be converted.

@@ -25,14 +25,10 @@ def speed_up(
     uses_fsdp2: bool,
     compiles: bool,
 ) -> None:
-    """Switches on what the job has use for, if `host_speedups` says so.
+    """Switches on what the job has use for, if `host_speedups` says so, in place.
 
-    `permutation` of the experts' section decides about the gathers alone, and overrides it.
-
-    Args:
-        model: changed in place, before it is parallelized and compiled.
-        uses_fsdp2: whether FSDP2 shards it.
-        compiles: whether it will be compiled.
+    `permutation` of the experts' section decides about the gathers alone, and overrides it. `model`
+    is not yet parallelized and compiled.
     """
     on = host_speedups_of(job_config)
     if on:

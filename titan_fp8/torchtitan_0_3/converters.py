@@ -106,11 +106,10 @@ class FP8GroupedExpertsConverter(_Converter):
 
 
 def check_model(model: Module.Config, settings: Any) -> None:
-    """Checks that this model can be converted as `settings` say.
+    """ValueError if `settings` do not suit the model.
 
-    Raises:
-        ValueError: it has been converted by LoRA, whose frozen parameters a conversion would train;
-            or its health shall be observed and it does not use FSDP2.
+    LoRA has converted it, whose frozen parameters a conversion would train, or its health shall be
+    observed and it does not use FSDP2.
     """
     adapters, frozen = lora._lora_class_cache.values(), lora._frozen_config_class_cache.values()
     for fqn, config, *_ in model.traverse(Module.Config, recurse=True):

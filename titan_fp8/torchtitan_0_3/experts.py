@@ -107,10 +107,7 @@ def fp8_class(experts: type[GroupedExperts]) -> type[FP8Experts]:
 
 
 def convert_experts(model: Module.Config, settings: ExpertsSettings) -> ConversionReport:
-    """Convert the experts of a model's config to FP8, in place.
-
-    Returns:
-        The report on every experts module of the model.
+    """Converts the experts of a model's config to FP8, in place; returns the report on all.
 
     Raises:
         ValueError: a pattern of fqns that converts nothing; experts that are converted already, by

@@ -30,12 +30,9 @@ def uses_fsdp2(model: Module.Config) -> bool:
 
 
 def gather_in_fp8(where: str, model: Module.Config, converted: ConversionReport) -> None:
-    """Makes FSDP2 gather, in FP8, the weights of the modules that were converted, and logs it.
+    """Makes FSDP2 gather, in FP8, the weights that were `converted`, and logs it.
 
-    Args:
-        where: the converter, for logs.
-        model: the config after the conversion, changed in place.
-        converted: the report of that conversion.
+    `model` is the config after the conversion, changed in place.
     """
     if not uses_fsdp2(model):
         logger.warning(

@@ -138,10 +138,7 @@ def replace(parent: Any, attribute: Any, config: Any) -> None:
 
 
 def convert_linears(model: Module.Config, settings: LinearSettings) -> ConversionReport:
-    """Convert the `Linear.Config`s of a model's config to FP8, in place.
-
-    Returns:
-        The report on every linear of the model.
+    """Converts the `Linear.Config`s of a model's config, in place; returns the report on all.
 
     Raises:
         ValueError: a pattern of filter_fqns that is not a default and matches no module; a linear

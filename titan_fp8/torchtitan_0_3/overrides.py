@@ -24,14 +24,10 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
     """Registers the override `module`.`recipe`, and returns its function."""
 
     def convert(config: BaseModel.Config, /, **settings: Any) -> BaseModel.Config:
-        """Converts the linears, and the experts if the model has any.
+        """Converts the linears, and the experts if the model has any, by `settings`, see KEYS.
 
-        `settings` are the fields of the two converters, KEYS. With `fqns = []` the experts stay in
-        high precision.
-
-        Raises:
-            ValueError: another key, a key of experts for a model without any, or what the
-                converters refuse.
+        With `fqns = []` the experts stay in high precision. ValueError for another key, for fqns
+        without experts, and for what the converters refuse.
         """
         has_experts = any(config.traverse(GroupedExperts.Config))
         for key, value in settings.items():
