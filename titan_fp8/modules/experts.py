@@ -10,6 +10,8 @@ from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import BF16
 
+_NO_EXPERTS = ", which has no grouped experts: leave out the converter for experts, and its keys"
+
 
 def run_experts(
     w1: Tensor,
@@ -66,10 +68,9 @@ def select(
             selected.append(candidate)
     for pattern in fqns:
         if pattern not in convertible:
-            found = report.converted or report.left
             raise ValueError(
                 f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if found else ", which has no grouped experts")
+                + (f":\n{report}" if report.converted or report.left else _NO_EXPERTS)
             )
     return report, selected
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torchtitan.components import lora
 from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
@@ -95,14 +94,6 @@ class FP8GroupedExpertsConverter(_Converter):
 
     kind = "grouped experts"
     convert_configs = staticmethod(convert_experts)
-
-    def convert(self, model_config: Module.Config) -> Module.Config:
-        if not any(model_config.traverse(GroupedExperts.Config)):
-            raise ValueError(
-                f"{type(self).__name__} is for MoE models, and this one has no experts: leave it "
-                "out"
-            )
-        return super().convert(model_config)
 
 
 def check_model(model: Module.Config, settings: Any) -> None:
