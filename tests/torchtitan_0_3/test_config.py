@@ -129,7 +129,7 @@ def test_an_override_takes_the_fields_of_the_converters():
     "arguments, error, message",
     [
         ({"filter_fqns": ["typo"]}, ValueError, "filter_fqns = ['typo']: no module's name"),
-        ({"fqns": ["experts"]}, ValueError, "fqns = ['experts'] is for MoE models"),
+        ({"fqns": ["experts"]}, ValueError, "which has no grouped experts: leave out"),
         ({"emulate": "yes"}, ValueError, "emulate = 'yes': allowed are true and false"),
         ({"health_freq": 1.5}, ValueError, "health_freq = 1.5: allowed are whole numbers"),
         ({"filter_fqns": None}, ValueError, "filter_fqns = None: allowed is a list of strings"),

@@ -29,16 +29,10 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
         With `fqns = []` the experts stay in high precision. ValueError for another key, for fqns
         without experts, and for what the converters refuse.
         """
-        has_experts = any(config.traverse(GroupedExperts.Config))
-        for key, value in settings.items():
+        for key in settings:
             if key not in KEYS:
                 raise ValueError(
                     f"{module}.{recipe}: {key!r} is no key: allowed are {', '.join(KEYS)}"
-                )
-            if key == "fqns" and value != [] and not has_experts:
-                raise ValueError(
-                    f"{module}.{recipe}: fqns = {value!r} is for MoE models, and this one has no "
-                    "experts: leave it out"
                 )
         linear = {key: settings[key] for key in settings if key != "fqns"}
         experts = {key: settings[key] for key in settings if key != "filter_fqns"}
@@ -47,7 +41,7 @@ def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
             experts["recipe"] = BF16
             del experts["fqns"]
         FP8LinearConverter.Config(recipe=recipe, **linear).build().convert(config)
-        if has_experts:
+        if "fqns" in experts or any(config.traverse(GroupedExperts.Config)):
             FP8GroupedExpertsConverter.Config(**experts).build().convert(config)
         return config
 
