@@ -279,13 +279,14 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             ([*RUN, "--model.hf_assets_path", f"assets{i}"], f"assets{i}/{name}: {message}")
             for i, (name, _, message) in enumerate(TOKENIZERS)
         ),
+        ([*RUN, "--job.custom_config_module=nope"], "--config = job.toml: ModuleNotFoundError("),
+        ([*RUN, "--job.custom_config_module=unfinished"], "--config = job.toml: SyntaxError("),
         *(
             (
-                [*run, f"--{key}={name}"],
-                f"titan_fp8.export: {key} = '{name}': {error}",
+                [*run, f"--experimental.custom_import={name}"],
+                f"experimental.custom_import = '{name}': {error}",
             )
             for run in (RUN, ["step-2", "out", "--model.name=llama3", "--model.flavor=export"])
-            for key in ("experimental.custom_import", "job.custom_config_module")
             for name, error in (
                 ("nope", "ModuleNotFoundError"),
                 ("exits", "SystemExit(7)"),
@@ -300,7 +301,10 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
             for n in ("-1", "0", str(10**19))
         ),
         (["step-2", "out"], NO_MODEL + "the model by --model.name and --model.flavor"),
-        (["step-2", "out", "--config", "none.toml"], "--config = none.toml: no such file"),
+        (
+            ["step-2", "out", "--config", "none.toml"],
+            "--config = none.toml: [Errno 2] No such",
+        ),
         (["step-2", "out", "--config", "bad.toml"], "--config = bad.toml: "),
         (["step-2", "empty", "--config", "job.toml"], "OUT = empty exists, without config.json"),
         *(

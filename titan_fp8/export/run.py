@@ -1,8 +1,6 @@
 """What an export needs to know about a run: its JobConfig, the model and its names."""
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,9 @@ from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.config import (
     custom_import,
     experts_recipe,
-    import_named,
     model_of,
 )
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
@@ -40,37 +32,19 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
     """torchtitan's JobConfig from the TOML `file` of the run, if given, and torchtitan's `flags`.
 
     Raises:
-        ValueError: there is no such file, neither says which model the checkpoint has, or a value
-            is not allowed.
+        ValueError: neither says which model the checkpoint has, or torchtitan refuses them.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model.flavor", dest="flavor")
-    # Both spellings are torchtitan's.
-    parser.add_argument("--job.custom_config_module", "--job.custom-config-module", dest="module")
-    given, _ = parser.parse_known_args(flags)
-    module = given.module
-    if file is None and given.flavor is None:
+    if file is None and not any(flag.startswith("--model.flavor") for flag in flags):
         raise ValueError(
             "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
             "the model by --model.name and --model.flavor"
         )
+    of_file = [] if file is None else ["--job.config_file", file]
     try:
-        if file is not None:
-            flags = ["--job.config_file", file, *flags]
-            content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-            module = module or content.get("job", {}).get("custom_config_module")
-    except FileNotFoundError:
-        raise ValueError(f"--config = {file}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config = {file}: {error}") from None
-    # As torchtitan does next, whose error would not name the key.
-    import_named("job.custom_config_module", module)
-    try:
-        return ConfigManager().parse_args(flags)
-    except ValueError:
-        raise
+        return ConfigManager().parse_args([*of_file, *flags])
     except Exception as error:
-        raise ValueError(f"--config = {file}: {error!r}") from error
+        what = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise ValueError(what if file is None else f"--config = {file}: {what}") from error
 
 
 class Run:

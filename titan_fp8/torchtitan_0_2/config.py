@@ -161,22 +161,17 @@ def sections_of_file(args: Sequence[str]) -> set[str]:
     return found
 
 
-def import_named(key: str, module: str | None) -> None:
-    """Imports the module, if any, that a setting names.
+def custom_import(config: Any) -> None:
+    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does.
 
     Raises:
         ValueError: the import fails, or ends the program.
     """
-    try:
-        if module:
+    if module := config.experimental.custom_import:
+        try:
             importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{key} = {module!r}: {error!r}") from error
-
-
-def custom_import(config: Any) -> None:
-    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does."""
-    import_named("experimental.custom_import", config.experimental.custom_import)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"experimental.custom_import = {module!r}: {error!r}") from error
 
 
 def check_merged(config: Any, is_set: Collection[str]) -> None:
