@@ -1,6 +1,5 @@
 """What an export needs to know about a run: its JobConfig, the model and its names."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,47 +136,33 @@ class Run:
         used = {"linears": linears} if 2 in dims else {}
         used |= {"experts": experts} if 3 in dims else {}
         formats = {name: r.scale_fmt for name, r in RECIPES.items() if r.has_weight_blocks}
-        compare = "compare the exported model's loss with the run's"
+        found = {formats[name] for name in used.values() if name in formats}
+        exported = found.pop() if len(found) == 1 else "fp32"
         for name in dict.fromkeys(used.values()):
-            if name not in formats:
+            if formats.get(str(name)) != exported:
                 what = f'recipe "{name}"' if name else "no converter of titan_fp8"
                 who = " and ".join(kind for kind in used if used[kind] == name)
                 self.warnings.append(
                     f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
-                    f"128x128 blocks, as they are exported: {compare}"
+                    f"128x128 blocks with {exported} scales, as they are exported: compare the "
+                    "exported model's loss with the run's"
                 )
-        found = {formats[name] for name in used.values() if name in formats}
-        if len(found) > 1:
-            uses = " and ".join(f'"{name}" for {kind}' for kind, name in used.items())
-            self.warnings.append(
-                f"the run has recipes {uses}, whose scales have different formats, and an export "
-                f"has one: all its scales are FP32; {compare}"
-            )
-        return found.pop() if len(found) == 1 else "fp32"
+        return exported
 
     def _read_tokenizer(self, folder: Path) -> None:
         self.bos_id = self.eos_id = None
         files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
         self.tokenizer_files = files
-        vocabulary = next((f for f in files if f.name.startswith(("tokenizer.", "vocab"))), None)
-        if vocabulary is None:
+        if not any(file.name.startswith(("tokenizer.", "vocab")) for file in files):
             self.warnings.append(
                 f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
                 "none, and no bos_token_id and eos_token_id in its config.json"
             )
             return
-        tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
         try:
-            for read in (file for file in files if file.suffix == ".json"):
-                json.loads(read.read_bytes())
-            read = vocabulary
-            HuggingFaceTokenizer.__init__(tokenizer, str(folder))
-        except OSError:
-            raise
+            tokenizer = HuggingFaceTokenizer(str(folder))
         except Exception as error:  # the tokenizers package raises no other class
-            if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and reads its settings.
-                read = folder / "tokenizer_config.json"
-            raise ValueError(f"{read}: {error}") from error
+            raise ValueError(f"model.hf_assets_path = {str(folder)!r}: {error}") from error
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
 
 
