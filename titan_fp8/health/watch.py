@@ -114,11 +114,8 @@ def _weight_t(observer: "Observer", c: Any, outputs: Any) -> None:
 
 
 def _product(gemm: str, observer: "Observer", c: Any, _: Tensor) -> None:
-    observer.multiplied(gemm, c.offs, (c.a, c.w, c.w_scale))
-
-
-def _dgrad_pair(observer: "Observer", c: Any, _: Tensor) -> None:
-    observer.multiplied("dgrad", c.offs, (c.a, c.w, c.w_scale), (c.a2, c.w2, c.w2_scale))
+    pair = [(c.a2, c.w2, c.w2_scale)] if hasattr(c, "a2") else []
+    observer.multiplied(gemm, c.offs, (c.a, c.w, c.w_scale), *pair)
 
 
 def _wgrad(observer: "Observer", c: Any, _: Tensor) -> None:
@@ -141,5 +138,5 @@ for _r in RECIPES.values():
     if _r.feed_forward is not None:
         WATCHED[_r.feed_forward.swiglu.name] = _swiglu
         WATCHED[_r.feed_forward.swiglu_backward.name] = _swiglu_backward
-        WATCHED[_r.feed_forward.dgrad_pair.name] = _dgrad_pair
+        WATCHED[_r.feed_forward.dgrad_pair.name] = functools.partial(_product, "dgrad")
         WATCHED[_r.feed_forward.gather.name] = _gather
