@@ -21,7 +21,7 @@ def run_experts(
     num_tokens_per_expert: Tensor,
     recipe: str,
     emulate: bool,
-    aligned: bool,
+    aligned: bool = False,
 ) -> Tensor:
     """w2(silu(w1 x) * w3 x) for each expert's tokens.
 
