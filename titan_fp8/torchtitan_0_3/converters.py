@@ -63,7 +63,7 @@ class _Converter(QuantizationConverter):
         if config.fsdp_all_gather and converts:
             fsdp.gather_in_fp8(config.where, model_config, report)
         if config.health_freq and report.converted:
-            health.install()
+            patches.STEP_HEALTH.apply(health.reporting)
         if converts and (config.fsdp_all_gather or config.health_freq):
             patches.CUDA_GRAPHS_CHECK.apply(refusing_settings)
         return model_config
