@@ -50,8 +50,9 @@ def fresh_torchtitan(monkeypatch):
     import torch._functorch.config
     from parsing import without_help_texts
     from torchtitan.models.moe import moe, utils
+    from unpatched import restore
 
-    from titan_fp8.patches import log_once, restore
+    from titan_fp8.patches import log_once
     from titan_fp8.torchtitan_0_2 import patches
 
     log_once.cache_clear()

@@ -101,10 +101,7 @@ def pad_blocks(x: Tensor, *dims: int) -> Tensor:
 
 def to_layout_1x128(s: Tensor) -> Tensor:
     """A copy of scales (rows, blocks) in the layout of 1x128 scales."""
-    rows, blocks = s.shape
-    storage = s.new_zeros(blocks, round_up(rows, 4))
-    storage[:, :rows] = s.t()
-    return storage[:, :rows].t()
+    return to_layout_128x128(s.t()).t()
 
 
 def to_layout_128x128(s: Tensor) -> Tensor:

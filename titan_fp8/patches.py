@@ -10,7 +10,7 @@ it gets.
 on. If not, a required patch raises; any other is left out with one warning, and the results of
 training stay the same.
 
-Nothing here imports torchtitan: `cpu_host` applies its patch before torchtitan is imported.
+Nothing here imports torchtitan: `cpu_host` applies CPU before torchtitan is imported.
 """
 
 import functools
@@ -18,7 +18,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ class Target:
     """The names of a function's parameters; a final `...` allows others. None: not checked."""
 
     may_be_absent: bool = False
-    """The patch may add the attribute, and `restore` then removes it."""
+    """The patch may add the attribute."""
 
     def locate(self) -> tuple[Any, str]:
         """The object that has the attribute, and the attribute's name."""
@@ -90,19 +90,6 @@ class Target:
         setattr(owner, attribute, replacement)
         _replaced[self.path] = _Replaced(original, replacement)
 
-    def restore(self) -> None:
-        """Sets the attribute to the original again, if our replacement is still there."""
-        replaced = _replaced.pop(self.path, None)
-        if replaced is None:
-            return
-        owner, attribute = self.locate()
-        if getattr(owner, attribute, _ABSENT) != replaced.replacement:
-            return
-        if replaced.original is _ABSENT:
-            delattr(owner, attribute)
-        else:
-            setattr(owner, attribute, replaced.original)
-
 
 @dataclass(frozen=True)
 class Kernel(Target):
@@ -122,7 +109,8 @@ class Kernel(Target):
     def replace(self, make: Callable[[Any], Any]) -> None:
         original = self.original()
         replacement = make(original)
-        self.restore()
+        if earlier := _replaced.pop(self.path, None):
+            earlier.replacement._destroy()
         if replacement is original:
             return
         namespace, _, name = self.path.partition("::")
@@ -132,10 +120,6 @@ class Kernel(Target):
             warnings.simplefilter("ignore", UserWarning)
             library.impl(name, replacement, "CPU", with_keyset=True, allow_override=True)
         _replaced[self.path] = _Replaced(original, library)
-
-    def restore(self) -> None:
-        if replaced := _replaced.pop(self.path, None):
-            replaced.replacement._destroy()
 
 
 @dataclass(frozen=True)
@@ -163,39 +147,18 @@ class Patch:
         Raises:
             RuntimeError: the patch is required, and a target is missing or has changed.
         """
-        problem = next(filter(None, (target.problem() for target in self.relies_on)), None)
-        # One by one, since looking at a target may import torchtitan, for which those before it
-        # must have been replaced.
-        try:
-            for target, make in zip(self.targets, makes, strict=True):
-                problem = problem or target.problem()
-                if problem is None:
-                    target.replace(make)
-        except BaseException:
-            self.restore()
-            raise
-        if problem:
-            self.restore()
+        found = (target.problem() for target in (*self.relies_on, *self.targets))
+        if problem := next(filter(None, found), None):
             message = f"titan_fp8: patch {self.name!r} does not apply: {problem}. {self.why}"
             if self.required:
                 raise RuntimeError(message)
             log_once(logging.WARNING, message)
             return False
+        for target, make in zip(self.targets, makes, strict=True):
+            target.replace(make)
         replaced = ", ".join(target.path for target in self.targets if target.path in _replaced)
         log_once(logging.INFO, f"titan_fp8: patch {self.name!r} replaces {replaced}")
         return True
-
-    def restore(self) -> None:
-        """Puts back the original of each target."""
-        for target in self.targets:
-            target.restore()
-
-
-def restore(patches: Iterable[Patch]) -> None:
-    """Puts back the originals of all `patches`; for tests."""
-    for patch in patches:
-        patch.restore()
-    log_once.cache_clear()
 
 
 @functools.cache
@@ -296,36 +259,26 @@ BF16_KERNELS = tuple(
 """Replaced on CPUs without bf16 kernels of oneDNN (cpu_host/bf16.py)."""
 
 
-def _cpu(*targets: Target) -> Patch:
-    """Replaces what both versions of torchtitan need on the CPU, and then `targets`."""
-    added = [
-        *("get_device_name", "get_device_properties", "memory_stats"),
-        *("reset_peak_memory_stats", "empty_cache", "current_device"),
-    ]
-    return Patch(
-        name="CPU",
-        targets=(
-            # First, since torchtitan calls it once, on import.
-            Target("torch._utils:_get_available_device_type", ()),
-            *(Target(f"torch.cpu:{name}", may_be_absent=True) for name in added),
-            Target(
-                "torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")
-            ),
-            *BF16_KERNELS,
-            *targets,
+CPU = Patch(
+    name="CPU",
+    targets=(
+        Target("torch._utils:_get_available_device_type", ()),
+        *(
+            Target(f"torch.cpu:{name}", may_be_absent=True)
+            for name in (
+                *("get_device_name", "get_device_properties", "memory_stats"),
+                *("reset_peak_memory_stats", "empty_cache", "current_device"),
+            )
         ),
-        why="torchtitan assumes CUDA, and cannot run on this machine, which has no accelerator.",
-        until="torchtitan trains on the CPU by itself.",
-        required=True,
-    )
+        Target("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")),
+        *BF16_KERNELS,
+    ),
+    why="torchtitan assumes CUDA, and cannot run on this machine, which has no accelerator.",
+    until="torchtitan trains on the CPU by itself.",
+    required=True,
+)
 
 
-CPU_0_2 = _cpu(
-    Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),
-    Target("torch:histc"),
-    Target("torchtitan.models.moe.kernels:fill_indices_wrapper"),
-)
-CPU_0_3 = _cpu(
-    Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
-    Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),
-)
+def torchtitan_on_cpu(*targets: Target) -> Patch:
+    """What an adapter needs besides, with the targets that its version of torchtitan has."""
+    return Patch("torchtitan on the CPU", targets, CPU.why, CPU.until, required=True)

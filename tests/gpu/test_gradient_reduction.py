@@ -10,13 +10,14 @@ from gpu_utils import no_sync
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from unpatched import restore
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation
 from titan_fp8.kernels.gradients import TILE, sum_gradients
-from titan_fp8.patches import GRADIENT_REDUCTION, restore
+from titan_fp8.patches import GRADIENT_REDUCTION
 
 DIM = 259  # not even: shards are padded
 

@@ -24,7 +24,7 @@ from titan_fp8.host.permute import (
 )
 from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
 from titan_fp8.host.torchtitan_0_2.token_exchange import (
-    all_to_all_single_autograd,
+    ExchangeRows,
     exchange_counts,
 )
 from titan_fp8.recipe import RECIPES
@@ -79,11 +79,11 @@ def by_copies_in_bf16(batch: dict, weights: list, recipe: str, before: bool) -> 
     group, (slots, rows) = dist.group.WORLD, (batch["slots"], batch["rows"])
     copies = Expand.call(x, slots, rows, scores if before else None)
     received, (sent, arriving) = exchange_counts(batch["counts"], group)
-    copies = all_to_all_single_autograd(copies, arriving, sent, group)
+    copies = ExchangeRows.apply(copies, arriving, sent, group.group_name)
     copies, permutation, sizes = sort_by_expert(copies, received, group.size(), 128)
     ends = sizes.cumsum(0, dtype=torch.int32)
     y = sort_back(fp8_swiglu(copies, *weights, ends, recipe=recipe, aligned=True), permutation)
-    y = all_to_all_single_autograd(y, sent, arriving, group)
+    y = ExchangeRows.apply(y, sent, arriving, group.group_name)
     out = Combine.call(y, slots, rows, None if before else scores)
     out.backward(batch["g"])
     return [out.detach(), x.grad, scores.grad]

@@ -10,9 +10,9 @@ from bench import block, common
 from bench.shapes import uneven_ends
 from tables import text_table
 from torch._functorch import partitioners
+from unpatched import restore
 
 from titan_fp8 import kernels, reference
-from titan_fp8.patches import restore
 from titan_fp8.torchtitan_0_2 import patches
 
 INPUTS = [(torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)) for _ in range(2)]

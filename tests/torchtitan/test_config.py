@@ -136,13 +136,6 @@ def test_a_mistake_in_the_toml_names_key_value_and_what_is_allowed(
     assert all(word in message for word in allowed)
 
 
-@pytest.mark.parametrize("section", BOTH)
-@pytest.mark.parametrize("value", ['"default"', "false", "2"])
-def test_origin_is_not_a_key(tmp_path, section, value):
-    with pytest.raises(ValueError, match=re.escape(f"[{section}] origin = ")):
-        parse(tmp_path, HEAD + f"[{section}]\norigin = {value}\n")
-
-
 def test_an_unknown_key_is_named(tmp_path):
     with pytest.raises(ValueError, match="recipes"):
         parse(tmp_path, HEAD + f'[{LINEAR}]\nrecipes = "rowwise"\n')

@@ -166,7 +166,7 @@ def test_only_cpus_without_bf16_kernels_change() -> None:
 import torch
 from titan_fp8 import cpu_host
 from titan_fp8.cpu_host import bf16
-from titan_fp8.patches import CPU_0_2, BF16_KERNELS, restore
+from titan_fp8.patches import BF16_KERNELS
 operands = [torch.randn(5, 5, dtype=dtype) for dtype in (torch.float32, torch.float64)]
 products = [operand @ operand for operand in operands]
 
@@ -180,8 +180,6 @@ for native in (True, False):
             kernel.replace(cpu_host._in_fp32(kernel.path))
     assert all(before.equal(a @ a) for before, a in zip(products, operands))
     assert changed() == {not native}
-restore([CPU_0_2])
-assert changed() == {False}
 """
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -10,14 +10,9 @@ from titan_fp8.export.run import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-COMPARE = "compare the exported model's loss with the run's"
 NO_BLOCKS = (
-    'the run has recipe "{}" for {}, whose GEMMs did not read weights quantized in 128x128 blocks, '
-    "as they are exported: " + COMPARE
-)
-FORMATS = (
-    'the run has recipes "{}" for linears and "{}" for experts, whose scales have different '
-    "formats, and an export has one: all its scales are FP32; " + COMPARE
+    'the run has recipe "{}" for {}, whose GEMMs did not read weights quantized in 128x128 blocks '
+    "with {} scales, as they are exported: compare the exported model's loss with the run's"
 )
 
 
@@ -39,32 +34,27 @@ def run_of(
     [
         ("blockwise", None, "fp32", []),
         ("blockwise_pow2", None, "ue8m0", []),
-        ("rowwise", None, "fp32", [NO_BLOCKS.format("rowwise", "linears and experts")]),
-        ("bf16", None, "fp32", [NO_BLOCKS.format("bf16", "linears and experts")]),
-        ("blockwise", "rowwise", "fp32", [NO_BLOCKS.format("rowwise", "experts")]),
-        ("blockwise", "bf16", "fp32", [NO_BLOCKS.format("bf16", "experts")]),
-        ("blockwise_pow2", "bf16", "ue8m0", [NO_BLOCKS.format("bf16", "experts")]),
-        ("rowwise", "blockwise", "fp32", [NO_BLOCKS.format("rowwise", "linears")]),
-        ("bf16", "blockwise_pow2", "ue8m0", [NO_BLOCKS.format("bf16", "linears")]),
+        ("rowwise", None, "fp32", [("rowwise", "linears and experts")]),
+        ("bf16", None, "fp32", [("bf16", "linears and experts")]),
+        ("blockwise", "rowwise", "fp32", [("rowwise", "experts")]),
+        ("blockwise", "bf16", "fp32", [("bf16", "experts")]),
+        ("blockwise_pow2", "bf16", "ue8m0", [("bf16", "experts")]),
+        ("rowwise", "blockwise", "fp32", [("rowwise", "linears")]),
+        ("bf16", "blockwise_pow2", "ue8m0", [("bf16", "linears")]),
         (
             *("rowwise", "bf16", "fp32"),
-            [NO_BLOCKS.format("rowwise", "linears"), NO_BLOCKS.format("bf16", "experts")],
+            [("rowwise", "linears"), ("bf16", "experts")],
         ),
-        (
-            *("blockwise", "blockwise_pow2", "fp32"),
-            [FORMATS.format("blockwise", "blockwise_pow2")],
-        ),
-        (
-            *("blockwise_pow2", "blockwise", "fp32"),
-            [FORMATS.format("blockwise_pow2", "blockwise")],
-        ),
+        ("blockwise", "blockwise_pow2", "fp32", [("blockwise_pow2", "experts")]),
+        ("blockwise_pow2", "blockwise", "fp32", [("blockwise_pow2", "linears")]),
     ],
 )
 def test_recipes_of_linears_and_experts(
     tmp_path, text, model, linear, experts, scale_fmt, warnings
 ):
     run = run_of(tmp_path, text, model, linear, experts)
-    assert run.scale_fmt == scale_fmt and run.warnings == warnings
+    assert run.scale_fmt == scale_fmt
+    assert run.warnings == [NO_BLOCKS.format(*each, scale_fmt) for each in warnings]
     assert run.quantized == fp8_weights(run)
 
 
@@ -90,5 +80,5 @@ def test_modules_without_a_converter(tmp_path, text, converters, others):
     job = titan.toml(name, converters, flavor)
     run = Run(titan.parse(tmp_path, job, *titan.training(text, tmp_path)))
     what = 'recipe "bf16" for linears', f"no converter of titan_fp8 for {others}"
-    assert run.warnings == [NO_BLOCKS.format("bf16", "linears").replace(*what)]
+    assert run.warnings == [NO_BLOCKS.format("bf16", "linears", "fp32").replace(*what)]
     assert run.quantized == fp8_weights(run)

@@ -26,11 +26,10 @@ from titan import (
     trainer,
     training,
 )
-from torchtitan.models.moe import utils as moe_utils
-from torchtitan.models.moe.moe import GroupedExperts
+from unpatched import restore
 
 import titan_fp8
-from titan_fp8.patches import Patch, Target, restore
+from titan_fp8.patches import Patch, Target
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
@@ -203,12 +202,3 @@ def train_without(rank: int, folder: Path, text: Path) -> None:
 
 def test_expert_parallel_training_is_the_same_without(tmp_path, text):
     gloo.spawn(train_without, 2, tmp_path, text)
-
-
-def test_experts_run_where_torchtitan_has_no_alignment(monkeypatch):
-    monkeypatch.delattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M")
-    model = torch.nn.Sequential(GroupedExperts(64, 96, 4, use_grouped_mm=True))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    titan_fp8.convert_experts(model, fqns=("0",))
-    assert model[0](torch.randn(9, 64), torch.tensor([3, 0, 5, 1])).shape == (9, 64)

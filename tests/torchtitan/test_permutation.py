@@ -271,9 +271,13 @@ def exchange_both_ways(rank: int) -> None:
         mine, theirs = sent[rank], [sizes[rank] for sizes in sent]
         x = torch.randn(sum(mine), 3)
         results = []
-        for module in (functional, token_exchange):
+        ours = token_exchange.ExchangeRows.apply
+        for exchange, where in (
+            (functional.all_to_all_single_autograd, group),
+            (ours, group.group_name),
+        ):
             leaf = x.clone().requires_grad_()
-            out = module.all_to_all_single_autograd(leaf, theirs, mine, group)
+            out = exchange(leaf, theirs, mine, where)
             assert isinstance(out, functional.AsyncCollectiveTensor)
             g = torch.randn(3, len(out), generator=torch.Generator().manual_seed(rank)).t()
             (1 * out).backward(g)  # The gradient is not contiguous.

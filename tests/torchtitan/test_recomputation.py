@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import FeedForward
+from unpatched import restore
 
 import titan_fp8
 from titan_fp8.compile.recomputation import with_recomputable_quantizers
 from titan_fp8.layouts import E4M3
-from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, restore
+from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
 PARTITIONED = "aot_eager_decomp_partition"

@@ -10,8 +10,9 @@ gloo.PRELOAD = "titan_0_3_ranks"
 def fresh():
     """What conversions change is put back."""
     import torch
+    from unpatched import restore
 
-    from titan_fp8.patches import log_once, restore
+    from titan_fp8.patches import log_once
     from titan_fp8.torchtitan_0_3 import patches
 
     log_once.cache_clear()

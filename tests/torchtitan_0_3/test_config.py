@@ -24,7 +24,7 @@ def test_the_documented_defaults():
     linear, experts = FP8LinearConverter.Config(), FP8GroupedExpertsConverter.Config()
     assert linear.recipe == experts.recipe == "blockwise"
     assert linear.filter_fqns == ["lm_head", "router.gate"] and experts.fqns == ["experts"]
-    assert linear.emulate is experts.emulate is False and experts.permutation is None
+    assert linear.emulate is experts.emulate is False
     assert linear.fsdp_all_gather is experts.fsdp_all_gather is False
     assert linear.health_freq == experts.health_freq == 0
     assert isinstance(linear.build(), QuantizationConverter)
@@ -69,10 +69,6 @@ MISTAKES = [
     *((FP8GroupedExpertsConverter, "fqns", value, LIST) for value in ("experts", True, [1])),
     (FP8GroupedExpertsConverter, "fqns", [""], ONE_MORE),
     (FP8GroupedExpertsConverter, "fqns", [], ("convert nothing",)),
-    *(
-        (FP8GroupedExpertsConverter, "permutation", value, ("'gather'", "'host'"))
-        for value in ("gathers", True, [])
-    ),
 ]
 
 
@@ -133,8 +129,7 @@ def test_an_override_takes_the_fields_of_the_converters():
     "arguments, error, message",
     [
         ({"filter_fqns": ["typo"]}, ValueError, "filter_fqns = ['typo']: no module's name"),
-        ({"fqns": ["experts"]}, ValueError, "fqns = ['experts'] is for MoE models"),
-        ({"permutation": "gather"}, ValueError, "permutation = 'gather' is for MoE models"),
+        ({"fqns": ["experts"]}, ValueError, "which has no grouped experts: leave out"),
         ({"emulate": "yes"}, ValueError, "emulate = 'yes': allowed are true and false"),
         ({"health_freq": 1.5}, ValueError, "health_freq = 1.5: allowed are whole numbers"),
         ({"filter_fqns": None}, ValueError, "filter_fqns = None: allowed is a list of strings"),
@@ -149,14 +144,9 @@ def test_a_mistake_in_an_override_is_an_error(arguments, error, message):
         overridden("llama3", (f"{ADAPTER}.blockwise", arguments))
 
 
-@pytest.mark.parametrize("permutation", ["host", "gather"])
-def test_an_override_can_leave_the_experts(permutation):
-    entry = f"{ADAPTER}.rowwise", {"fqns": [], "permutation": permutation}
-    model = overridden("deepseek_v3", entry)
+def test_an_override_can_leave_the_experts():
+    model = overridden("deepseek_v3", (f"{ADAPTER}.rowwise", {"fqns": []}))
     assert recipes(model) == ({"rowwise"}, set())
-    dispatcher = model.layers[1].moe.routed_experts.token_dispatcher
-    has_gathers = type(dispatcher).__qualname__ != "AllToAllTokenDispatcher.Config"
-    assert has_gathers == (permutation == "gather")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])

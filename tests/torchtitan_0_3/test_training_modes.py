@@ -11,11 +11,10 @@ from count import Count
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.tools.utils import set_default_dtype
+from unpatched import restore
 
-from titan_fp8.host.torchtitan_0_3.dispatcher import GatherTokenDispatcher
-from titan_fp8.patches import SAC_POLICY, Patch, restore
+from titan_fp8.patches import SAC_POLICY, Patch
 from titan_fp8.torchtitan_0_3 import patches
 
 
@@ -103,12 +102,3 @@ def test_a_step_reads_no_values_on_the_host(model):
             loss.item()
         loss.backward()
     assert all(parameter.grad is not None for parameter in built.parameters())
-
-
-def test_tokens_are_padded_under_expert_parallelism_only():
-    config = titan_0_3.parse("deepseek_v3_blockwise").model_spec.model
-    (routed,) = (c for _, c, *_ in config.traverse(RoutedExperts.Config))
-    assert type(routed.token_dispatcher) is GatherTokenDispatcher.Config
-    with torch.device("meta"):
-        experts = routed.inner_experts.build()
-    assert experts.dispatch_aligns and not experts.aligned

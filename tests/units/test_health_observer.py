@@ -24,7 +24,7 @@ from torch import nn
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear, reference
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.functional.weights import GatheredWeight
-from titan_fp8.health import Layer, Observer, observer, sampling, watch
+from titan_fp8.health import Layer, Observer, observer, sampling
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import Stat
 from titan_fp8.ops import observe, registry
@@ -158,6 +158,15 @@ def test_groups(all_rows, recipe, name):
     assert_as_expected(table[0], expected_operands(x, w, g, recipe, ends))
     assert not table[..., Stat.NON_FINITE].any()  # rows of no group hold NaN
     assert [each.tolist() for each in tokens[0]] == [np.diff([0, *ends]).tolist()]
+
+
+def test_experts_without_tokens():
+    """Their weights are read, and that they have none is counted."""
+    one = layer(torch.randn(2, 128, 128))
+    step = functools.partial(product_of, one, torch.empty(0, 128), torch.empty(0, 128))
+    table, tokens = observed(lambda: step(offsets([0, 0])), one)
+    seen = [name for name, row in zip(OPERANDS, table[0]) if row[Stat.BLOCKS]]
+    assert seen == ["w fprop", "w dgrad"] and [each.tolist() for each in tokens[0]] == [[0, 0]]
 
 
 @pytest.mark.parametrize("ends", [None, [128, 128, 384]], ids=["dense", "grouped"])
@@ -378,13 +387,6 @@ def test_layers_that_are_not_asked_for_are_left_out():
     observe(watching.wrap)
     train(model, x)
     assert not watching.table()[0][..., Stat.BLOCKS].any()
-
-
-def test_nothing_is_sampled_while_a_cuda_graph_is_captured(monkeypatch):
-    model, layers = mlp("blockwise")
-    monkeypatch.setattr(watch, "_is_captured", lambda x: True)
-    table, _ = observed(lambda: train(model, torch.randn(256, 128)), *layers)
-    assert not table[..., Stat.BLOCKS].any()
 
 
 # What it costs

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.components.metrics import LoggerContainer, TensorBoardLogger
 
-from titan_fp8.health import Report, watch, write_scalars
+from titan_fp8.health import Report, watch
 from titan_fp8.health.observer import OPERANDS
 from titan_fp8.health.statistics import Stat
 from titan_fp8.ops import registry
@@ -77,25 +75,3 @@ def test_every_quantizer_and_fp8_product_is_watched():
     shards = {"quantize_shard_row", "quantize_shard_col"}  # sampled before the step
     unseen = in_products | shards | {"bf16_wgrad"}
     assert fp8 - unseen == watch.WATCHED.keys()
-
-
-def test_where_scalars_are_written(tmp_path):
-    class Plain:
-        def __init__(self):
-            self.calls = []
-
-        def log(self, scalars, step):
-            self.calls.append((scalars, step))
-
-    plain, board = Plain(), TensorBoardLogger(str(tmp_path), tag="fp8")
-    container = LoggerContainer()
-    for each in (plain, board):
-        container.add_logger(each)
-    scalars = {"health_a/x": 0.5, "health_b/x": 2.0}
-    write_scalars(container, scalars, 10)
-    board.close()
-    assert plain.calls == [(scalars, 10)]
-    events = EventAccumulator(str(tmp_path)).Reload()
-    found = {tag: [(e.step, e.value) for e in events.Scalars(tag)]
-             for tag in events.Tags()["scalars"]}  # fmt: skip
-    assert found == {f"fp8/{tag}": [(10, value)] for tag, value in scalars.items()}

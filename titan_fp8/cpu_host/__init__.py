@@ -3,25 +3,12 @@
     python -m titan_fp8.cpu_host <torchtitan's own arguments>
 
 Without an accelerator torchtitan assumes CUDA and fails at its first call of torch.cuda, although
-FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare` applies the patch for the
-installed torchtitan, CPU_0_2 or CPU_0_3 in patches.py. `main` then runs `torchtitan.train`.
+FSDP2, tensor, expert and pipeline parallelism all run on gloo. `prepare` applies the patch CPU, and
+then what cpu.py of the adapter for the installed torchtitan has. `main` runs `torchtitan.train`.
 Importing this module changes nothing.
 
-What the patch replaces:
-
-- PyTorch's answer to which accelerator there is, which torchtitan takes for CUDA if it is None;
-- functions that the trainer calls of its device module, and torch.cpu lacks. It has
-  current_device, but that returns a string, and a barrier needs a number;
-- FSDP2's gradient divide factor, with which it reduces by PREMUL_SUM, which gloo lacks;
-- products of bf16 matrices, on CPUs without kernels for them (`bf16.py`);
-- loading of checkpoints, to warn: DTensor has no random numbers for CPU meshes, so without a
-  checkpoint every rank initializes its shard with the same values;
-- and what the adapter's cpu.py says.
-
-`main` also adds the flags that the CPU needs (`FLAGS` in the adapter's cpu.py), unless the command
-line sets them, and logs them: they override the config. Two things do not run on the CPU: context
-parallelism, because PyTorch's attention op for the CPU has no sharding strategy, and torchtitan's
-profiling, which fails without a GPU.
+Two things do not run on the CPU: context parallelism, because PyTorch's attention op for the CPU
+has no sharding strategy, and torchtitan's profiling, which fails without a GPU.
 """
 
 import functools
@@ -62,33 +49,20 @@ def prepare() -> None:
                 f" and has chosen {utils.device_type!r} as its device"
             )
         return
-    patch, of_adapter = (
-        (patches.CPU_0_2, ("counting_integers", "cpu_indices"))
-        if _adapter_name() == "torchtitan_0_2"
-        else (patches.CPU_0_3, ("choosing_attention",))
-    )
-    patch.apply(
+    patches.CPU.apply(
         lambda _: lambda: "cpu",
         *map(_constant, _device_module()),
         _reducing_by_sum,
         *(_in_fp32(kernel.path) for kernel in patches.BF16_KERNELS),
-        _warning_of_unseeded_start,
-        *map(_by_adapter, of_adapter),
     )
-
-
-def _adapter_name() -> str:
-    major, minor, *_ = importlib.metadata.version("torchtitan").split(".")
-    return "torchtitan_0_2" if (int(major), int(minor)) < (0, 3) else "torchtitan_0_3"
+    _adapter().prepare()
 
 
 def _adapter() -> ModuleType:
-    """The module cpu.py of the adapter for the installed torchtitan; may import torchtitan."""
-    return importlib.import_module(f"titan_fp8.{_adapter_name()}.cpu")
-
-
-def _by_adapter(name: str) -> Callable:
-    return lambda original: getattr(_adapter(), name)(original)
+    """The module cpu.py of the adapter for the installed torchtitan."""
+    major, minor, *_ = importlib.metadata.version("torchtitan").split(".")
+    version = "0_2" if (int(major), int(minor)) < (0, 3) else "0_3"
+    return importlib.import_module(f"titan_fp8.torchtitan_{version}.cpu")
 
 
 def _in_fp32(path: str) -> Callable:
@@ -105,7 +79,10 @@ def memory_of_machine() -> int:
 
 
 def _device_module() -> tuple[Callable, ...]:
-    """Replacements for the functions of torch.cpu, in the order of the patch."""
+    """What torchtitan calls of its device module and torch.cpu lacks, in the order of the patch.
+
+    torch.cpu has current_device, but returns a string, and a barrier needs a number.
+    """
     properties = SimpleNamespace(name="CPU", total_memory=memory_of_machine())
     return (
         lambda device=None: properties.name,
@@ -118,6 +95,8 @@ def _device_module() -> tuple[Callable, ...]:
 
 
 def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
+    """With a divide factor FSDP2 reduces by PREMUL_SUM, which gloo lacks."""
+
     @functools.wraps(set_divide_factor)
     def set_divide_factor_and_sum(self: Any, factor: float) -> None:
         set_divide_factor(self, factor)
@@ -126,8 +105,8 @@ def _reducing_by_sum(set_divide_factor: Callable) -> Callable:
     return set_divide_factor_and_sum
 
 
-def _warning_of_unseeded_start(load: Callable) -> Callable:
-    """Wraps torchtitan's `CheckpointManager.load`."""
+def warning_of_unseeded_start(load: Callable) -> Callable:
+    """Wraps torchtitan's `CheckpointManager.load`: DTensor has no random numbers for CPU meshes."""
 
     @functools.wraps(load)
     def load_or_warn(self: Any, step: int = -1) -> bool:

@@ -1,16 +1,14 @@
 """Products of bf16 matrices on CPUs for which oneDNN has no bf16 kernels, as x86 without AVX-512.
 
-PyTorch leaves bf16 products on the CPU to oneDNN. Where oneDNN has no kernels for them, PyTorch
-falls back to slow loops of its own. `in_fp32` makes kernels that cast the operands to FP32,
-multiply, and round the product to bf16 once. Products with M >= 384 and K, N >= 256 take 1/3 to
-1/60 of the time; tiny ones take some 35 us longer.
+There PyTorch falls back to slow loops of its own. `in_fp32` makes kernels that cast the operands to
+FP32, multiply, and round the product to bf16 once. Products with M >= 384 and K, N >= 256 take 1/3
+to 1/60 of the time; tiny ones take some 35 us longer.
 
-They apply to the whole process, since they replace kernels in PyTorch's dispatcher (`patches.py`).
-Autograd, autocast, dispatch modes, DTensor and the compiler sit above these kernels and see the
-same ops as before. `F.linear` and `torch.matmul` call `mm`, `addmm` and `bmm`; Inductor's code and
-`torch._grouped_mm` call their variants with `out`. In-place variants and products with vectors are
-not replaced. Tensors of other or mixed dtypes go to the original kernels as they are; passing
-through Python costs such a call about 4 us. Forward of attention takes no less time in FP32.
+They replace kernels in PyTorch's dispatcher, for the whole process (`patches.py`). Autograd,
+autocast, dispatch modes, DTensor and the compiler sit above and see the same ops as before.
+Inductor's code and `torch._grouped_mm` call the variants with `out`. In-place variants and products
+with vectors are not replaced. Tensors of other or mixed dtypes go to the original kernels. Forward
+of attention takes no less time in FP32.
 
 Tried with torch 2.11 and 2.13. This can go when PyTorch multiplies in FP32 itself.
 """
@@ -19,9 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-_OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
-"""Op -> how many of its first arguments must be bf16; 5 for other ops."""
 
 
 def has_bf16_kernels() -> bool:
@@ -32,18 +27,17 @@ def has_bf16_kernels() -> bool:
 def in_fp32(path: str) -> Callable[[Callable], Callable]:
     """Makes the replacement for PyTorch's kernel of an op such as "aten::mm.out"."""
     op, _, overload = path.partition(".")
-    operands = _OPERANDS.get(op.removeprefix("aten::"), 5)
     if overload == "out":
         returning = torch.library.get_kernel(op, "CPU").call_boxed
-        return lambda kernel: _writing(kernel, returning, operands)
-    return lambda kernel: _returning(kernel, operands)
+        return lambda kernel: _writing(kernel, returning)
+    return _returning
 
 
-def _returning(kernel: Callable, operands: int) -> Callable:
+def _returning(kernel: Callable) -> Callable:
     """The replacement for a kernel that returns new tensors."""
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _all_bf16(args[:operands]):
+        if not _all_bf16(args):
             return kernel(keys, *args, **kwargs)
         kwargs = {name: _widened(value) for name, value in kwargs.items()}
         results = kernel(keys, *map(_widened, args), **kwargs)
@@ -54,22 +48,21 @@ def _returning(kernel: Callable, operands: int) -> Callable:
     return run
 
 
-def _writing(kernel: Callable, returning_kernel: Callable, operands: int) -> Callable:
+def _writing(kernel: Callable, returning_kernel: Callable) -> Callable:
     """The replacement for a kernel that writes to `out`; the other one returns a new tensor."""
 
     def run(keys: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if not _all_bf16((*args[:operands], out)):
+        if not _all_bf16((out, *args)):
             return kernel(keys, *args, out=out, **kwargs)
         product = returning_kernel(keys, *map(_widened, args), **kwargs)
-        if out.shape != product.shape:  # the original kernel resizes `out`
-            return kernel(keys, *args, out=out, **kwargs)
-        return out.copy_(product)
+        return out.resize_(product.shape).copy_(product)
 
     return run
 
 
-def _all_bf16(tensors: tuple[torch.Tensor, ...]) -> bool:
-    return all(tensor.dtype is torch.bfloat16 for tensor in tensors)
+def _all_bf16(args: tuple[Any, ...]) -> bool:
+    """Whether the tensors among them are; attention's statistics, its sixth argument, never are."""
+    return all(x.dtype is torch.bfloat16 for x in args[:5] if isinstance(x, torch.Tensor))
 
 
 def _widened(value: Any) -> Any:

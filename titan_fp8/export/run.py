@@ -1,10 +1,5 @@
 """What an export needs to know about a run: its JobConfig, the model and its names."""
 
-import argparse
-import dataclasses
-import json
-import sys
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +14,9 @@ from titan_fp8.recipe import RECIPES
 from titan_fp8.torchtitan_0_2.config import (
     custom_import,
     experts_recipe,
-    import_named,
     model_of,
 )
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")
 
@@ -42,67 +31,19 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
     """torchtitan's JobConfig from the TOML `file` of the run, if given, and torchtitan's `flags`.
 
     Raises:
-        ValueError: there is no such file, neither says which model the checkpoint has, or a value
-            is not allowed.
+        ValueError: neither says which model the checkpoint has, or torchtitan refuses them.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model.flavor", dest="flavor")
-    # Both spellings are torchtitan's.
-    parser.add_argument("--job.custom_config_module", "--job.custom-config-module", dest="module")
-    given, _ = parser.parse_known_args(flags)
-    module = given.module
-    if file is None and given.flavor is None:
+    if file is None and not any(flag.startswith("--model.flavor") for flag in flags):
         raise ValueError(
             "CHECKPOINT does not say which model it has: name the TOML of the run by --config, or "
             "the model by --model.name and --model.flavor"
         )
+    of_file = [] if file is None else ["--job.config_file", file]
     try:
-        if file is not None:
-            flags = ["--job.config_file", file, *flags]
-            content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-            _check_types("", content, JobConfig)
-            module = module or content.get("job", {}).get("custom_config_module")
-    except FileNotFoundError:
-        raise ValueError(f"--config = {file}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config = {file}: {error}") from None
-    # As torchtitan does next, whose error would not name the key.
-    import_named("job.custom_config_module", module)
-    try:
-        return ConfigManager().parse_args(flags)
-    except ValueError:
-        raise
+        return ConfigManager().parse_args([*of_file, *flags])
     except Exception as error:
-        raise ValueError(f"--config = {file}: {error!r}") from error
-
-
-def _check_types(section: str, content: Mapping[str, Any], settings: type) -> None:
-    """ValueError if a setting has a value of another type; torchtitan takes any.
-
-    Settings that torchtitan does not know, such as titan_fp8's own, are not checked here.
-    """
-    hints = typing.get_type_hints(settings)
-    for key in filter(hints.__contains__, content):
-        value, hint, name = content[key], hints[key], f"{section}{key}"
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ValueError(f"{name} = {value!r}: allowed is a section, [{name}]")
-            _check_types(f"{name}.", value, typing.cast(type, hint))
-        elif not _fits(value, hint):
-            allowed = str(hint) if typing.get_args(hint) else hint.__name__
-            raise ValueError(f"{name} = {value!r}: allowed is {allowed.removeprefix('typing.')}")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of a TOML has the type `hint`, of those that torchtitan's settings have."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind is typing.Literal:
-        return value in args
-    if kind is list:
-        return isinstance(value, list) and all(_fits(element, args[0]) for element in value)
-    if args:
-        return any(_fits(value, arg) for arg in args)
-    return type(value) in ((int, float) if hint is float else (hint,))  # true is no int
+        what = str(error) if isinstance(error, ValueError | OSError) else repr(error)
+        raise ValueError(what if file is None else f"--config = {file}: {what}") from error
 
 
 class Run:
@@ -131,8 +72,12 @@ class Run:
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
         custom_import(config)
-        if not 1 <= (length := config.training.seq_len) < 2**31:
+        training = config.training  # torchtitan takes values of any type from a TOML
+        if type(length := training.seq_len) is not int or not 1 <= length < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
+        if (dtype := training.mixed_precision_param) not in TORCH_DTYPE_MAP:
+            allowed = ", ".join(map(repr, TORCH_DTYPE_MAP))
+            raise ValueError(f"training.mixed_precision_param = {dtype!r}: allowed are {allowed}")
         self.name = config.model.name
         if self.name not in MODELS:
             allowed = ", ".join(map(repr, MODELS))
@@ -141,7 +86,7 @@ class Run:
         self.description = f"{self.name} {config.model.flavor}"
         self.flavor_seq_len = spec.model_args[config.model.flavor].max_seq_len
         self.tied = getattr(self.args, "enable_weight_tying", False)
-        self.dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+        self.dtype = TORCH_DTYPE_MAP[dtype]
         self._adapter: Any = spec.state_dict_adapter(self.args, None)
 
         with torch.device("meta"):
@@ -191,47 +136,33 @@ class Run:
         used = {"linears": linears} if 2 in dims else {}
         used |= {"experts": experts} if 3 in dims else {}
         formats = {name: r.scale_fmt for name, r in RECIPES.items() if r.has_weight_blocks}
-        compare = "compare the exported model's loss with the run's"
+        found = {formats[name] for name in used.values() if name in formats}
+        exported = found.pop() if len(found) == 1 else "fp32"
         for name in dict.fromkeys(used.values()):
-            if name not in formats:
+            if formats.get(str(name)) != exported:
                 what = f'recipe "{name}"' if name else "no converter of titan_fp8"
                 who = " and ".join(kind for kind in used if used[kind] == name)
                 self.warnings.append(
                     f"the run has {what} for {who}, whose GEMMs did not read weights quantized in "
-                    f"128x128 blocks, as they are exported: {compare}"
+                    f"128x128 blocks with {exported} scales, as they are exported: compare the "
+                    "exported model's loss with the run's"
                 )
-        found = {formats[name] for name in used.values() if name in formats}
-        if len(found) > 1:
-            uses = " and ".join(f'"{name}" for {kind}' for kind, name in used.items())
-            self.warnings.append(
-                f"the run has recipes {uses}, whose scales have different formats, and an export "
-                f"has one: all its scales are FP32; {compare}"
-            )
-        return found.pop() if len(found) == 1 else "fp32"
+        return exported
 
     def _read_tokenizer(self, folder: Path) -> None:
         self.bos_id = self.eos_id = None
         files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
         self.tokenizer_files = files
-        vocabulary = next((f for f in files if f.name.startswith(("tokenizer.", "vocab"))), None)
-        if vocabulary is None:
+        if not any(file.name.startswith(("tokenizer.", "vocab")) for file in files):
             self.warnings.append(
                 f"model.hf_assets_path = {str(folder)!r} has no tokenizer: the export will have "
                 "none, and no bos_token_id and eos_token_id in its config.json"
             )
             return
-        tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
         try:
-            for read in (file for file in files if file.suffix == ".json"):
-                json.loads(read.read_bytes())
-            read = vocabulary
-            HuggingFaceTokenizer.__init__(tokenizer, str(folder))
-        except OSError:
-            raise
+            tokenizer = HuggingFaceTokenizer(str(folder))
         except Exception as error:  # the tokenizers package raises no other class
-            if hasattr(tokenizer, "tokenizer"):  # It has the vocabulary, and reads its settings.
-                read = folder / "tokenizer_config.json"
-            raise ValueError(f"{read}: {error}") from error
+            raise ValueError(f"model.hf_assets_path = {str(folder)!r}: {error}") from error
         self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
 
 

@@ -1,13 +1,9 @@
 """Observes the steps of a run that are due, and reports each of them.
 
-An adapter calls `Monitor.after_step` after each step, on every rank. It reports the step if it was
-observed, and observes the next one if it is due. So the first step after a start is never observed,
-and between observed steps nothing runs but that one call.
-
-A report waits for the GPU, and the GPU then waits for the report. Made later, it would be lost if
-the next step failed, when it is needed most.
-
-Validation is not observed, nor is anything else that runs while the model is not in training mode.
+An adapter calls `Monitor.after_step` after each step, on every rank. So the first step after a
+start is never observed. A report waits for the GPU: made later, it would be lost if the next step
+failed, when it is needed most. Nothing is observed that runs while the model is not in training
+mode, such as validation.
 """
 
 import logging
@@ -26,12 +22,9 @@ _logger = logging.getLogger()  # torchtitan's own
 
 
 class Monitor:
-    """Observes the steps of one run; ends what an earlier one in this process has left.
+    """Observes the steps of one run up to `last_step`; ends what an earlier run has left.
 
-    Args:
-        freqs: those of all layers of the model, on whatever ranks they are; 0: never. A layer has
-            an `fqn` and a `health_freq`.
-        last_step: of the run; there is none after it to observe.
+    `freqs` are those of all layers of the model, on whatever ranks they are.
     """
 
     def __init__(self, freqs: Iterable[int], last_step: int):
@@ -44,19 +37,16 @@ class Monitor:
     def after_step(
         self, step: int, models: Sequence[nn.Module], logger: Any, device: torch.device
     ) -> None:
-        """Reports `step` if it was observed, and observes the next one if it is due.
+        """Reports `step` to `logger`, torchtitan's, if it was observed; observes the next if due.
 
-        Args:
-            models: the parts of the model on this rank.
-            logger: torchtitan's, for `write_scalars`.
-            device: one that the process group can reduce on.
+        `models` are the parts of the model on this rank. The ranks reduce on `device`.
         """
         if self._observer is not None:
             observe(None)
             own = [layer.name for layer in self._observer.layers]
             report = Report.of_rank(self._names, own, *self._observer.table()).over_ranks(device)
             self._observer = None
-            write_scalars(logger, report.metrics(), step)
+            logger.log(report.metrics(), step)
             title = f"FP8 health of step {step}, each figure for the worst operand"
             _logger.info(f"titan_fp8: {title}\n{report}")
             for warning in report.warnings(step):
@@ -83,23 +73,3 @@ def _layers_of(models: Sequence[nn.Module], freqs: Collection[int]) -> Iterator[
                     yield Layer(str(module.fqn), module, name)
                 elif parameter.dim() == 3:
                     yield Layer(f"{module.fqn}.{name}", module, name)
-
-
-def write_scalars(logger: Any, scalars: dict[str, float], step: int) -> None:
-    """Writes what was measured in `step`.
-
-    A TensorBoard logger would make an event for each of a thousand scalars; they go into one.
-
-    Args:
-        logger: of torchtitan, 0.2 or 0.3: one logger or a container of several.
-    """
-    for each in getattr(logger, "_loggers", [logger]):
-        if not hasattr(each, "writer"):
-            each.log(scalars, step)
-            continue
-        # Imported here, since torchtitan, too, imports TensorBoard only for a run that uses it.
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        prefix = "" if each.tag is None else f"{each.tag}/"
-        values = [Summary.Value(tag=prefix + tag, simple_value=v) for tag, v in scalars.items()]
-        each.writer._get_file_writer().add_summary(Summary(value=values), step)

@@ -60,11 +60,9 @@ class Sampler:
     # The samples of each layout
 
     def take_rows(self, x: Tensor, call: Any, q: Tensor, s: Tensor) -> int:
-        """Samples x (M, K) quantized along its rows: q (M, K), s (M, ⌈K/128⌉) or (M,).
+        """Samples a quantizer's `call` (`watch.py`): q (M, K), s (M, ⌈K/128⌉) or (M,).
 
-        Args:
-            x: the sampled rows alone.
-            call: of the quantizer (`watch.py`).
+        x are the sampled rows alone of what it has quantized.
         """
         tokens, _ = self._rows(len(q), q.device)
         s = s.view(len(q), -1)
@@ -100,11 +98,8 @@ class Sampler:
         """Samples rows of a quantized weight w (R, C) or (E, R, C), a transposed view or a shard.
 
         q has w's shape, that of a shard maybe more rows; s (..., ⌈R/128⌉, ⌈C/128⌉), (..., R) or,
-        `by_column`, (..., C), where R are the rows of the whole weight.
-
-        Args:
-            first_row: that of a shard in the whole weight.
-            dtype: to which w was cast before it was quantized.
+        `by_column`, (..., C), where R are the rows of the whole weight, in which a shard begins at
+        `first_row`. w was cast to `dtype` before it was quantized.
         """
         if w.dim() == 2:
             w, q, s = w[None], q[None], s[None]
@@ -121,14 +116,7 @@ class Sampler:
     # Their statistics
 
     def _add(self, x: Tensor, q: Tensor, sampled: Tensor, s: Tensor) -> int:
-        """Adds a sample.
-
-        Args:
-            x: (R, C), what was quantized.
-            q: (R, C), the bytes of e4m3.
-            sampled: the scales of q, as `element_statistics` takes them.
-            s: all scales of the operand.
-        """
+        """Adds a sample: x (R, C), its bytes of e4m3 q and their scales, and all scales s."""
         tensors = x, q, sampled
         key = x.dtype, *(t.shape for t in tensors)
         self._elements[key].append((self._count, tensors))

@@ -38,11 +38,10 @@ class WatchedOps(Implementation):
         @torch.no_grad()
         def run(x: Tensor, *args: Any, **options: Any) -> Any:
             outputs = op(x, *args, **options)
-            if x.numel() and not _is_captured(x):
-                arguments = _signature(name).bind(x, *args, **options)
-                arguments.apply_defaults()
-                call = SimpleNamespace(**arguments.arguments, first=x, blockwise="128" in name)
-                watch(self._observer, call, outputs)
+            arguments = _signature(name).bind(x, *args, **options)
+            arguments.apply_defaults()
+            call = SimpleNamespace(**arguments.arguments, first=x, blockwise="128" in name)
+            watch(self._observer, call, outputs)
             return outputs
 
         setattr(self, name, run)  # The base class has set a composite op.
@@ -55,16 +54,13 @@ def _signature(name: str) -> inspect.Signature:
     return inspect.signature(functools.partial(body, None) if body else getattr(reference, name))
 
 
-def _is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is captured: it would repeat the samples, into memory of its own."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 # Quantizers
 
 
 def _note(observer: "Observer", c: Any, x: Tensor, rows: Any = None, columns: Any = None) -> None:
     """A call has written q and s, `rows` or `columns` or both; x are the sampled rows of it."""
+    if not len(x):  # Experts may have no tokens.
+        return
     twin, sampler = None, observer.sampler
     if rows:
         twin = observer.note(rows[0], sampler.take_rows(x, c, *rows))
@@ -118,11 +114,8 @@ def _weight_t(observer: "Observer", c: Any, outputs: Any) -> None:
 
 
 def _product(gemm: str, observer: "Observer", c: Any, _: Tensor) -> None:
-    observer.multiplied(gemm, c.offs, (c.a, c.w, c.w_scale))
-
-
-def _dgrad_pair(observer: "Observer", c: Any, _: Tensor) -> None:
-    observer.multiplied("dgrad", c.offs, (c.a, c.w, c.w_scale), (c.a2, c.w2, c.w2_scale))
+    pair = [(c.a2, c.w2, c.w2_scale)] if hasattr(c, "a2") else []
+    observer.multiplied(gemm, c.offs, (c.a, c.w, c.w_scale), *pair)
 
 
 def _wgrad(observer: "Observer", c: Any, _: Tensor) -> None:
@@ -145,5 +138,5 @@ for _r in RECIPES.values():
     if _r.feed_forward is not None:
         WATCHED[_r.feed_forward.swiglu.name] = _swiglu
         WATCHED[_r.feed_forward.swiglu_backward.name] = _swiglu_backward
-        WATCHED[_r.feed_forward.dgrad_pair.name] = _dgrad_pair
+        WATCHED[_r.feed_forward.dgrad_pair.name] = functools.partial(_product, "dgrad")
         WATCHED[_r.feed_forward.gather.name] = _gather

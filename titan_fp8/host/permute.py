@@ -1,18 +1,13 @@
 """Moves the rows of tokens to their experts and back by gathers, in forward and in backward.
 
 Each token has k slots, one for each of its experts. torchtitan copies the tokens into slots sorted
-by expert, and afterwards sums the slots of each token. The router's scores weight the slots before
-or after the experts. torchtitan does this by `index_put`, which has to sort its indices to
-accumulate, or by `scatter_add`, with FP32 copies of all slots, one of which it saves.
+by expert, and afterwards sums the slots of each token, by `index_put`, which has to sort its
+indices to accumulate, or by `scatter_add`, with FP32 copies of all slots, one of which it saves.
 
 `Expand` and `Combine` use three ops instead, each of which reads the row of every slot once:
 `gather_rows`, `combine_rows` (the weighted sum of each token's slots) and `dot_rows` (the gradient
-of the scores). They sum in FP32 and round once.
-
-`Permute` reorders rows, each of which has exactly one place. So both directions are gathers: by the
-token at each place (-1 for padding), or by the place of each token. Forward uses one index and
-backward the other. Padding is zero in both. `sort_by_expert` and `sort_back` are made of it; they
-run on the tokens that expert parallelism has exchanged.
+of the scores). They sum in FP32 and round once. `Permute` reorders the rows that expert parallelism
+has exchanged; each has exactly one place, so both directions are gathers.
 """
 
 from typing import Any, NamedTuple
@@ -78,7 +73,7 @@ class Combine(Function):
 
 
 class Permute(Function):
-    """x[index] in forward, g[inverse] in backward; an index of -1 makes a row of zeros."""
+    """x[index] in forward, g[inverse] in backward; an index of -1, padding, makes zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -112,8 +107,7 @@ def sort_by_expert(
 
     Returns:
         The rows (R, dim), the permutation for `sort_back`, and the padded group sizes (experts,),
-        int32. As in torchtitan, R is the most that padding can lead to, rather than the sum of the
-        sizes, so that it needs no device sync.
+        int32. R is the most that padding can lead to, as in torchtitan: the sum would need a sync.
     """
     permutation, sizes = permutation_by_expert(counts, ranks, x.shape[0], alignment)
     return Permute.call(x, *permutation), permutation, sizes

@@ -16,10 +16,7 @@ _logger = logging.getLogger()  # torchtitan's own
 
 
 def check_device(device_type: str, emulate: bool) -> None:
-    """Checks that this process can run FP8 layers; warns once if it will emulate them.
-
-    Args:
-        device_type: torchtitan's, such as "cuda".
+    """Warns once if FP8 layers will be emulated on torchtitan's device type, such as "cuda".
 
     Raises:
         RuntimeError: the current GPU has no FP8 kernels, and `emulate` is False.
@@ -53,9 +50,7 @@ def convert_and_log(
 ) -> ConversionReport:
     """Converts a model or its config, and fuses its feed-forwards; logs both.
 
-    Args:
-        where: what the errors of `convert` begin with.
-        kind: what is converted, for logs.
+    Errors begin with `where`, and logs name the `kind` of what is converted.
     """
     with errors_prefixed(where):
         report = convert(model)

@@ -10,6 +10,8 @@ from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.recipe import BF16
 
+_NO_EXPERTS = ", which has no grouped experts: leave out the converter for experts, and its keys"
+
 
 def run_experts(
     w1: Tensor,
@@ -19,7 +21,7 @@ def run_experts(
     num_tokens_per_expert: Tensor,
     recipe: str,
     emulate: bool,
-    aligned: bool,
+    aligned: bool = False,
 ) -> Tensor:
     """w2(silu(w1 x) * w3 x) for each expert's tokens.
 
@@ -47,10 +49,7 @@ class Candidate(NamedTuple):
 def select(
     candidates: Iterable[Candidate], recipe: str, fqns: Sequence[str]
 ) -> tuple[ConversionReport, list[Candidate]]:
-    """Selects the experts to convert to `recipe`, those whose name contains one of `fqns`.
-
-    Returns:
-        The report on all candidates, and those that are selected.
+    """The report on all candidates, and those to convert: their names contain one of `fqns`.
 
     Raises:
         ValueError: a pattern of fqns that matches no experts that can be converted.
@@ -69,10 +68,9 @@ def select(
             selected.append(candidate)
     for pattern in fqns:
         if pattern not in convertible:
-            found = report.converted or report.left
             raise ValueError(
                 f"fqns = {list(fqns)!r}: {pattern!r} converts nothing in this model"
-                + (f":\n{report}" if found else ", which has no grouped experts")
+                + (f":\n{report}" if report.converted or report.left else _NO_EXPERTS)
             )
     return report, selected
 

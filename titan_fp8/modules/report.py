@@ -21,13 +21,9 @@ def text_table(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> st
         grid.add_column(justify="right" if i in right else "left", no_wrap=True)
     for row in rows:
         grid.add_row(*map(Text, row))
-    width = sum(2 * len(cell) + 2 for row in rows for cell in row)  # wide characters count twice
     out = io.StringIO()
     # Plain text, whatever the environment says of the terminal.
-    console = Console(
-        file=out, width=max(1, width), height=1, color_system=None, force_terminal=False
-    )
-    console.print(grid)
+    Console(file=out, width=1 << 30, color_system=None, force_terminal=False).print(grid)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

@@ -84,12 +84,6 @@ class ExpertsSettings(Settings):
     fqns: list[str] = field(default_factory=lambda: ["experts"])
     """Grouped experts whose qualified name contains one of these are converted."""
 
-    permutation: PermutationName | None = None
-    """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
-    "host": by torchtitan's own functions. The values are the same except for the order of sums and
-    for roundings of weighted outputs to the dtype of the activations. The default is "gather" with
-    host_speedups, and otherwise "host"."""
-
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "recipe": check_choice,

@@ -144,7 +144,8 @@ class TensorSpec(NamedTuple):
         *lead, rows, columns = shape
         if dims[-2].name.startswith("⌈"):  # 128x128
             return first.new_empty(*lead, rows, round_up(columns, 4), dtype=dtype)[..., :columns]
-        return first.new_empty(columns, round_up(rows, 4), dtype=dtype)[:, :rows].t()
+        # No slice: its size would be a minimum, of which nothing is known under torch.compile.
+        return first.new_empty_strided((rows, columns), (1, round_up(rows, 4)), dtype=dtype)
 
 
 def _of(*dtypes: torch.dtype) -> Callable[..., TensorSpec]:

@@ -11,13 +11,13 @@ configuration run once it is merged (`checked_cli`).
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
-from typing import Annotated, Any
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import tyro
+from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchtitanConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import _supported_models
@@ -32,8 +32,8 @@ from titan_fp8.modules.settings import (
     ExchangeName,
     ExpertsSettings,
     LinearSettings,
+    PermutationName,
     RecipeName,
-    Settings,
 )
 from titan_fp8.recipe import BF16, RECIPES
 
@@ -41,29 +41,8 @@ LINEAR = "quantize.linear.titan_fp8"
 GROUPED_MM = "quantize.grouped_mm.titan_fp8"
 
 
-class Origin(str, Enum):
-    """Where a section comes from. A TOML value cannot have this type, and JSON can serialize it."""
-
-    FILE = "file"
-    DEFAULT = "default"
-
-
-SectionOrigin = Annotated[Origin, tyro.conf.Suppress]
-
-
 @dataclass(kw_only=True)
-class _Section(Settings):
-    origin: SectionOrigin = field(default=Origin.FILE, repr=False)
-    """Not a setting: set by the plugin."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.origin, Origin):
-            raise ValueError(f"{self.where} origin = {self.origin!r}: there is no such key")
-
-
-@dataclass(kw_only=True)
-class TitanFP8Linear(_Section, LinearSettings):
+class TitanFP8Linear(LinearSettings):
     """FP8 for nn.Linear modules."""
 
     where = f"[{LINEAR}]"
@@ -71,12 +50,18 @@ class TitanFP8Linear(_Section, LinearSettings):
 
 
 @dataclass(kw_only=True)
-class TitanFP8GroupedMM(_Section, ExpertsSettings):
+class TitanFP8GroupedMM(ExpertsSettings):
     """FP8 for the grouped GEMMs of MoE experts."""
 
     where = f"[{GROUPED_MM}]"
     recipe: RecipeName | None = None
     """As in the linear section, whose value is the default."""
+
+    permutation: PermutationName | None = None
+    """How tokens are sorted by expert, and back. "gather": by gathers in forward and backward.
+    "host": by torchtitan's own functions. The values are the same except for the order of sums and
+    for roundings of weighted outputs to the dtype of the activations. The default is "gather" with
+    host_speedups, and otherwise "host"."""
 
     exchange: ExchangeName = "bf16"
     """How tokens, and the gradients of the experts' outputs, travel between the ranks of expert
@@ -92,15 +77,13 @@ class TitanFP8GroupedMM(_Section, ExpertsSettings):
 
 @dataclass
 class QuantizedLinear:
-    titan_fp8: TitanFP8Linear = field(default_factory=lambda: TitanFP8Linear(origin=Origin.DEFAULT))
+    titan_fp8: TitanFP8Linear = field(default_factory=TitanFP8Linear)
     """titan_fp8 for nn.Linear modules"""
 
 
 @dataclass
 class QuantizedGroupedMM:
-    titan_fp8: TitanFP8GroupedMM = field(
-        default_factory=lambda: TitanFP8GroupedMM(origin=Origin.DEFAULT)
-    )
+    titan_fp8: TitanFP8GroupedMM = field(default_factory=TitanFP8GroupedMM)
     """titan_fp8 for the grouped GEMMs of MoE experts"""
 
 
@@ -140,61 +123,65 @@ def checked_cli(cli: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(cli)
     def parse(f: Any, *, args: Sequence[str] | None = None, **options: Any) -> Any:
-        if isinstance(default := options.get("default"), TorchtitanConfig):
-            kinds = {each.name: each.type for each in fields(f)}
-            _check_tables("quantize", default.quantize, kinds["quantize"])
+        if not isinstance(options.get("default"), TorchtitanConfig):
+            return cli(f, args=args, **options)
+        args = args or ()
+        in_file = sections_of_file(args)
         config = cli(f, args=args, **options)
-        if isinstance(config, TorchtitanConfig) and hasattr(config.quantize.linear, "titan_fp8"):
-            check_merged(config, args or ())
+        if hasattr(config.quantize.linear, "titan_fp8"):
+            # A flag that repeats a default leaves no other trace.
+            spelled = [arg.lstrip("-").replace("-", "_") for arg in args]
+            flags = {n for n in (LINEAR, GROUPED_MM) for arg in spelled if arg.startswith(f"{n}.")}
+            check_merged(config, in_file | flags)
         return config
 
     return parse
 
 
-def _check_tables(name: str, value: object, kind: Any) -> None:
-    """Checks that a TOML has a table where `kind`, the type of a field, is a dataclass.
+def sections_of_file(args: Sequence[str]) -> set[str]:
+    """Which of titan_fp8's sections the TOML of this command line has.
 
-    tyro would take the table's default in place of another value.
+    Raises:
+        ValueError: it has a value in place of a table. tyro would take the table's default.
     """
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        return
-    if not isinstance(value, kind):
-        raise ValueError(
-            f"[{name}] is {value!r}: allowed is a table. To train without FP8, say recipe = "
-            f'"{BF16}" in [{LINEAR}], or list no converter of titan_fp8 in model.converters'
-        )
-    for each in fields(kind):
-        _check_tables(f"{name}.{each.name}", getattr(value, each.name), each.type)
+    found = set()
+    for name in (LINEAR, GROUPED_MM):
+        table: Any = ConfigManager._maybe_load_toml(None, args) or {}
+        for key in itertools.accumulate(name.split("."), "{}.{}".format):
+            table = table.get(key.rpartition(".")[2])
+            if table is None:
+                break
+            if not isinstance(table, dict):
+                raise ValueError(
+                    f"[{key}] is {table!r}: allowed is a table. To train without FP8, say recipe = "
+                    f'"{BF16}" in [{LINEAR}], or list no converter of titan_fp8 in model.converters'
+                )
+        else:
+            found.add(name)
+    return found
 
 
-def import_named(key: str, module: str | None) -> None:
-    """Imports the module, if any, that a setting names.
+def custom_import(config: Any) -> None:
+    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does.
 
     Raises:
         ValueError: the import fails, or ends the program.
     """
-    try:
-        if module:
+    if module := config.experimental.custom_import:
+        try:
             importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{key} = {module!r}: {error!r}") from error
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"experimental.custom_import = {module!r}: {error!r}") from error
 
 
-def custom_import(config: Any) -> None:
-    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does."""
-    import_named("experimental.custom_import", config.experimental.custom_import)
-
-
-def check_merged(config: Any, args: Sequence[str]) -> None:
-    """Checks that need the whole configuration, merged and parsed from a TOML and from `args`.
+def check_merged(config: Any, is_set: Collection[str]) -> None:
+    """Checks that need the whole configuration, in which the sections `is_set` are set.
 
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: model.converters is no list, names a converter that does not exist, or names a
-            converter of titan_fp8 twice; experimental.custom_import cannot be imported; or a
-            section of titan_fp8 is set, by the file or by a flag, and its converter is not listed;
-            or experts are to exchange tokens in FP8 by another recipe or permutation.
+        ValueError: one of model.converters is wrong, or missing for a section that is set;
+            experimental.custom_import fails; or tokens cannot be exchanged as asked.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
@@ -207,19 +194,10 @@ def check_merged(config: Any, args: Sequence[str]) -> None:
                 f"model.converters = {converters}: there is no {name!r}; allowed are "
                 + ", ".join(map(repr, sorted(registered)))
             )
-    sections: dict[str, tuple[Any, type[TitanFP8Linear] | type[TitanFP8GroupedMM]]] = {
-        LINEAR: (config.quantize.linear, TitanFP8Linear),
-        GROUPED_MM: (config.quantize.grouped_mm, TitanFP8GroupedMM),
-    }
-    for name, (parent, kind) in sections.items():
+    for name in (LINEAR, GROUPED_MM):
         if converters.count(name) > 1:
             raise ValueError(f"model.converters = {converters} lists {name!r} twice")
-        section, default = parent.titan_fp8, kind(origin=Origin.DEFAULT)
-        # A flag that repeats a default leaves no other trace.
-        has_flag = any(arg.lstrip("-").replace("-", "_").startswith(f"{name}.") for arg in args)
-        # A section of the file differs from the default at least in its origin.
-        is_set = has_flag or section != default
-        if is_set and name not in converters:
+        if name in is_set and name not in converters:
             raise ValueError(
                 f"[{name}] is set, but model.converters = {converters} does not list "
                 f'"{name}": list it there, or remove the section and its flags'
@@ -254,7 +232,7 @@ def model_of(config: Any) -> tuple[Any, Any]:
             f"model.name = {name!r}: allowed are {sorted(_supported_models)}, or what "
             "experimental.custom_import registers"
         ) from None
-    if flavor not in spec.model_args:
+    if flavor not in [*spec.model_args]:
         allowed = ", ".join(map(repr, spec.model_args))
         raise ValueError(f"model.flavor = {flavor!r}: allowed for {name} are {allowed}")
     args = copy.deepcopy(spec.model_args[flavor])

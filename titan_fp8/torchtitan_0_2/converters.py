@@ -21,11 +21,7 @@ from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
-from titan_fp8.torchtitan_0_2.experts import (
-    FP8GroupedExperts,
-    convert_experts,
-    is_grouped_experts,
-)
+from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.host import speed_up
 
@@ -160,17 +156,6 @@ class GroupedMMConverter(_Converter):
     """`quantize.grouped_mm.titan_fp8`: GroupedExperts to FP8GroupedExperts."""
 
     name, kind, layer_class = GROUPED_MM, "grouped experts", FP8GroupedExperts
-
-    def convert(self, model: nn.Module) -> None:
-        """As for linears; ValueError for a model without experts."""
-        if not any(map(is_grouped_experts, model.modules())):
-            job = self.job_config.model
-            raise ValueError(
-                f"model.converters = {job.converters}: {GROUPED_MM!r} is for MoE models, and "
-                f"{job.name} {job.flavor} has no experts: drop it there, and the section "
-                f"[{GROUPED_MM}] if there is one"
-            )
-        super().convert(model)
 
     def convert_layers(self, model: nn.Module) -> ConversionReport:
         report = convert_experts(

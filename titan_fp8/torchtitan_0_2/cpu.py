@@ -7,15 +7,22 @@ from typing import Any
 
 import torch
 
-from titan_fp8.cpu_host import memory_of_machine
+from titan_fp8.cpu_host import memory_of_machine, warning_of_unseeded_start
+from titan_fp8.torchtitan_0_2.patches import TORCHTITAN_ON_CPU
 
 FLAGS = {"--optimizer.implementation": ("foreach",)}
 """Flags that the CPU needs, unless the command line sets them: the default optimizer, fused, does
 not accept DTensors on the CPU."""
-
-
 BYTES_PER_PARAMETER = 16
 """Of a parameter, its gradient and AdamW's state, in FP32."""
+
+
+def prepare() -> None:
+    """Applies TORCHTITAN_ON_CPU."""
+    from torchtitan.models.moe.kernels import fill_indices_cpu
+
+    makes = warning_of_unseeded_start, counting_integers, lambda _: fill_indices_cpu
+    TORCHTITAN_ON_CPU.apply(*makes)
 
 
 def train() -> None:
@@ -60,10 +67,3 @@ def counting_integers(histc: Callable) -> Callable:
         return histc(input.float(), *args, **kwargs).to(input.dtype)
 
     return histc_of_integers
-
-
-def cpu_indices(fill_indices_wrapper: Callable) -> Callable:
-    """torchtitan's CPU version of the Triton kernel that the token permutation calls."""
-    from torchtitan.models.moe import kernels
-
-    return kernels.fill_indices_cpu

@@ -1,7 +1,6 @@
 """FP8GroupedExperts, torchtitan's GroupedExperts with grouped GEMMs in FP8.
 
-As for linears, conversion changes the class and keeps the parameters: w1, w2 and w3 stay
-high-precision tensors that FSDP2, expert parallelism and tensor parallelism shard as before.
+As for linears, conversion changes the class and keeps the parameters.
 
 Under expert parallelism torchtitan's dispatch sorts tokens by local expert and pads each expert's
 group to a multiple of TOKEN_GROUP_ALIGN_SIZE_M, which the converter sets to the recipe's alignment.
@@ -67,9 +66,8 @@ class FP8GroupedExperts(GroupedExperts):
         aligned = False
         if isinstance(self.w1, DTensor):
             mesh_dims = self.w1.device_mesh.mesh_dim_names or ()
-            # Where torchtitan has no such global, it pads to 8, as it always does for bf16.
-            alignment = getattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 8)
-            aligned = self.dispatch_aligns and "ep" in mesh_dims and alignment % BLOCK == 0
+            is_whole = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M % BLOCK == 0
+            aligned = self.dispatch_aligns and "ep" in mesh_dims and is_whole
             weights = tuple(w.to_local() for w in weights)
         run = run_experts
         # Inside a compiled region the experts are part of that region.

@@ -7,7 +7,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
-from titan_fp8.host import log_permutation, speed_up_fsdp2
+from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
@@ -25,14 +25,10 @@ def speed_up(
     uses_fsdp2: bool,
     compiles: bool,
 ) -> None:
-    """Switches on what the job has use for, if `host_speedups` says so.
+    """Switches on what the job has use for, if `host_speedups` says so, in place.
 
-    `permutation` of the experts' section decides about the gathers alone, and overrides it.
-
-    Args:
-        model: changed in place, before it is parallelized and compiled.
-        uses_fsdp2: whether FSDP2 shards it.
-        compiles: whether it will be compiled.
+    `permutation` of the experts' section decides about the gathers alone, and overrides it. `model`
+    is not yet parallelized and compiled.
     """
     on = host_speedups_of(job_config)
     if on:
@@ -45,7 +41,13 @@ def speed_up(
     if permutation_of(section.permutation, on) == "host":
         return
     layers = route_by_gathers(model)
-    log_permutation(layers, section.permutation, section.where, "permutation")
+    if layers:
+        logger.info(f"titan_fp8: {layers} MoE layers permute their tokens by gathers")
+    elif section.permutation is not None:
+        logger.warning(
+            f'titan_fp8: {section.where} permutation = "gather" changes nothing: no MoE layer of '
+            "this model uses torchtitan's permutation"
+        )
     has_hooks = False
     if layers and parallel_dims.ep_enabled:
         has_hooks = patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)

@@ -6,7 +6,7 @@ model, as torchtitan's own converters do.
 """
 
 from titan_fp8.patches import (
-    CPU_0_2,
+    CPU,
     FEWER_OPS,
     FP8_GATHERS,
     GRADIENT_REDUCTION,
@@ -15,6 +15,7 @@ from titan_fp8.patches import (
     SAC_POLICY,
     Patch,
     Target,
+    torchtitan_on_cpu,
 )
 
 CONFIG_CHECK = Patch(
@@ -68,9 +69,15 @@ TOKEN_EXCHANGE = Patch(
     until="torchtitan permutes by gathers, and functional collectives take less CPU time.",
 )
 
+TORCHTITAN_ON_CPU = torchtitan_on_cpu(
+    Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),
+    Target("torch:histc"),
+    Target("torchtitan.models.moe.kernels:fill_indices_wrapper"),
+)
+
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS, STEP_METRICS)
 FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES, TOKEN_EXCHANGE)
 ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
-PATCHES = (*ON_IMPORT, *ON_CONVERSION, FP8_GATHERS, CPU_0_2)
+PATCHES = (*ON_IMPORT, *ON_CONVERSION, FP8_GATHERS, CPU, TORCHTITAN_ON_CPU)
 """By what applies them: plugin.py's import, the converters for FP8 and by host.py, `cpu_host`."""

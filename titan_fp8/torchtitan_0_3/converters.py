@@ -3,26 +3,32 @@
 Like torchtitan's own, they replace configs in the tree of a model, before it is built.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.components import lora
 from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
 from titan_fp8.compile import apply_patches
+from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.modules.conversion import check_device, convert_and_log, errors_prefixed
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
 from titan_fp8.recipe import BF16
-from titan_fp8.torchtitan_0_3 import fsdp, health
+from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.experts import convert_experts
 from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_3.host import speed_up
 from titan_fp8.torchtitan_0_3.linear import DEFAULT_FILTER_FQNS, convert_linears
+
+_NOT_IN_CUDA_GRAPHS = {
+    "fsdp_all_gather": "CUDA graphs cannot gather weights in FP8",
+    "health_freq": "what runs in a CUDA graph cannot be observed",
+}
+"""Fields of the configs of FP8 modules. torchtitan 0.3 captures forward and backward by default."""
 
 
 class _Converter(QuantizationConverter):
@@ -44,7 +50,8 @@ class _Converter(QuantizationConverter):
             with errors_prefixed(config.where):
                 check_model(model_config, config)
             apply_patches()
-        speed_up(model_config, config)
+        if converts if config.host_speedups is None else config.host_speedups:
+            speed_up_fsdp2()
         report = convert_and_log(
             model_config,
             config.where,
@@ -56,7 +63,9 @@ class _Converter(QuantizationConverter):
         if config.fsdp_all_gather and converts:
             fsdp.gather_in_fp8(config.where, model_config, report)
         if config.health_freq and report.converted:
-            health.install()
+            patches.STEP_HEALTH.apply(health.reporting)
+        if converts and (config.fsdp_all_gather or config.health_freq):
+            patches.CUDA_GRAPHS_CHECK.apply(refusing_settings)
         return model_config
 
 
@@ -86,21 +95,12 @@ class FP8GroupedExpertsConverter(_Converter):
     kind = "grouped experts"
     convert_configs = staticmethod(convert_experts)
 
-    def convert(self, model_config: Module.Config) -> Module.Config:
-        if not any(model_config.traverse(GroupedExperts.Config)):
-            raise ValueError(
-                f"{type(self).__name__} is for MoE models, and this one has no experts: leave it "
-                "out"
-            )
-        return super().convert(model_config)
-
 
 def check_model(model: Module.Config, settings: Any) -> None:
-    """Checks that this model can be converted as `settings` say.
+    """ValueError if `settings` do not suit the model.
 
-    Raises:
-        ValueError: it has been converted by LoRA, whose frozen parameters a conversion would train;
-            or its health shall be observed and it does not use FSDP2.
+    LoRA has converted it, whose frozen parameters a conversion would train, or its health shall be
+    observed and it does not use FSDP2.
     """
     adapters, frozen = lora._lora_class_cache.values(), lora._frozen_config_class_cache.values()
     for fqn, config, *_ in model.traverse(Module.Config, recurse=True):
@@ -115,3 +115,22 @@ def check_model(model: Module.Config, settings: Any) -> None:
             f"health_freq = {settings.health_freq}: it must be 0 for models of "
             "torchtitan.experiments.graph_trainer, which do not use FSDP2"
         )
+
+
+def refusing_settings(validate: Callable) -> Callable:
+    """Wraps torchtitan's check of the CUDA graphs of a training."""
+
+    @functools.wraps(validate)
+    def validate_with_fp8_settings(self: Any) -> None:
+        validate(self)
+        disabled = utils.device_type != "cuda" or self.training.disable_cuda_graphs
+        if disabled or self.model_spec is None:
+            return
+        for fqn, config, *_ in self.model_spec.model.traverse(Module.Config, recurse=True):
+            for key, why in _NOT_IN_CUDA_GRAPHS.items():
+                if value := getattr(config, key, 0):
+                    raise ValueError(
+                        f"{key} = {value}, at {fqn}: {why}; set training.disable_cuda_graphs = True"
+                    )
+
+    return validate_with_fp8_settings

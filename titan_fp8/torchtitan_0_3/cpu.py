@@ -4,9 +4,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from titan_fp8.cpu_host import warning_of_unseeded_start
+from titan_fp8.torchtitan_0_3.patches import TORCHTITAN_ON_CPU
+
 FLAGS = {"--optimizer.implementation": ("foreach",), "--training.disable_cuda_graphs": ()}
 """Settings that the CPU needs, where the command line says nothing else: the default optimizer,
 fused, does not take DTensors on the CPU."""
+
+
+def prepare() -> None:
+    """Applies TORCHTITAN_ON_CPU."""
+    TORCHTITAN_ON_CPU.apply(warning_of_unseeded_start, choosing_attention)
 
 
 def train() -> None:

@@ -4,9 +4,7 @@ GroupedExperts computes one `fp8_swiglu`. Experts of another class, such as gpt_
 keep their own forward, and its products run in FP8 through `_grouped_mm`, the method that
 torchtitan has for this.
 
-The conversion also sets the alignment of the token groups, which the dispatcher of the same
-RoutedExperts decides. At multiples of 128, as for blockwise, `aligned = True`
-tells the quantizers so. Otherwise they pad the groups themselves.
+The quantizers pad the groups of tokens, whatever the dispatcher has done.
 """
 
 import functools
@@ -18,58 +16,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive
-from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.token_dispatcher import (
-    HybridEPTokenDispatcher,
-    TorchAOTokenDispatcher,
-)
 from torchtitan.protocols.module import Module
 
 from titan_fp8.functional import fp8_grouped_mm
-from titan_fp8.layouts import BLOCK
 from titan_fp8.modules.checks import why_no_fp8_grouped_mm
 from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings
-from titan_fp8.recipe import get_recipe
-from titan_fp8.torchtitan_0_3.linear import (
-    FP8Fields,
-    FP8Module,
-    check_converted_once,
-    replace,
-)
-
-
-@dataclass(kw_only=True)
-class FP8ExpertsFields(FP8Fields):
-    dispatch_aligns: bool
-    """Whether the dispatch of expert parallelism pads groups to multiples of BLOCK."""
+from titan_fp8.torchtitan_0_3.linear import FP8Fields, FP8Module, check_converted_once, replace
 
 
 class FP8Experts(FP8Module, GroupedExperts):
     """A mixin, first among the bases of a class of experts: its grouped products run in FP8."""
 
-    aligned: bool = False
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.dispatch_aligns = config.dispatch_aligns
-
-    def parallelize(self, parallel_dims: ParallelDims) -> None:
-        super().parallelize(parallel_dims)
-        self.aligned = self.dispatch_aligns and parallel_dims.ep_enabled
-
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """A (M, K) times B_t (E, K, N) by group, in FP8."""
-        return fp8_grouped_mm(
-            A,
-            B_t.transpose(-2, -1),
-            offs,
-            recipe=self.recipe,
-            emulate=self.emulate,
-            aligned=self.aligned,
-        )
+        w = B_t.transpose(-2, -1)
+        return fp8_grouped_mm(A, w, offs, recipe=self.recipe, emulate=self.emulate)
 
     def extra_repr(self) -> str:
         return f"recipe={self.recipe}, emulate={self.emulate}"
@@ -79,7 +43,7 @@ class FP8GroupedExperts(FP8Experts):
     """torchtitan's GroupedExperts as one `fp8_swiglu`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FP8ExpertsFields, GroupedExperts.Config):
+    class Config(FP8Fields, GroupedExperts.Config):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
@@ -87,8 +51,7 @@ class FP8GroupedExperts(FP8Experts):
         weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         if isinstance(self.w1_EFD, DTensor):
             weights = tuple(w.to_local() for w in weights)
-        counts, settings = num_tokens_per_expert_E, (self.recipe, self.emulate, self.aligned)
-        return run_experts(*weights, x_RD, counts, *settings)
+        return run_experts(*weights, x_RD, num_tokens_per_expert_E, self.recipe, self.emulate)
 
 
 @functools.cache
@@ -99,7 +62,7 @@ def fp8_class(experts: type[GroupedExperts]) -> type[FP8Experts]:
 
     class FP8(FP8Experts, experts):  # type: ignore[misc, valid-type]
         @dataclass(kw_only=True, slots=True)
-        class Config(FP8ExpertsFields, experts.Config):  # type: ignore[misc, name-defined]
+        class Config(FP8Fields, experts.Config):  # type: ignore[misc, name-defined]
             pass
 
     FP8.__name__ = FP8.__qualname__ = f"FP8{experts.__name__}"
@@ -107,10 +70,7 @@ def fp8_class(experts: type[GroupedExperts]) -> type[FP8Experts]:
 
 
 def convert_experts(model: Module.Config, settings: ExpertsSettings) -> ConversionReport:
-    """Convert the experts of a model's config to FP8, in place.
-
-    Returns:
-        The report on every experts module of the model.
+    """Converts the experts of a model's config to FP8, in place; returns the report on all.
 
     Raises:
         ValueError: a pattern of fqns that converts nothing; experts that are converted already, by
@@ -118,11 +78,8 @@ def convert_experts(model: Module.Config, settings: ExpertsSettings) -> Conversi
     """
     report, selected = select(_candidates(model, settings), settings.recipe, settings.fqns)
     for fqn, _, _, (config, parent, attribute), _ in selected:
-        added = FP8Fields.of(settings, fqn)
-        alignment = align_groups(parent, get_recipe(settings.recipe).alignment)
-        added["dispatch_aligns"] = alignment % BLOCK == 0
         cls: Any = fp8_class(config._owner)
-        replace(parent, attribute, derive(config, cls.Config, **added))
+        replace(parent, attribute, derive(config, cls.Config, **FP8Fields.of(settings, fqn)))
     return report
 
 
@@ -132,17 +89,6 @@ def _candidates(model: Module.Config, settings: ExpertsSettings) -> Iterator[Can
         if is_fp8 and any(pattern in fqn for pattern in settings.fqns):
             check_converted_once(fqn, config.recipe, settings.recipe)
         yield Candidate(fqn, *_describe(config), (config, *place), is_fp8)
-
-
-def align_groups(routed: Any, alignment: int) -> int:
-    """Has the dispatcher of a RoutedExperts.Config pad to `alignment`, if it can pad at all.
-
-    Returns the alignment of groups under expert parallelism, 1 without padding.
-    """
-    dispatcher = getattr(routed, "token_dispatcher", None)
-    if isinstance(dispatcher, (HybridEPTokenDispatcher.Config, TorchAOTokenDispatcher.Config)):
-        dispatcher.pad_multiple = alignment
-    return getattr(dispatcher, "pad_multiple", None) or 1
 
 
 def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import spmd_types as spmd
 from torchtitan.config.override import derive
-from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.protocols.module import Module
 
 from titan_fp8.modules import feed_forward
@@ -35,27 +35,13 @@ class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
         )
 
 
-class FP8SigmoidGatedFeedForward(SigmoidGatedFeedForward, FP8FeedForward):
-    """The feed-forward with a gate, which multiplies the output."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SigmoidGatedFeedForward.Config):
-        pass
-
-
-_FUSED: dict[type, Any] = {
-    FeedForward.Config: FP8FeedForward.Config,
-    SigmoidGatedFeedForward.Config: FP8SigmoidGatedFeedForward.Config,
-}
-
-
 def fuse_feed_forwards(model: Module.Config) -> int:
     """Fuses the feed-forwards of a model's config, in place, and returns how many."""
     found = [
         each
         for each in model.traverse(FeedForward.Config)
-        if type(each[1]) in _FUSED and feed_forward.can_fuse(each[1], FP8Linear.Config)
+        if type(each[1]) is FeedForward.Config and feed_forward.can_fuse(each[1], FP8Linear.Config)
     ]
     for _, config, parent, attribute in found:
-        replace(parent, attribute, derive(config, _FUSED[type(config)]))
+        replace(parent, attribute, derive(config, FP8FeedForward.Config))
     return len(found)

@@ -19,7 +19,6 @@ from torchtitan.tools.logging import logger
 from titan_fp8.fsdp import requantize
 from titan_fp8.modules.conversion import log_gathers
 from titan_fp8.modules.report import ConversionReport
-from titan_fp8.torchtitan_0_3 import cuda_graphs
 from titan_fp8.torchtitan_0_3.experts import FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
@@ -31,12 +30,9 @@ def uses_fsdp2(model: Module.Config) -> bool:
 
 
 def gather_in_fp8(where: str, model: Module.Config, converted: ConversionReport) -> None:
-    """Makes FSDP2 gather, in FP8, the weights of the modules that were converted, and logs it.
+    """Makes FSDP2 gather, in FP8, the weights that were `converted`, and logs it.
 
-    Args:
-        where: the converter, for logs.
-        model: the config after the conversion, changed in place.
-        converted: the report of that conversion.
+    `model` is the config after the conversion, changed in place.
     """
     if not uses_fsdp2(model):
         logger.warning(
@@ -56,7 +52,6 @@ def gather_in_fp8(where: str, model: Module.Config, converted: ConversionReport)
         if report.add(fqn, shape, recipe, reason):
             config.fsdp_all_gather = True
     _requantize_after_each_step()
-    cuda_graphs.check_settings()
     log_gathers(where, f"the weights of {len(report.converted)} modules", report)
 
 

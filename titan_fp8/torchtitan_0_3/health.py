@@ -1,40 +1,29 @@
 """`health_freq`: observes every so many steps of torchtitan 0.3's trainer (`titan_fp8/health/`).
 
 How often a module is observed is a field of its config. The trainer's monitor is called after each
-of its steps, on every rank. A CUDA graph of a step would run no Python, so nothing in it could be
-observed: training must run without CUDA graphs.
+of its steps, on every rank.
 """
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torchtitan.protocols.module import Module
 
 from titan_fp8.health import Monitor
-from titan_fp8.torchtitan_0_3 import cuda_graphs, patches
-
-_monitors: weakref.WeakKeyDictionary[Any, Monitor] = weakref.WeakKeyDictionary()
 
 NOT_FINITE = "Loss is not finite"
 """How the error begins with which the trainer ends, on all ranks that have the loss."""
 
 
-def install() -> None:
-    """Has training report on the modules whose config says so."""
-    patches.STEP_HEALTH.apply(_reporting)
-    cuda_graphs.check_settings()
-
-
-def _reporting(train_step: Callable) -> Callable:
-    """Wraps a step of the trainer."""
+def reporting(train_step: Callable) -> Callable:
+    """Wraps a step of the trainer, to report on the modules whose config says so."""
 
     @functools.wraps(train_step)
     def train_and_report(self: Any, data_iterator: Any) -> None:
-        if self not in _monitors:
-            _monitors[self] = _monitor_of(self)
-        monitor = _monitors[self]
+        if not hasattr(self, "fp8_monitor"):
+            self.fp8_monitor = _monitor_of(self)
+        monitor = self.fp8_monitor
         arguments = self.model_parts, self.metrics_processor.logger, self.device
         try:
             train_step(self, data_iterator)

@@ -7,7 +7,7 @@ linears of modules that read the weight instead of calling the linear.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,8 +72,18 @@ class FP8Module(Module):
         """As torchtitan's; ValueError if a shard's dims are not multiples of 16."""
         # The biases of gpt_oss's experts have two dimensions and take no part in GEMMs.
         dims = max(p.dim() for p in self.parameters(recurse=False))
-        weights = [name for name, p in self.named_parameters(recurse=False) if p.dim() == dims]
-        check_sharding(self, weights, parallel_dims)
+        sharding = self._sharding_config
+        layouts = {} if sharding is None else sharding.state_shardings
+        for name, parameter in self.named_parameters(recurse=False):
+            if parameter.dim() < dims or name not in layouts:
+                continue
+            types = layouts[name].per_axis_spmd_types().items()
+            sharded = {axis.value: kind for axis, kind in types if isinstance(kind, spmd.Shard)}
+            meshes = [parallel_dims.get_optional_mesh(axis) for axis in sharded]
+            degrees = [1 if mesh is None else mesh.size() for mesh in meshes]
+            placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
+            # Before they are sharded, on every rank alike.
+            check_shard_sizes(f"{self.fqn}.{name}", parameter.shape, degrees, placements)
         if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
             message = "titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP"
             log_once(logging.WARNING, message)
@@ -101,25 +111,6 @@ class FP8Linear(FP8Module, linear.FP8Linear, Linear):
         self.wrapper, self.tensor_parallel = vars(self).get("forward"), parallel_dims.tp_enabled
 
 
-def check_sharding(module: Any, weights: Iterable[str], parallel_dims: ParallelDims) -> None:
-    """ValueError if torchtitan's sharding gives a rank dims that are not multiples of 16.
-
-    Checks the named parameters of `module` before they are sharded, on every rank alike.
-    """
-    sharding = module._sharding_config
-    layouts = {} if sharding is None else sharding.state_shardings
-    for name in weights:
-        if name not in layouts:
-            continue
-        types = layouts[name].per_axis_spmd_types().items()
-        sharded = {axis.value: kind for axis, kind in types if isinstance(kind, spmd.Shard)}
-        meshes = [parallel_dims.get_optional_mesh(axis) for axis in sharded]
-        degrees = [1 if mesh is None else mesh.size() for mesh in meshes]
-        placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
-        shape = getattr(module, name).shape
-        check_shard_sizes(f"{module.fqn}.{name}", shape, degrees, placements)
-
-
 def check_converted_once(fqn: str, has: str, recipe: str) -> None:
     """ValueError if what has been converted to the recipe `has` shall get another one."""
     if has != recipe:
@@ -138,10 +129,7 @@ def replace(parent: Any, attribute: Any, config: Any) -> None:
 
 
 def convert_linears(model: Module.Config, settings: LinearSettings) -> ConversionReport:
-    """Convert the `Linear.Config`s of a model's config to FP8, in place.
-
-    Returns:
-        The report on every linear of the model.
+    """Converts the `Linear.Config`s of a model's config, in place; returns the report on all.
 
     Raises:
         ValueError: a pattern of filter_fqns that is not a default and matches no module; a linear

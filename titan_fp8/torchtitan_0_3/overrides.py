@@ -17,44 +17,31 @@ from torchtitan.protocols import BaseModel
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_3.converters import FP8GroupedExpertsConverter, FP8LinearConverter
 
-KEYS = (
-    *("filter_fqns", "fqns", "permutation", "emulate", "fsdp_all_gather", "health_freq"),
-    "host_speedups",
-)
+KEYS = ("filter_fqns", "fqns", "emulate", "fsdp_all_gather", "health_freq", "host_speedups")
 
 
 def override_for(recipe: str, module: str) -> Callable[..., BaseModel.Config]:
     """Registers the override `module`.`recipe`, and returns its function."""
 
     def convert(config: BaseModel.Config, /, **settings: Any) -> BaseModel.Config:
-        """Converts the linears, and the experts if the model has any.
+        """Converts the linears, and the experts if the model has any, by `settings`, see KEYS.
 
-        `settings` are the fields of the two converters, KEYS. With `fqns = []` the experts stay in
-        high precision.
-
-        Raises:
-            ValueError: another key, a key of experts for a model without any, or what the
-                converters refuse.
+        With `fqns = []` the experts stay in high precision. ValueError for another key, for fqns
+        without experts, and for what the converters refuse.
         """
-        has_experts = any(config.traverse(GroupedExperts.Config))
-        for key, value in settings.items():
+        for key in settings:
             if key not in KEYS:
                 raise ValueError(
                     f"{module}.{recipe}: {key!r} is no key: allowed are {', '.join(KEYS)}"
                 )
-            if key in ("fqns", "permutation") and value != [] and not has_experts:
-                raise ValueError(
-                    f"{module}.{recipe}: {key} = {value!r} is for MoE models, and this one has no "
-                    "experts: leave it out"
-                )
-        linear = {key: settings[key] for key in settings if key not in ("fqns", "permutation")}
+        linear = {key: settings[key] for key in settings if key != "fqns"}
         experts = {key: settings[key] for key in settings if key != "filter_fqns"}
         experts["recipe"] = recipe
         if experts.get("fqns") == []:
             experts["recipe"] = BF16
             del experts["fqns"]
         FP8LinearConverter.Config(recipe=recipe, **linear).build().convert(config)
-        if has_experts:
+        if "fqns" in experts or any(config.traverse(GroupedExperts.Config)):
             FP8GroupedExpertsConverter.Config(**experts).build().convert(config)
         return config
 

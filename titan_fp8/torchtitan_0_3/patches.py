@@ -5,7 +5,7 @@ no patch: it changes one tree of configs, as torchtitan's converters do.
 """
 
 from titan_fp8.patches import (
-    CPU_0_3,
+    CPU,
     FEWER_OPS,
     FP8_GATHERS,
     GRADIENT_REDUCTION,
@@ -14,6 +14,7 @@ from titan_fp8.patches import (
     SAC_POLICY,
     Patch,
     Target,
+    torchtitan_on_cpu,
 )
 
 CUDA_GRAPHS_CHECK = Patch(
@@ -39,9 +40,14 @@ GROUP_TIMEOUT = Patch(
     until="torch 2.13 need not be supported.",
 )
 
+TORCHTITAN_ON_CPU = torchtitan_on_cpu(
+    Target("torchtitan.components.checkpointer:CheckpointManager.load", ("self", "step")),
+    Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),
+)
+
 FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS, CUDA_GRAPHS_CHECK, STEP_HEALTH)
 FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES)
 ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
-PATCHES = (GROUP_TIMEOUT, *ON_CONVERSION, FP8_GATHERS, CPU_0_3)
+PATCHES = (GROUP_TIMEOUT, *ON_CONVERSION, FP8_GATHERS, CPU, TORCHTITAN_ON_CPU)
 """By what applies them: the import of the adapter, the converters for FP8 and by host/, `cpu_host`.
 """

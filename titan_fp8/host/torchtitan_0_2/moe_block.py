@@ -1,13 +1,11 @@
 """torchtitan's transformer blocks with experts, compiled as one region up to the experts.
 
-torchtitan compiles these blocks in parts: attention, each norm, the router, the reorderer and the
-shared experts one by one. Calling a compiled part takes the CPU about 0.2 ms, in forward, in the
-recomputation and in backward. Where the GPU is fast, the CPU limits the speed.
+torchtitan compiles these blocks in parts, attention, each norm, the router and so on. Calling one
+takes the CPU about 0.2 ms, in forward, in the recomputation and in backward. Where the GPU is fast,
+the CPU limits the speed.
 
-Here one compiled region goes from the block's input to the rows that the experts get. It includes
-both norms, attention, the first residual sum, the router and the copying of the tokens. FSDP2's
-hooks on the experts, the exchange of tokens, and the shared experts, which run during it, stay
-outside.
+Here one compiled region goes from the block's input to the rows that the experts get. FSDP2's hooks
+on the experts, the exchange of tokens, and the shared experts, which run during it, stay outside.
 
 Under op-level checkpointing, the checkpoint's dispatch mode sees each op that the block calls. Of
 those that the region's code calls it saves only attention, and not FlexAttention, which is
@@ -16,9 +14,8 @@ what follows the region it saves the all-to-alls, for which the mode comes back
 (`token_exchange.py`). It would also save every second matmul of experts that run in a loop
 (`use_grouped_mm = false`); here these are computed again.
 
-The region contains torchtitan's modules with the hooks on them, such as those of context
-parallelism. A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block
-with such a hook runs as torchtitan has compiled it; under tensor parallelism these are all.
+A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block with such a
+hook runs as torchtitan has compiled it; under tensor parallelism these are all.
 """
 
 import functools

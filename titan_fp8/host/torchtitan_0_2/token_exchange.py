@@ -2,16 +2,13 @@
 
 PyTorch's functional collectives do in Python what torchtitan's dispatch does not need: they resolve
 the process group, check the sizes, and pass through two autograd functions. These functions call
-the same ops, so activation checkpointing sees and saves what it did before.
-
-To send its rows, a rank must know how many of them each rank gets, and how many it receives. So
-the ranks first exchange the counts of each expert, and the CPU waits for the sums. torchtitan
-copies the two sums to the CPU one after the other; here they are copied together.
+the same ops, so activation checkpointing sees and saves what it did before. torchtitan copies the
+sums of sent and of received rows to the CPU one after the other; here they are copied together.
 
 What arrives is sorted by source rank. torchtitan's `_permute` sorts it by expert and pads each
-group to a multiple of the alignment; `_unpermute` inverts it. Both scatter rows by `index_put`,
-copy the whole tensor to append a row for padding, and compute the indices by some twenty operations
-on short vectors, again when they recompute. Gathers do both here (`titan_fp8/host/permute.py`).
+group; `_unpermute` inverts it. Both scatter rows by `index_put`, copy the whole tensor to append a
+row for padding, and compute the indices by some twenty operations on short vectors, again when they
+recompute. Gathers do both here (`titan_fp8/host/permute.py`).
 """
 
 from typing import Any
@@ -63,18 +60,25 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[l
     return received, splits.tolist()
 
 
-def all_to_all_single_autograd(
-    x: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], group: ProcessGroup
-) -> Tensor:
-    """Sends rows of x (S, dim) to each rank and returns those received, as AsyncCollectiveTensor.
+class ExchangeRows(torch.autograd.Function):
+    """Sends rows of x (S, dim) to each rank; returns those received, as AsyncCollectiveTensor.
 
     Gradients flow through ops on the result. Its `wait()` returns a tensor without gradients, which
-    suits the forward of an autograd function, as in `host/permute.py`.
-
-    Args:
-        output_split_sizes, input_split_sizes: the rows from each rank, and for each rank.
+    suits the forward of an autograd function, as in `host/permute.py`. Backward sends the gradient
+    of each row back to where it came from.
     """
-    return _Exchange.apply(x, output_split_sizes, input_split_sizes, group.group_name)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
+    ) -> Tensor:
+        ctx.arguments = sent, received, group_name
+        return AsyncCollectiveTensor(all_to_all(x, received, sent, group_name))
+
+    @staticmethod
+    @no_double_backward
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return wait_for(all_to_all(g.contiguous(), *ctx.arguments)), None, None, None
 
 
 def token_dispatch(
@@ -99,7 +103,8 @@ def token_dispatch(
         return inputs
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
     received, (self.input_splits, self.output_splits) = exchange_counts(counts, group)
-    rows = all_to_all_single_autograd(rows, self.output_splits, self.input_splits, group)
+    splits = self.output_splits, self.input_splits
+    rows = ExchangeRows.apply(rows, *splits, group.group_name)
     alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
     rows, self.permuted_indices, sizes = sort_by_expert(rows, received, ranks, alignment)
     return rows, sizes
@@ -112,20 +117,4 @@ def token_combine(
     if self.permuted_indices is None:  # The experts have sent them back.
         return rows
     rows, group = sort_back(rows, self.permuted_indices), device_mesh.get_group()
-    return all_to_all_single_autograd(rows, self.input_splits, self.output_splits, group)
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; backward sends the gradient of each row back to where it came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
-    ) -> Tensor:
-        ctx.arguments = sent, received, group_name
-        return AsyncCollectiveTensor(all_to_all(x, received, sent, group_name))
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return wait_for(all_to_all(g.contiguous(), *ctx.arguments)), None, None, None
+    return ExchangeRows.apply(rows, self.input_splits, self.output_splits, group.group_name)
