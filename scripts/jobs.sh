@@ -4,6 +4,9 @@
 # background. A signal then ends this script at once, and all that it has started: by itself bash
 # would first wait for the command, or end alone. What is still there after ten seconds is killed:
 # torchrun may lose the signal, or end without its ranks if it has just started them.
+#
+# `aside COMMAND ...` is `start` with the output in a file in the folder $logs. `finish` waits for
+# these jobs, shows what each wrote, and fails if one of them did.
 
 token=started-by-$$-$RANDOM
 export TITAN_FP8_STARTED_BY=${TITAN_FP8_STARTED_BY:-}:$token # marks whatever runs below this script
@@ -42,6 +45,22 @@ start() {
 attended() {
     start "$@"
     wait $!
+}
+
+asides=()
+aside() {
+    start "$@" >"$logs/${#asides[@]}" 2>&1
+    asides+=("$! $*")
+}
+
+finish() {
+    local i failed=0
+    for i in "${!asides[@]}"; do
+        wait "${asides[i]%% *}" || failed=1
+        echo "== ${asides[i]#* }"
+        cat "$logs/$i"
+    done
+    return $failed
 }
 
 catch_signals

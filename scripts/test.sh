@@ -31,9 +31,9 @@ with_oldest_triton() {
     [[ "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]] || return 0
     folder=$root/build/triton-$oldest
     if [[ ! -d $folder ]]; then
-        "$python" -m pip install -q --no-deps --target "$temporary/triton" "triton==$oldest" ||
+        "$python" -m pip install -q --no-deps --target "$logs/triton" "triton==$oldest" ||
             die "could not install triton $oldest"
-        mv "$temporary/triton" "$folder"
+        mv "$logs/triton" "$folder"
     fi
     PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" -n 1 \
         --ignore-glob "*/test_replay*" tests/kernels
@@ -47,25 +47,14 @@ with_torchtitan_0_3() {
 }
 
 mkdir -p build
-temporary=$(mktemp -d -p build)
-trap 'rm -r "$temporary"' EXIT
-start with_oldest_triton >"$temporary/triton.log" 2>&1
-triton=$!
-start with_torchtitan_0_3 >"$temporary/torchtitan.log" 2>&1
-torchtitan=$!
-start ./scripts/lint.sh >"$temporary/lint.log" 2>&1
-lint=$!
+logs=$(mktemp -d -p build)
+trap 'rm -r "$logs"' EXIT
+aside with_oldest_triton
+aside with_torchtitan_0_3
+aside ./scripts/lint.sh
 failed=0
-attended "${pytest[@]}" -n 3 tests || failed=1
-wait "$triton" || failed=1
-echo "== tests/kernels with the oldest supported Triton"
-cat "$temporary/triton.log"
-wait "$torchtitan" || failed=1
-echo "== tests/torchtitan_0_3 with torchtitan 0.3"
-cat "$temporary/torchtitan.log"
-wait "$lint" || failed=1
-echo "== lint.sh"
-cat "$temporary/lint.log"
+attended "${pytest[@]}" -n 2 tests || failed=1
+finish || failed=1
 
 if [[ $failed == 0 ]] && "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 then

@@ -3,9 +3,14 @@
 import functools
 import gc
 import importlib.metadata
+import os
 from pathlib import Path
 
 import pytest
+
+# Inductor's C++ code without vector instructions compiles in half the time, and no process has to
+# find out first which ones there are. Processes that tests start inherit it.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
 # torch.cuda cannot be used in the same process: `scripts/test_gpu.sh` runs the GPU tests.
 collect_ignore = ["gpu"]

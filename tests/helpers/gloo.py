@@ -53,6 +53,14 @@ def spawn(worker: Callable, ranks: int, *args, timeout: float = 400) -> None:
                 process.join()
 
 
+def process(function: Callable, *args) -> mp.Process:
+    """A process forked from the server that runs a function at the top level of a module."""
+    _start_server()
+    started = mp.get_context("forkserver").Process(target=function, args=args)
+    started.start()
+    return started
+
+
 def _start_server() -> None:
     """Starts the process from which ranks are forked, unless it runs already."""
     forkserver.set_forkserver_preload([PRELOAD])

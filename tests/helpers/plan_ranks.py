@@ -9,6 +9,7 @@ The routing is fixed, since a token near a tie may go to another expert after an
 is uneven and leaves two experts without tokens.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -115,21 +116,23 @@ def fix_routing(learned_scores: bool) -> None:
 def configure(plan: Plan, recipe: str, precision: str = "float32") -> JobConfig:
     flavors = get_train_spec(plan.model).model_args
     flavors[FLAVOR] = dataclasses.replace(flavors["debugmodel"], **SHAPES[plan.model])
-    flags = plan.flags(RECIPES[0])
-    flags += ["--model.flavor", FLAVOR, "--training.mixed_precision_param", precision]
-    flags += ["--training.local_batch_size", str(plan.sequences // plan.shares)]
-    flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
-    # Loss parallel sums the softmax in another order, which can change how a value is rounded.
-    flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
-    config = copy.deepcopy(parse_once(*flags))
+    config = copy.deepcopy(parse_once(plan.model))
+    for name, degree in plan.degrees.items():
+        setattr(config.parallelism, name, degree)
+    config.training.mixed_precision_param = precision
+    config.training.local_batch_size = plan.sequences // plan.shares
     config.quantize.linear.titan_fp8.recipe = recipe
     return config
 
 
 @functools.cache
-def parse_once(*flags: str) -> JobConfig:
-    """Parsing takes as long as a forward and backward."""
-    return parse_args([*flags])
+def parse_once(model: str) -> JobConfig:
+    """Parsing takes as long as a forward and backward, so the server of ranks does it."""
+    flags = [*Plan(model).flags(RECIPES[0]), "--model.flavor", FLAVOR]
+    flags += ["--training.seq_len", str(SEQ_LEN), "--activation_checkpoint.mode", "none"]
+    # Loss parallel sums the softmax in another order, which can change how a value is rounded.
+    flags += ["--debug.moe_force_load_balance", "--parallelism.disable_loss_parallel"]
+    return parse_args(flags)
 
 
 def dims_of(plan: Plan) -> ParallelDims:
@@ -165,7 +168,12 @@ def load(parts: list[nn.Module], checkpoint: Path, alone: bool) -> None:
         (weight.to_local() if isinstance(weight, DTensor) else weight).fill_(torch.nan)
         return weight
 
-    with mock.patch("torch.nn.init.trunc_normal_", nan), mock.patch("torch.nn.init.normal_", nan):
+    places = [f"torchtitan.models.{name}" for name in ("llama3.model.model", "moe.moe")]
+    places += ["torchtitan.models.deepseek_v3.model.model", "torch.nn.init"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.nn.init.normal_", nan))
+        for place in places:
+            stack.enter_context(mock.patch(f"{place}.trunc_normal_", nan))
         materialize(*parts)
     wrapper = ModelWrapper(parts)
     state = wrapper.state_dict()

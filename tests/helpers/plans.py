@@ -55,21 +55,25 @@ class Plan:
     def converters(self) -> tuple[str, ...]:
         return CONVERTERS[self.model]
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The keys of [parallelism]."""
+        return {
+            "data_parallel_replicate_degree": self.replicate,
+            "data_parallel_shard_degree": self.fsdp,
+            "tensor_parallel_degree": self.tp,
+            "expert_parallel_degree": self.ep,
+            "expert_tensor_parallel_degree": self.etp,
+            "pipeline_parallel_degree": self.pp,
+        }
+
     def flags(self, recipe: str) -> list[str]:
         """torchtitan's flags for the model, the plan and the recipe."""
-        degrees = {
-            "data_parallel_replicate": self.replicate,
-            "data_parallel_shard": self.fsdp,
-            "tensor_parallel": self.tp,
-            "expert_parallel": self.ep,
-            "expert_tensor_parallel": self.etp,
-            "pipeline_parallel": self.pp,
-        }
         flags = ["--job.custom_config_module", "titan_fp8.plugin", "--model.name", self.model]
         flags += ["--model.converters", ",".join(self.converters)]
         flags += [f"--{LINEAR}.recipe", recipe]
-        for name, degree in degrees.items():
-            flags += [f"--parallelism.{name}_degree", str(degree)]
+        for name, degree in self.degrees.items():
+            flags += [f"--parallelism.{name}", str(degree)]
         return flags
 
 

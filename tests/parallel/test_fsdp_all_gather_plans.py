@@ -23,6 +23,7 @@ from titan import (
     trainer,
     training,
 )
+from torchtitan.config import JobConfig
 
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
@@ -92,13 +93,16 @@ def compare_plans(rank: int, folder: Path) -> None:
 
 
 def run(plan: Plan, recipe: str, folder: Path, precision: str, on: bool) -> plan_ranks.Result:
-    flags = Plan.flags
+    configure = plan_ranks.configure
 
-    def with_keys(self: Plan, recipe: str) -> list[str]:
-        return [*flags(self, recipe), *flags_for(plan.model, on)]
+    def with_key(*args: object) -> JobConfig:
+        config = configure(*args)
+        for section in (config.quantize.linear, config.quantize.grouped_mm):
+            section.titan_fp8.fsdp_all_gather = on
+        return config
 
     text = plan_ranks.batch(plan.sequences)
-    with mock.patch.object(Plan, "flags", with_keys), Gathers() as gathers:
+    with mock.patch.object(plan_ranks, "configure", with_key), Gathers() as gathers:
         result = plan_ranks.run(plan, recipe, folder, text, precision)
     assert (gathers.count > 0) == on
     return result
@@ -154,13 +158,13 @@ class Job:
 
 ROWWISE = f"--{LINEAR}.recipe", "rowwise"
 ROWWISE_EXPERTS = *ROWWISE, f"--{GROUPED_MM}.recipe", "rowwise"
+TWO_BATCHES = ("--training.global_batch_size", 8)
 WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
-        ("--training.global_batch_size", 8, "--parallelism.fsdp_reshard_after_forward", "never"),
-        (*COMPILE_BLOCKS, *CHECKPOINTING["op"], *ROWWISE, "--training.global_batch_size", 8),
+        (*TWO_BATCHES, *ROWWISE, "--parallelism.fsdp_reshard_after_forward", "never"),
     ],
     "deepseek_v3": [
-        (*COMPILE_BLOCKS, *CHECKPOINTING["op"], *ONE_BLOCK, "--training.global_batch_size", 8),
+        (*COMPILE_BLOCKS, *CHECKPOINTING["op"], *ONE_BLOCK, *TWO_BATCHES),
     ],
 }
 """Flags: gradient accumulation, one gather a step, torch.compile, activation checkpointing.

@@ -75,7 +75,7 @@ def test_the_null_is_close_and_the_control_is_found_in_every_seed(text):
     ends = {}
     for arm in ("bf16", "null", "control"):
         with paired_trainer(arm, text, SCRIPTS / "tiny.toml") as trainer:
-            runs = [trainer.run(seed, arm == "null") for seed in (1, 2, 3)]
+            runs = [trainer.run(seed, arm == "null") for seed in (1, 2)]
             ends[arm] = torch.tensor([run["held_out"]["end"] for run in runs])
     null, control = (100 * (ends[arm] / ends["bf16"] - 1) for arm in ("null", "control"))
     assert null.any() and null.abs().max() < 0.005

@@ -3,17 +3,16 @@
 import argparse
 import contextlib
 import os
-import signal
-import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gloo
 import pytest
 import torch
 from torch.autograd import DeviceType
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from titan_fp8.modules.report import text_table
 from titan_fp8.plan import train
@@ -201,38 +200,52 @@ def test_a_training_on_the_cpu(text, tmp_path):
     assert row["tokens/s"] > 0 and 5 < row["loss"] < 10 and row["compute"] is None
     log = "".join(file.read_text() for file in tmp_path.rglob("std*.log"))
     assert '"n_layers": 2' in log and "converted 14 of 15 linears, rowwise" in log
-    with pytest.raises(RuntimeError, match="Error: .*bound"):
-        train.run(config, [*flags, "--training.seq_len", "-1"], 1, 2, 10, tmp_path)
+
+
+def test_a_rank_that_fails_says_why(tmp_path, monkeypatch):
+    """In the file that torchrun reads; here this process is torchrun and the rank."""
+
+    def torchrun(command):
+        at = command.index("titan_fp8.plan.train")
+        monkeypatch.setattr(sys, "argv", command[at:])
+        with pytest.raises(KeyError):
+            train.main()
+        failure = ProcessFailure(0, os.getpid(), 1, str(tmp_path / "error.json"))
+        raise ChildFailedError("rank", {0: failure})
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(train, "torchrun", torchrun)
+    config = str(ROOT / "configs/llama3_debug.toml")
+    with pytest.raises(RuntimeError, match="^KeyError: 'none'"):
+        train.run(config, ["--model.flavor", "none"], 1, 2, 10, tmp_path)
+
+
+def run_asleep(folder: Path) -> None:
+    """Runs a job whose rank would sleep for minutes."""
+    start = train.torchrun
+    train.torchrun = lambda command: start([*command[: command.index("-m")], str(folder / RANK)])
+    train.run("", [], 1, 0, 5, folder)
+
+
+RANK = "sleeping_rank.py"
 
 
 def test_a_job_ends_with_its_parent(tmp_path):
-    """torchrun and its rank, which would sleep for minutes."""
-    rank = tmp_path / "sleeping_rank.py"
+    rank, file = tmp_path / RANK, tmp_path / f"{RANK}.pid"
     rank.write_text(
         "import os, time\n"
         "with open(__file__ + '.pid', 'w') as file:\n"
         "    print(os.getpid(), file=file)\n"
         "time.sleep(300)\n"
     )
-    parent = textwrap.dedent(f"""
-        from pathlib import Path
-        from titan_fp8.plan import train
-        start = train.torchrun
-        def torchrun(command):
-            at = command.index("titan_fp8.plan.train") - 1
-            start([*command[:at], {str(rank)!r}])
-        train.torchrun = torchrun
-        train.run("", [], 1, 0, 5, Path({str(tmp_path)!r}))
-    """)
-    job = subprocess.Popen(
-        [sys.executable, "-c", parent], env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    file, deadline = tmp_path / "sleeping_rank.py.pid", time.monotonic() + 60
+    job = gloo.process(run_asleep, tmp_path)
+    deadline = time.monotonic() + 60
     while not file.exists() or "\n" not in file.read_text():
-        assert job.poll() is None and time.monotonic() < deadline
+        assert job.is_alive() and time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(1)  # torchrun knows its ranks
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(60) != 0
+    job.terminate()
+    job.join(60)
+    assert job.exitcode  # not 0, nor None
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)

@@ -270,17 +270,22 @@ def test_layers_use_the_dispatcher_where_something_needs_it():
         assert dispatched(lambda: titan_fp8.fp8_linear(x, gathered)) == set()
 
 
-def test_compiled_code_is_cached_for_these_schemas_only():
+def test_imports_change_no_state_of_pytorch_and_schemas_the_key_of_compiled_code():
     """Code that another version of titan_fp8 has left in Inductor's cache would not fit the ops."""
     code = """
 import os, torch
+import torch._dynamo.config, torch._functorch.config, torch.compiler.config
 from torch._inductor import config
 from torch._inductor.codecache import compiled_fx_graph_hash
-infer = torch.library.infer_schema
+def state():
+    configs = torch._dynamo, torch._functorch, torch._inductor, torch.compiler
+    return [module.config.save_config() for module in configs], dict(os.environ)
+before, infer = state(), torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
-from titan_fp8.functional.weights import GatheredWeight
+import titan_fp8.functional, titan_fp8.compile.recomputation
 from titan_fp8.compile.graph_passes import FewerOps
+assert state() == before
 if fork and os.wait()[1]:
     raise SystemExit("the other process failed")
 with config.patch(post_grad_custom_post_pass=FewerOps()):
@@ -290,20 +295,6 @@ print(key)
     command = [sys.executable, "-c", code]
     keys = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()
     assert len(keys) == len(set(keys)) == 2
-
-
-def test_importing_changes_no_state_of_pytorch():
-    code = """
-import os, torch
-import torch._dynamo.config, torch._functorch.config, torch._inductor.config, torch.compiler.config
-def state():
-    configs = torch._dynamo, torch._functorch, torch._inductor, torch.compiler
-    return [module.config.save_config() for module in configs], dict(os.environ)
-before = state()
-import titan_fp8.functional, titan_fp8.compile.graph_passes, titan_fp8.compile.recomputation
-assert state() == before
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @torch.no_grad()
