@@ -25,7 +25,7 @@ def test_torchtitan_accepts_the_flags_of_a_plan(name):
     plan, config = PLANS[name], parsed(name)
     assert config.model.flavor == plan.flavor
     assert config.quantize.linear.titan_fp8.recipe == "blockwise"
-    assert degrees_of(config, plan.gpus).world_size == plan.gpus
+    assert degrees_of(config).world_size == plan.gpus
     whole = get_train_spec(config.model.name).model_args[plan.flavor].n_layers
     assert 0 <= plan.blocks < whole
 

@@ -66,5 +66,5 @@ def test_the_wheel_works_without_the_repository(source: Path, tmp_path: Path) ->
     use = USE.format(folder=str(folder), python=python)
     run(sys.executable, "-c", use, cwd=tmp_path, PYTHONPATH=str(folder))
     (tmp_path / "job.toml").write_text(CONFIG)
-    plan = ("-m", "titan_fp8.plan", "job.toml", "--ngpu", "1")
+    plan = ("-m", "titan_fp8.plan", "job.toml", "--parallelism.data_parallel_shard_degree", "1")
     assert "attention.wq" in run(sys.executable, *plan, cwd=tmp_path, PYTHONPATH=str(folder))

@@ -1,7 +1,6 @@
 """Measures whether FP8 pays for a model and a parallel plan; docs/plan.md says how to use it.
 
-`model.py` says what a rank computes, `measure.py` times its layers on this GPU, `bound.py` knows
-something without one, and `train.py` trains the config. Importing this chooses torchtitan's device.
+Importing this chooses torchtitan's device.
 """
 
 import importlib.metadata

@@ -1,17 +1,15 @@
 """The linears, feed-forwards and experts of a rank, on a model without storage.
 
-The job's own converters convert the model, and say what they leave and why. torchtitan parallelizes
-and compiles a second model, without FP8, on a fake process group: its parameters have the shapes of
-a rank, and their names say what torchtitan has compiled.
+The job's converters convert the model. torchtitan parallelizes and compiles a second one, without
+FP8, on a fake process group: its parameters have a rank's shapes, and names say what is compiled.
 """
 
 import contextlib
-import copy
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,12 +26,13 @@ from titan_fp8.fsdp.sharded_weight import marks
 from titan_fp8.functional.checks import fits_fp8
 from titan_fp8.modules.feed_forward import FP8FeedForward
 from titan_fp8.recipe import BF16, get_recipe
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, model_of
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, model_of
 from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 
-KINDS = "data_parallel_replicate data_parallel_shard context_parallel tensor_parallel "
-KINDS += "pipeline_parallel expert_parallel expert_tensor_parallel"
+KINDS = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"]
+KINDS += ["pipeline_parallel", "expert_parallel", "expert_tensor_parallel"]
 MAX_GPUS = 1 << 14
+WRAPPERS = re.compile(r"\.(_orig_mod|_checkpoint_wrapped_module)\b")  # in names
 
 
 @dataclass(frozen=True)
@@ -42,21 +41,13 @@ class Layer:
 
     modules: tuple[str, ...]
     m: int  # tokens, of all local experts together
-    shapes: tuple[tuple[str, torch.Size], ...]  # of the rank's parameters, gathered, by name
+    groups: int  # local experts, or 0
+    shapes: tuple[torch.Size, ...]  # of the rank's parameters, gathered
+    products: tuple[tuple[int, int], ...]  # (n, k) of each GEMM of forward
     recipe: str  # "bf16" if it does not run in FP8
-    reason: str = ""  # why not
-    gathers_fp8: bool = False  # whether FSDP2's all-gather brings its weights in FP8
-    is_compiled: bool = False  # whether it is in a region that torchtitan compiles
-
-    @property
-    def groups(self) -> int:
-        """Local experts, or 0."""
-        return next((shape[0] for _, shape in self.shapes if len(shape) == 3), 0)
-
-    @property
-    def products(self) -> list[tuple[int, int]]:
-        """(n, k) of each GEMM of forward."""
-        return [(s[-2], s[-1]) for _, s in self.shapes if len(s) == (3 if self.groups else 2)]
+    reason: str  # why not
+    gathers_fp8: bool  # whether FSDP2's all-gather brings its weights in FP8
+    is_compiled: bool  # whether it is in a region that torchtitan compiles
 
     @property
     def patterns(self) -> list[str]:
@@ -82,17 +73,8 @@ class Rank:
     layers: tuple[Layer, ...] = ()
 
 
-class Report(NamedTuple):
-    """What is said of a rank's layers, measured or not."""
-
-    columns: list[str]
-    rows: list[list[str]]  # the cells of a layer, or of a sum, and of the columns
-    slower: list[Layer]  # in FP8
-    notes: Sequence[str] = ()
-
-
-def refusal(key: str, value: object, allowed: object) -> ValueError:
-    return ValueError(f"{key} = {value!r}: allowed are {allowed}")
+Report = tuple[list[str], list[list[str]], list[Layer], list[str]]
+"""Columns; rows, of the cells of a layer or a sum, and of columns; what is slower in FP8; notes."""
 
 
 def parse(file: str, flags: Sequence[str]) -> JobConfig:
@@ -100,18 +82,18 @@ def parse(file: str, flags: Sequence[str]) -> JobConfig:
     return ConfigManager().parse_args(["--job.config_file", file, *flags])
 
 
-def degrees_of(config: JobConfig, ngpu: int | None) -> ParallelDims:
-    """An error if the degrees of parallelism do not fit each other or `ngpu`."""
-    degrees = [getattr(config.parallelism, f"{kind}_degree") for kind in KINDS.split()]
-    world = math.prod(degrees[:5]) if ngpu is None else ngpu
+def degrees_of(config: JobConfig) -> ParallelDims:
+    """An error if the degrees of parallelism do not fit each other."""
+    degrees = {f"{kind}_degree": getattr(config.parallelism, f"{kind}_degree") for kind in KINDS}
+    world = math.prod([*degrees.values()][:5])
     if not 0 < world <= MAX_GPUS:
-        raise refusal("--ngpu or the product of the degrees", world, f"1 to {MAX_GPUS}")
-    return ParallelDims(*degrees, world_size=world)
+        raise ValueError(f"[parallelism] {degrees} = {world} GPUs: allowed are 1 to {MAX_GPUS}")
+    return ParallelDims(*degrees.values(), world_size=world)
 
 
-def read_rank(config: JobConfig, dims: ParallelDims) -> Rank:
+def read_rank(config: JobConfig) -> Rank:
     """What a rank computes; an error if torchtitan or a converter refuses the parsed config."""
-    config, ours = copy.deepcopy(config), {LINEAR, GROUPED_MM}
+    dims, ours = degrees_of(config), {LINEAR, GROUPED_MM}
     if ours.isdisjoint(config.model.converters) or not hasattr(config.quantize.linear, "titan_fp8"):
         raise ValueError(
             f"model.converters = {config.model.converters} lists no converter of titan_fp8: add "
@@ -119,15 +101,15 @@ def read_rank(config: JobConfig, dims: ParallelDims) -> Rank:
         )
     config.parallelism.enable_async_tensor_parallel = False  # changes no shape
     spec, args = model_of(config)
-    check_sizes(config, dims)  # as converters do, but some models cannot be made of bad sizes
-    with torch.device("meta"):
-        model, plain = (spec.model_cls(args) for _ in range(2))
-    if not hasattr(model, "layers"):
-        raise refusal("model.name", config.model.name, "models of transformer blocks")
     # It takes no memory of a GPU, and the shapes are the same whether this machine has any.
     on_cpu = [mock.patch.object(each, "device_type", "cpu") for each in (utils, parallel_dims)]
     with on_cpu[0], on_cpu[1], fake_ranks(dims.world_size):
+        # They refuse sizes of which some models cannot be made.
         converters = build_model_converters(config, dims)
+        with torch.device("meta"):
+            model, plain = (spec.model_cls(args) for _ in range(2))
+        if not hasattr(model, "layers"):
+            raise ValueError(f"model.name = {config.model.name!r}: allowed are stacks of layers")
         converters.convert(model)
         if dims.pp_enabled:
             arguments = dims, config, torch.device("cpu"), args, spec.parallelize_fn
@@ -136,11 +118,10 @@ def read_rank(config: JobConfig, dims: ParallelDims) -> Rank:
             parts = [spec.parallelize_fn(plain, dims, config)]
     training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
     tokens = (size if dims.pp_enabled else training.local_batch_size) * training.seq_len // dims.cp
-    attention = 0.0
-    if getattr(args, "attn_type", "sdpa") == "sdpa":
-        # Without parameters, torchtitan counts attention alone, and that without causality.
-        whole = args.get_nparams_and_flops(nn.Module(), training.seq_len)[1] * tokens / 2
-        attention = whole * sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
+    # Without parameters, torchtitan counts attention alone, and that without causality.
+    whole = args.get_nparams_and_flops(nn.Module(), training.seq_len)[1] * tokens / 2
+    share = sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
+    attention = whole * share * (getattr(args, "attn_type", "sdpa") == "sdpa")
     # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
     is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
@@ -163,8 +144,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 
 def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
-    """The shape of a rank's part once FSDP2 has gathered it, and from how many ranks; 0: it does
-    not gather it."""
+    """The shape of a rank's part, gathered by FSDP2, and from how many ranks; 0: it does not."""
     sizes, ranks = list(parameter.shape), 0
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -179,44 +159,40 @@ def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
 def _layers(
     rank: Rank, parts: list[nn.Module], tokens: int, routed: int, left: dict[str, str]
 ) -> Iterator[Layer]:
-    """Modules with weights that the rank calls, those of equal shapes together.
+    """Modules with weights, those of equal shapes together.
 
-    `parts` are torchtitan's, `routed` is the number of tokens of experts, and `left` says why
-    converters have left a module.
+    `parts` are torchtitan's, `routed` is the tokens of experts, `left` says what stays in bf16 why.
     """
-    named = {
-        re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", raw): (raw, *_gathered(parameter))
-        for part in parts
-        for raw, parameter in part.named_parameters(remove_duplicate=False)
-    }
-    equal: dict[Layer, list[str]] = {}
-    fused: tuple[str, ...] = ()
-    for name, module in rank.model.named_modules():
+    equal, done = dict[Layer, list[str]](), tuple[str, ...]()
+    for raw, plain in (pair for part in parts for pair in part.named_modules()):
+        name = WRAPPERS.sub("", raw)
+        module = rank.model.get_submodule(name)
         # Under tensor parallelism the linears of a feed-forward run one by one.
         is_fused = isinstance(module, FP8FeedForward) and not rank.dims.tp_enabled
-        is_experts = is_grouped_experts(module)
-        start = f"{name}."
-        own = {n.removeprefix(start): found for n, found in named.items() if n.startswith(start)}
+        is_experts, start = is_grouped_experts(module), f"{name}."
         is_layer = is_fused or is_experts or isinstance(module, nn.Linear)
-        if not is_layer or not own or name.startswith(fused):
+        if not is_layer or start.startswith(done):
             continue
+        done += (start,)
+        raws, parameters = zip(*plain.named_parameters(raw))
+        sizes, ranks = zip(*map(_gathered, parameters))
         first: Any = module.w1 if is_fused else module
-        fused += (start,) * is_fused
-        raws, sizes, ranks = zip(*own.values())
-        recipe, m = getattr(first, "recipe", BF16), routed if is_experts else tokens
-        shapes = tuple(zip(own, sizes))
-        layer = Layer((), m, shapes, recipe, is_compiled="_orig_mod" in "".join(raws))
-        odd = {n for product in layer.products for n in product if not fits_fp8(n)}
-        if recipe == BF16:
-            layer = replace(layer, reason=left.get(name, "its converter is not listed"))
-        elif odd:
+        recipe = getattr(first, "recipe", BF16)
+        weights = [size for size in sizes if len(size) == max(map(len, sizes))]  # no biases
+        products = tuple((n, k) for *_, n, k in weights)
+        odd = {n for product in products for n in product if not fits_fp8(n)}
+        if recipe != BF16 and odd:
             raise ValueError(
                 f"{name}: sizes {sorted(odd)} on a rank are no multiples of 16, and training would "
                 "stop: choose another degree of parallelism, or leave it out by filter_fqns or fqns"
             )
-        elif marks(first) and not rank.config.training.enable_cpu_offload:
-            # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
-            fewest = 1 if get_recipe(recipe).has_weight_blocks else 2
-            layer = replace(layer, gathers_fp8=min(ranks) >= fewest)
+        # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
+        fewest = 1 if recipe == BF16 or get_recipe(recipe).has_weight_blocks else 2
+        is_marked = marks(first) and not rank.config.training.enable_cpu_offload
+        gathers_fp8 = bool(is_marked) and min(ranks) >= fewest
+        reason = left.get(name, "its converter is not listed") if recipe == BF16 else ""
+        groups, m = (weights[0][0], routed) if is_experts else (0, tokens)
+        is_compiled = "_orig_mod" in raws[0]
+        layer = Layer((), m, groups, sizes, products, recipe, reason, gathers_fp8, is_compiled)
         equal.setdefault(layer, []).append(name)
     return (replace(layer, modules=tuple(modules)) for layer, modules in equal.items())

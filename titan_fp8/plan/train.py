@@ -1,21 +1,19 @@
 """Trains a config for a few steps in bf16 and in FP8, and says how fast it was.
 
-`--train` and scripts/bench/plans.py both run jobs by `run`. `python -m titan_fp8.plan.train`
-is what each rank runs: torchtitan, with as many blocks as it is told, which writes what it measured
-as JSON. Collectives spin while they wait for a late rank, so they do not count as compute.
+`--train` and scripts/bench/plans.py run jobs by `run`. Each rank runs this file: torchtitan, which
+writes what it measured. Collectives spin while they wait for a late rank, so they are no compute.
 """
 
-import argparse
+import itertools
 import json
 import math
 import os
 import re
 import statistics
-import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,57 +22,46 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.run import main as torchrun
 from torch.profiler import ProfilerActivity, profile
 from torchtitan import train
-from torchtitan.config import ConfigManager
+from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8.plan.model import degrees_of, parse, read_rank
-from titan_fp8.recipe import BF16
+from titan_fp8.modules.report import text_table
+from titan_fp8.plan.model import parse, read_rank
+from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 
 TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8
-AS_IS = "as in CONFIG"
 BLOCKS = "TITAN_FP8_PLAN_BLOCKS"  # an environment variable
 STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
 NO_COMPUTE = re.compile(r"^Mem(cpy|set)|nccl|nvshmem|multimem|symm_mem|_shot_|deep_ep", re.I)
 Row = dict[str, Any]
 
 
-def as_flags(values: dict[str, Any]) -> list[str]:
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
-
-
 def arm_flags(arm: str, converters: Sequence[str]) -> list[str]:
-    """torchtitan's flags of bf16, of TUNED, of AS_IS, or of a recipe."""
-    if arm == AS_IS:
-        return []
-    recipe = BF16 if arm in (BF16, TUNED) else arm
-    listed = [*dict.fromkeys([*converters, LINEAR])] if recipe == BF16 else converters
+    """torchtitan's flags of bf16, of TUNED, or of a recipe."""
+    is_bf16, is_tuned = arm in (BF16, TUNED), arm == TUNED
+    listed = [*dict.fromkeys([*converters, *[LINEAR] * is_bf16])]
     ours = [name for name in listed if name in (LINEAR, GROUPED_MM)]
-    values: Row = {f"{name}.recipe": recipe for name in ours}
-    if recipe == BF16:
-        values |= {"model.converters": ",".join(listed), f"{LINEAR}.host_speedups": arm == TUNED}
+    flags = [f"--{name}.recipe={BF16 if is_bf16 else arm}" for name in ours]
+    if is_bf16:
+        flags += [f"--model.converters={','.join(listed)}", f"--{LINEAR}.host_speedups={is_tuned}"]
         if GROUPED_MM in listed:
-            values[f"{GROUPED_MM}.permutation"] = "gather" if arm == TUNED else "host"
-    return as_flags(values)
+            flags.append(f"--{GROUPED_MM}.permutation={'gather' if is_tuned else 'host'}")
+    return flags
 
 
-def run(
-    config: str, flags: Sequence[str], ranks: int, blocks: int, steps: int, folder: Path
-) -> Row:
-    """Trains so many steps; RuntimeError with the job's error if it fails.
+def run(config: str, flags: list[str], ranks: int, blocks: int, steps: int, folder: Path) -> Row:
+    """Trains so many steps, with logs in the folder; RuntimeError with the job's error if it fails.
 
-    Returns "tokens/s" (per GPU), "GiB", "loss", and "compute", None without a GPU. Logs of ranks
-    are in the folder.
+    Returns "tokens/s" (per GPU), "GiB", "loss", and "compute", NaN without a GPU.
     """
-    values = {"job.dump_folder": folder, "training.steps": steps, "metrics.log_freq": LOG_EVERY}
-    command = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--redirects", "3"]
-    command += ["--rdzv-endpoint", "localhost:0", "--log-dir", str(folder)]
+    command = ["--standalone", f"--nproc-per-node={ranks}", f"--log-dir={folder}", "--redirects=3"]
     command += ["-m", "titan_fp8.plan.train", "--job.config_file", config, *flags]
-    command += as_flags(values)
-    command += ["--checkpoint.no_enable", "--validation.no_enable", "--metrics.no_enable_wandb"]
+    command += [f"--job.dump_folder={folder}", f"--training.steps={steps}"]
+    command += [f"--metrics.log_freq={LOG_EVERY}", "--metrics.no_enable_wandb"]
+    command += ["--checkpoint.no_enable", "--validation.no_enable"]
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ[BLOCKS] = str(blocks)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         torchrun(command)  # ends the ranks if this process gets SIGINT or SIGTERM
     except ChildFailedError as error:
@@ -89,22 +76,25 @@ def run(
 
 def busy_us(events: Iterable[Any]) -> float:
     """The time in which any of the profiler's events computes on a GPU."""
-    total, end = 0.0, -math.inf
-    for begin, stop in sorted(
+    spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type == DeviceType.CUDA
         and not (event.is_user_annotation or NO_COMPUTE.search(event.name))
-    ):
-        total += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return total
+    )
+    before = itertools.accumulate((end for _, end in spans), max, initial=-math.inf)
+    return sum(max(0.0, end - max(begin, done)) for (begin, end), done in zip(spans, before))
 
 
 class Trainer(train.Trainer):
     """torchtitan's, which traces one step more and writes what it measured."""
 
-    busy_us: float | None = None
+    busy_us = math.nan  # unless there is a GPU
+
+    def __init__(self, config: JobConfig):
+        args = get_train_spec(config.model.name).model_args[config.model.flavor]
+        args.n_layers = int(os.environ[BLOCKS]) or args.n_layers
+        super().__init__(config)
 
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
@@ -118,32 +108,26 @@ class Trainer(train.Trainer):
 
     def train(self) -> None:
         """Writes rankN.json, N of this rank, into the job's folder."""
-        rows: dict[int, Row] = {}
-
-        def log(metrics: Row, step: int) -> None:
-            if "throughput(tps)" in metrics:  # health_freq logs steps of its own.
-                rows[step] = metrics
-
-        self.metrics_processor.logger = SimpleNamespace(log=log, close=lambda: None)
+        rows = defaultdict[int, Row](dict)
+        self.metrics_processor.logger.log = lambda row, step: rows[step].update(row)
         super().train()
-        if self.job_config.training.steps not in rows:
+        if (steps := self.job_config.training.steps) not in rows:
             raise ValueError(f"the training data ends in step {self.step}")
-        late = [row for step, row in rows.items() if step > WARM_UP]
+        late = [rows[step] for step in range(WARM_UP + LOG_EVERY, steps + 1, LOG_EVERY)]
         seconds = statistics.median(row["time_metrics/end_to_end(s)"] for row in late)
-        losses = [float(row["loss_metrics/global_avg_loss"]) for row in rows.values()]
         row = {
             "tokens/s": statistics.median(row["throughput(tps)"] for row in late),
-            "GiB": max(row["memory/max_reserved(GiB)"] for row in rows.values()),
-            "compute": None if self.busy_us is None else self.busy_us / seconds / 1e6,
-            "loss": statistics.fmean(losses[-3:]),
+            # health_freq logs steps of its own.
+            "GiB": max(row.get("memory/max_reserved(GiB)", 0) for row in rows.values()),
+            "compute": self.busy_us / seconds / 1e6,
+            "loss": statistics.fmean(row["loss_metrics/global_avg_loss"] for row in late[-3:]),
         }
         file = Path(self.job_config.job.dump_folder, f"rank{torch.distributed.get_rank()}.json")
         file.write_text(json.dumps(row))
 
 
-def fitted(config: Any, gpus: int) -> Row:
-    """Flags that fit the config's plan to at most so many GPUs: shards are cut, expert parallelism
-    with them, and the global batch so that a rank has as many micro-batches."""
+def fitted(config: JobConfig, gpus: int) -> list[str]:
+    """Flags that cut shards, and with them expert parallelism and the global batch, to the GPUs."""
     p, whole = config.parallelism, config.training.global_batch_size
     inside = p.tensor_parallel_degree * p.context_parallel_degree
     most = gpus // (inside * p.pipeline_parallel_degree * p.data_parallel_replicate_degree)
@@ -151,64 +135,52 @@ def fitted(config: Any, gpus: int) -> Row:
     if not (shard := min(wanted, most)):
         raise ValueError(f"the degrees in [parallelism] need more GPUs than the {gpus} there are")
     ranks = shard * inside // p.expert_tensor_parallel_degree
-    return {
-        "parallelism.data_parallel_shard_degree": shard,
-        "parallelism.expert_parallel_degree": math.gcd(p.expert_parallel_degree, ranks),
-        "training.global_batch_size": max(-1, whole * shard // wanted),
-    }
+    return [
+        f"--parallelism.data_parallel_shard_degree={shard}",
+        f"--parallelism.expert_parallel_degree={math.gcd(p.expert_parallel_degree, ranks)}",
+        f"--training.global_batch_size={max(-1, whole * shard // wanted)}",
+    ]
 
 
-def compare(options: argparse.Namespace, flags: list[str]) -> tuple[list[list[str]], bool]:
-    """Trains CONFIG in all arms on this machine's GPUs; ValueError if a job fails.
+def compare(file: str, flags: list[str], recipes: list[str]) -> bool:
+    """Trains a config in bf16 and in recipes, by default its own, and prints what it measured.
 
-    Returns:
-        The table, and whether the fastest recipe is slower than the faster kind of bf16.
+    Returns whether the fastest recipe is slower than the faster bf16. ValueError if a job fails.
     """
-    gpus = options.ngpu or torch.cuda.device_count()
-    fit = as_flags(fitted(parse(options.config, flags), gpus))
+    recipes = [get_recipe(name).name for name in recipes]
+    fit = fitted(parse(file, flags), torch.cuda.device_count())
     print("degrees and batch:", *fit)
-    flags = [*flags, *fit]
-    config = parse(options.config, flags)
-    rank = read_rank(config, degrees_of(config, None))
+    config = parse(file, [*flags, *fit])
+    rank = read_rank(config)
     gpus, whole = rank.dims.world_size, len(rank.model.layers)  # type: ignore[arg-type]
-    recipes = options.recipes.split(",") if options.recipes else [AS_IS]
-    if recipes == [AS_IS] and all(layer.recipe == BF16 for layer in rank.layers):
-        raise ValueError("CONFIG trains in bf16: --recipes names those to compare with it")
+    arms = {arm: arm_flags(arm, config.model.converters) for arm in (BF16, TUNED, *recipes)}
+    if not recipes:
+        arms["as in CONFIG"] = []
+        if all(layer.recipe == BF16 for layer in rank.layers):
+            raise ValueError("CONFIG trains in bf16: --recipes names those to compare with it")
     # The fewest blocks that have one of each kind, and one on each stage.
     first = [re.match(r"layers\.(\d+)", layer.modules[0]) for layer in rank.layers]
     least = max(rank.dims.pp, *(1 + int(found[1]) for found in first if found))
-    blocks, arms, rows = whole, [BF16, TUNED, *recipes], dict[str, Row]()
+    blocks, rows = whole, dict[str, Row]()
     folder = Path(config.job.dump_folder) / f"plan-{time.time_ns()}"
     while len(rows) < len(arms):
-        arm = arms[len(rows)]
-        print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", file=sys.stderr, flush=True)
+        arm = [*arms][len(rows)]
+        print(f"{arm}: {blocks} of {whole} blocks on {gpus} GPUs", flush=True)
         own = folder / f"{arm.replace(' ', '_')}-{blocks}"
-        own_flags = [*flags, *arm_flags(arm, config.model.converters)]
         try:
-            rows[arm] = run(options.config, own_flags, gpus, blocks, STEPS, own)
+            rows[arm] = run(file, [*flags, *fit, *arms[arm]], gpus, blocks, STEPS, own)
         except RuntimeError as error:
             if "OutOfMemoryError" not in str(error) or blocks == least:
-                text = f"training in {arm} with {blocks} blocks failed: {error} ({own})"
-                raise ValueError(text) from None
+                raise ValueError(f"in {arm} with {blocks} blocks: {error} ({own})") from None
             blocks, rows = max(least, blocks // 2), {}
-    print(f"{blocks} of {whole} blocks on {gpus} GPUs")
+    speeds = [row["tokens/s"] for row in rows.values()]
     table = [["", "tokens/s", "x bf16", "GiB", "compute", "loss"]]
-    for arm, row in rows.items():
-        speed, compute = row["tokens/s"], "" if row["compute"] is None else f"{row['compute']:.0%}"
-        cells = [f"{speed / rows[BF16]['tokens/s']:.2f}", f"{row['GiB']:.1f}", compute]
-        table.append([arm, f"{speed:,.0f}", *cells, f"{row['loss']:.4f}"])
-    fastest = max(rows[recipe]["tokens/s"] for recipe in recipes)
-    return table, fastest < max(rows[arm]["tokens/s"] for arm in (BF16, TUNED))
-
-
-@record
-def main() -> None:
-    """Trains as one rank."""
-    model, blocks = ConfigManager().parse_args(sys.argv[1:]).model, int(os.environ[BLOCKS])
-    args = get_train_spec(model.name).model_args[model.flavor]
-    args.n_layers = blocks or args.n_layers
-    train.main(Trainer)
+    for (arm, row), speed in zip(rows.items(), speeds):
+        cells = [f"{row['GiB']:.1f}", f"{row['compute']:.0%}", f"{row['loss']:.4f}"]
+        table.append([arm, f"{speed:,.0f}", f"{speed / speeds[0]:.2f}", *cells])
+    print(text_table(table, right=range(1, 6)))
+    return max(speeds[2:]) < max(speeds[:2])
 
 
 if __name__ == "__main__":
-    main()
+    record(train.main)(Trainer)
