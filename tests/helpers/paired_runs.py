@@ -8,6 +8,7 @@ import numpy as np
 from titan import one_process
 
 SCRIPTS = Path(__file__).parents[2] / "scripts/converge"
+TINY = Path(__file__).with_name("tiny.toml")
 TOKENS = 512
 SHORT = ("--training.steps", "12", "--lr_scheduler.warmup_steps", "2")
 
@@ -30,7 +31,7 @@ def write_text(path: Path) -> Path:
 
 def write_moe(folder: Path) -> Path:
     """The TOML of torchtitan's tiny DeepSeekV3 of titan.py, otherwise as tiny.toml."""
-    toml = (SCRIPTS / "tiny.toml").read_text()
+    toml = TINY.read_text()
     for old, new in (
         ('"llama3"', '"deepseek_v3"'),
         ('"paired_tiny"', '"tiny"'),

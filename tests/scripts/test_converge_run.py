@@ -9,7 +9,7 @@ import pytest
 import run
 import text as texts
 from corpus import write_text as write_corpus
-from paired_runs import SCRIPTS, SHORT, write_text
+from paired_runs import SHORT, TINY, write_text
 from tokenizers import Tokenizer
 
 TWO_RANKS = [*SHORT, "--training.steps", "4", "--training.local_batch_size", "4"]
@@ -126,7 +126,7 @@ def test_refuses_a_text_that_is_none(call, tmp_path, capsys):
 def train_alone(rank: int, text: Path, result: Path) -> None:
     from worker import PairedTrainer, job_config
 
-    config = job_config(str(SCRIPTS / "tiny.toml"), TWO_RANKS, "blockwise")
+    config = job_config(str(TINY), TWO_RANKS, "blockwise")
     run = PairedTrainer(config, texts.read(text)).run(2, False)
     if rank == 0:
         result.write_text(json.dumps(run))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paired_runs import SCRIPTS, paired_trainer, write_moe, write_text
+from paired_runs import SCRIPTS, TINY, paired_trainer, write_moe, write_text
 from titan import build, parse_args
 
 ARMS = ("null", "blockwise", "rowwise_with_gw_hp", "errors", "control")
@@ -34,7 +34,7 @@ def result(trainer, seed: int, ulp: bool = False) -> tuple[dict, list[torch.Tens
 @pytest.mark.parametrize("model, arm", [("deepseek_v3", "blockwise"), ("llama3", "errors")])
 def test_second_run_is_that_of_a_new_trainer(tmp_path, text, model, arm):
     """Bit by bit, with the state of the optimizer, of the experts' balance and of random errors."""
-    toml = SCRIPTS / "tiny.toml" if model == "llama3" else write_moe(tmp_path)
+    toml = TINY if model == "llama3" else write_moe(tmp_path)
     with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
         first, _ = result(trainer, 1)
         second, after_second = result(trainer, 2)
@@ -74,7 +74,7 @@ def test_arms_of_a_seed_start_from_the_same_weights_and_read_the_same_text(tmp_p
 def test_the_null_is_close_and_the_control_is_found_in_every_seed(text):
     ends = {}
     for arm in ("bf16", "null", "control"):
-        with paired_trainer(arm, text, SCRIPTS / "tiny.toml") as trainer:
+        with paired_trainer(arm, text, TINY) as trainer:
             runs = [trainer.run(seed, arm == "null") for seed in (1, 2)]
             ends[arm] = torch.tensor([run["held_out"]["end"] for run in runs])
     null, control = (100 * (ends[arm] / ends["bf16"] - 1) for arm in ("null", "control"))
@@ -85,7 +85,7 @@ def test_the_null_is_close_and_the_control_is_found_in_every_seed(text):
 def test_the_null_is_one_ulp_away(text):
     import arms
 
-    with paired_trainer("bf16", text, SCRIPTS / "tiny.toml") as trainer:
+    with paired_trainer("bf16", text, TINY) as trainer:
         trainer.restart(1)
         start = weights(trainer)
         arms.move_by_one_ulp(trainer.model_parts[0], 1)
@@ -96,7 +96,7 @@ def test_the_null_is_one_ulp_away(text):
 
 
 def test_runs_read_text_once_and_all_of_the_held_out_text(text):
-    with paired_trainer("bf16", text, SCRIPTS / "tiny.toml") as trainer:
+    with paired_trainer("bf16", text, TINY) as trainer:
         read = []
         trainer.train_step = lambda batches: read.append(next(batches))
         trainer.held_out_loss = lambda: 0.0
@@ -152,7 +152,7 @@ def test_refuses(text, flags, message, monkeypatch):
     llama3 = flavors.FLAVORS["llama3"]
     small = dataclasses.replace(llama3["paired_tiny"], vocab_size=256)
     monkeypatch.setitem(llama3, "small", small)
-    toml = SCRIPTS / "tiny.toml"
+    toml = TINY
     with (
         pytest.raises(ValueError, match=message),
         paired_trainer("bf16", text, toml, *flags) as trainer,
