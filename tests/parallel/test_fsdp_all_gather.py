@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torchtitan.tools.utils import set_default_dtype
 
 from titan_fp8 import convert_linears, fsdp
 from titan_fp8.fsdp import sharded_weight
@@ -72,9 +73,10 @@ def assert_equal(got: Tensor, want: Tensor, what: object) -> None:
 
 
 def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
-    """FSDP2 gathers what quantizing the whole weight gives."""
+    """FSDP2 gathers what quantizing the whole weight gives, whatever the default dtype is."""
     ops = get_recipe(layer.recipe)
-    layer.unshard()
+    with set_default_dtype(BF16):
+        layer.unshard()
     w = layer.weight
     assert isinstance(w, GatheredWeight) and (w.shape, w.dtype) == (whole.shape, whole.dtype), what
     q, s_t = w.for_dgrad

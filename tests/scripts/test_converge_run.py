@@ -136,7 +136,7 @@ def test_a_process_of_its_own_gives_the_same_numbers(text, tmp_path, monkeypatch
     """On two ranks, where an evaluation leaves weights gathered, and FSDP2 gathers in FP8."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     second, alone = tmp_path / "second.jsonl", tmp_path / "alone.json"
-    args = ["tiny", "--text", str(text), "--results", str(second), "--arms", "blockwise"]
+    args = [str(TINY), "--text", str(text), "--results", str(second), "--arms", "blockwise"]
     assert run.main([*args, "--seeds", "1-2", "--gpus-per-run", "2", "--", *TWO_RANKS]) == 0
     gloo.spawn(train_alone, 2, text, alone)
     line, expected = json.loads(second.read_text().splitlines()[-1]), json.loads(alone.read_text())

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_a_rank_that_fails_says_why(tmp_path, monkeypatch):
         at = command.index("titan_fp8.plan.train")
         monkeypatch.setattr(sys, "argv", command[at:])
         with pytest.raises(KeyError):
-            train.main()
+            runpy.run_module("titan_fp8.plan.train", run_name="__main__")
         failure = ProcessFailure(0, os.getpid(), 1, str(tmp_path / "error.json"))
         raise ChildFailedError("rank", {0: failure})
 

@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,15 +94,16 @@ class QuantizedShard:
         self.q_columns: Tensor | None = None
         self.amax: Tensor | None = None
         *lead, n, k = spec.whole
+        fp32: Any = {"dtype": torch.float32, "device": device}
         if self.recipe.has_weight_blocks:
             rows, columns = cdiv(n, BLOCK), cdiv(k, BLOCK)
             # In the layout of 128x128 scales (`layouts.py`).
-            self.table = torch.zeros(*lead, rows, round_up(columns, 4), device=device)
-            table_t = torch.zeros(*lead, columns, round_up(rows, 4), device=device)
+            self.table = torch.zeros(*lead, rows, round_up(columns, 4), **fp32)
+            table_t = torch.zeros(*lead, columns, round_up(rows, 4), **fp32)
             self.s, self.s_t = self.table[..., :columns], table_t[..., :rows]
         else:
             sizes = math.prod(lead) * n, math.prod(lead) * k
-            self.table = torch.zeros(sum(sizes), device=device)
+            self.table = torch.zeros(sum(sizes), **fp32)
             self.s, self.amax = (part.view(*lead, -1) for part in self.table.split(sizes))
             self.s_t = torch.zeros_like(self.amax)
 

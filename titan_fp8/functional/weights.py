@@ -99,8 +99,10 @@ def _same(
     return GatheredWeight(w.q, w.s, w.q_columns, w.s_t, w.dtype)
 
 
-def _zeros_like(w: GatheredWeight, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return torch.zeros(w.shape, dtype=dtype or w.dtype, device=w.device)
+def _zeros_like(
+    w: GatheredWeight, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Tensor:
+    return torch.zeros(w.shape, dtype=dtype or w.dtype, device=device or w.device)
 
 
 _IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {

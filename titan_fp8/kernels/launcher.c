@@ -182,11 +182,10 @@ static CUresult run_step(const Step *step, const uint64_t *addresses, CUstream s
       continue;
     const Map *map = &step->maps[from->box];
     parameters[i] = &encoded[from->box];
-    CUresult code = cuTensorMapEncodeTiled(&encoded[from->box], map->type, map->rank, (void *)numbers[i],
-                                 map->sizes, map->pitches, map->box, ones,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult code = cuTensorMapEncodeTiled(
+        &encoded[from->box], map->type, map->rank, (void *)numbers[i], map->sizes, map->pitches,
+        map->box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     *what = "encoding a tensor map of";
     if (code != CUDA_SUCCESS)
       return code;
@@ -329,8 +328,8 @@ static PyObject *make_key(const Kernel *self, Launch *launch, int64_t device,
   return PyBytes_FromStringAndSize((char *)launch->words, launch->length * sizeof(uint64_t));
 }
 
-// Makes the step of a launch and finds the stream. Returns the key, or NULL after an error. If there
-// is no plan for the key, or an empty one, `planned` is false.
+// Makes the step of a launch and finds the stream. Returns the key, or NULL after an error. If
+// there is no plan for the key, or an empty one, `planned` is false.
 static PyObject *make_step(const Kernel *self, Launch *launch, Step *step, CUstream *stream,
                            bool *planned, PyObject *grid, PyObject *places,
                            PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
@@ -348,9 +347,9 @@ static PyObject *make_step(const Kernel *self, Launch *launch, Step *step, CUstr
 }
 
 // launch(first, plans, constants, grid, places, *arguments, **options). Options may include
-// constexprs. Without `places`, which is None, it launches. Otherwise places[i] is the (slot, offset)
-// of the address of argument i, and it returns the step of the launch as bytes, or None if Triton
-// launches this kernel.
+// constexprs. If `places` is None, it launches. Otherwise places[i] is the (slot, offset) of the
+// address of argument i, and it returns the step of the launch as bytes, or None if Triton launches
+// this kernel.
 static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count,
                         PyObject *names) {
   const Kernel self = {arguments[0], arguments[1], arguments[2]};

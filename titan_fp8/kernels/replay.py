@@ -40,6 +40,10 @@ ALIGNMENT = 256
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
+class NotReplayable(Exception):
+    """A recorded call that must run in Python each time."""
+
+
 class _Stage(NamedTuple):
     """Launches in one call into C, or one call of an op.
 
@@ -61,7 +65,7 @@ class Replay:
     them, and last the workspace, which holds all other Memory.
 
     Raises:
-        ValueError: an output is not a fresh tensor of its own, or there are too many tensors.
+        NotReplayable: an output is not a fresh tensor of its own, or there are too many tensors.
     """
 
     def __init__(self, recorder: Recorder, result: Any):
@@ -107,7 +111,7 @@ class Replay:
     def _launches(self, steps: bytes, zeros: int) -> Callable[[list[Tensor]], None]:
         tensors = self._workspace + 1
         if tensors > launch.MAX_ARGUMENTS or len(self._slots) > launch.MAX_SLOTS:
-            raise ValueError("a replay has too many tensors")
+            raise NotReplayable("a replay has too many tensors")
         header = array("q", [tensors, len(self._slots), zeros, *itertools.chain(*self._slots)])
         replay, program = launch.native().replay, header.tobytes() + steps
         return lambda tensors: replay(program, *tensors)
@@ -162,13 +166,13 @@ def _outputs(recorder: Recorder, results: tuple[Tensor, ...], by_ops: set[int]) 
     kept = {m.address: i for i, m in enumerate(recorder.memory) if not m.storage.expired()}
     outputs = [kept.get(t.untyped_storage().data_ptr(), -1) for t in results]
     if not recorder.steps or sorted(outputs) != sorted(kept.values()):
-        raise ValueError("every output must be a tensor that the function allocated")
+        raise NotReplayable("every output must be a tensor that the function allocated")
     for i, t in zip(outputs, results, strict=True):
         memory, form = recorder.memory[i], form_of(t)
         made_by_op = i in by_ops and memory.form != form
         other_dtype = form.dtype != memory.allocated_as.dtype
         if t.storage_offset() or made_by_op or other_dtype:
-            raise ValueError("an output is a view of what was allocated")
+            raise NotReplayable("an output is a view of what was allocated")
         memory.form, memory.first = form, min(memory.first, len(recorder.steps) - 1)
     return outputs
 
@@ -244,7 +248,7 @@ def replayed(function: Function) -> Function:
             outputs = function(*args, **options)
         replays[key] = "not replayable"
         if recorder.replayable:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(NotReplayable):
                 replays[key] = Replay(recorder, outputs)
         return outputs
 

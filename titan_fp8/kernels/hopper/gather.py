@@ -9,6 +9,8 @@ The tile stays in shared memory as FP8, four channels to a word. `quantize_tile.
 thread gets 16 tokens of a channel without moving any data.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,13 +32,16 @@ from titan_fp8.layouts import BLOCK, cdiv
 from titan_fp8.reference import scale_of as reference_scale_of
 
 WARPS = 4
-ZERO_SCALES = {
-    fmt: int(reference_scale_of(torch.zeros(1), fmt).view(torch.int32)) for fmt in SCALE_FMTS
-}
-"""The bits of the scale of a block of zeros."""
 LAYOUTS = TileLayouts(
     SHARED, tile_layout((1, 4), (4, 8), (WARPS, 1), (8, 1)), None, *column_layouts(WARPS)
 )
+
+
+@functools.cache
+def zero_scale(fmt: str) -> int:
+    """The bits of the scale of a block of zeros."""
+    zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+    return int(reference_scale_of(zero, fmt).view(torch.int32))
 
 
 @kernel(do_not_specialize=["R", "C", "S_ROW", "S_BLOCK", "S", "E", "tiles", "zero_scale"])
@@ -122,6 +127,6 @@ def gather_1x128_128x1_t(
         gather_1x128_128x1_t_kernel[(c // BLOCK * blocks,)](
             (q, torch.int32), s, index, offs, weight, (rows, torch.int32), s_rows,
             (q_t, torch.int8), s_t, r, c, width, width // 4, *s.stride(), c, len(offs), c // BLOCK,
-            ZERO_SCALES[scale_fmt], k, SCALE_FMTS[scale_fmt], LAYOUTS, num_warps=WARPS,
+            zero_scale(scale_fmt), k, SCALE_FMTS[scale_fmt], LAYOUTS, num_warps=WARPS,
         )  # fmt: skip
     return rows, s_rows, q_t, s_t
