@@ -3,8 +3,6 @@
 import contextlib
 import math
 import os
-import runpy
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,9 +202,11 @@ def test_a_rank_that_fails_says_why(tmp_path, monkeypatch):
 
     def torchrun(command):
         at = command.index("titan_fp8.plan.train")
-        monkeypatch.setattr(sys, "argv", command[at:])
+        # torchtitan has read sys.argv when it was imported.
+        parse_args = train.train.ConfigManager.parse_args
+        monkeypatch.setattr(parse_args, "__defaults__", (command[at + 1 :],))
         with pytest.raises(KeyError):
-            runpy.run_module("titan_fp8.plan.train", run_name="__main__")
+            train.record(train.train.main)(train.Trainer)
         failure = ProcessFailure(0, os.getpid(), 1, str(tmp_path / "error.json"))
         raise ChildFailedError("rank", {0: failure})
 
