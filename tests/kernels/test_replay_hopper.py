@@ -14,7 +14,7 @@ from launch_utils import only
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from titan_fp8.functional import gemms
+from titan_fp8.functional import bodies
 from titan_fp8.kernels import gradients, hopper, launch, replay
 from titan_fp8.kernels.hopper import gemm
 from titan_fp8.kernels.replay import replayed
@@ -119,16 +119,16 @@ def launched(history, function, args) -> tuple[list, tuple]:
 
 def product(recipe: str, ends: tuple | None, aligned: bool = False, gathered: bool = False):
     """Forward and backward of a product, and what makes their arguments."""
-    spec = gemms.ProductSpec(recipe, False, aligned, torch.bfloat16)
+    spec = bodies.ProductSpec(recipe, False, aligned, torch.bfloat16)
     lead = () if ends is None else (len(ends),)
     in_bf16 = spec.recipe.wgrad_in_bf16
     dtypes = torch.bfloat16, torch.bfloat16 if in_bf16 else torch.float32
 
     def both(x, g, offs, *weights):
         w, s, s_t = weights if gathered else (*weights, None, None)
-        y, *columns = gemms.product(OPS, x, offs, True, spec, w, s)
+        y, *columns = bodies.product(OPS, x, offs, True, spec, w, s)
         columns = columns or (x,)
-        return y, *gemms.product_backward(OPS, g, offs, dtypes, spec, w, s_t, *columns)
+        return y, *bodies.product_backward(OPS, g, offs, dtypes, spec, w, s_t, *columns)
 
     def make():
         offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
@@ -147,14 +147,14 @@ def product(recipe: str, ends: tuple | None, aligned: bool = False, gathered: bo
 
 def experts():
     """The fused forward and backward of experts, and what makes their arguments."""
-    spec = gemms.ProductSpec("blockwise", False, True, torch.bfloat16)
+    spec = bodies.ProductSpec("blockwise", False, True, torch.bfloat16)
 
     def both(x, g, offs, w1, w2, w3):
         weights = w1, None, w2, None, w3, None
-        y, a, b, *columns = gemms.feed_forward(OPS, x, offs, True, spec, *weights)
+        y, a, b, *columns = bodies.feed_forward(OPS, x, offs, True, spec, *weights)
         dtypes = (torch.bfloat16,) * 4
         saved = *weights, a, b, *columns
-        return y, *gemms.feed_forward_backward(OPS, g, offs, dtypes, spec, *saved)
+        return y, *bodies.feed_forward_backward(OPS, g, offs, dtypes, spec, *saved)
 
     def make():
         shapes = (256, 128), (256, 128), (2, 256, 128), (2, 128, 256), (2, 256, 128)

@@ -1,6 +1,6 @@
 """The differentiable functions: products and gated feed-forwards in FP8.
 
-`gemms.py` has what they compute, one body a direction; `product.py` and `swiglu.py` the autograd
+`bodies.py` has what they compute, one body a direction; `product.py` and `swiglu.py` the autograd
 functions around it; `weights.py` the kinds of weights; `checks.py` the checks of arguments.
 """
 

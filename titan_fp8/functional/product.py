@@ -3,8 +3,9 @@
     fp8_linear       x (..., K), w (N, K)                  y = x Wᵀ + b
     fp8_grouped_mm   x (M, K), w (E, N, K), offs (E,)      each group of rows with its own W
 
-Both run one autograd function around the bodies of `gemms.py`; a dense product has one group. What
-is saved for backward, and why no FP8 copy of a weight is, docs/architecture.md explains.
+Both run one autograd function around a forward and a backward of `bodies.py`; a dense product has
+one group. What is saved for backward, and why no FP8 copy of a weight is, docs/architecture.md
+explains.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from titan_fp8.functional.autograd import Function, no_double_backward
+from titan_fp8.functional.bodies import BODIES, ProductSpec, fprop
 from titan_fp8.functional.checks import (
     check_bool,
     check_devices,
@@ -22,7 +23,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import BODIES, ProductSpec, fprop
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.weights import (
     OPTIONAL,
     WEIGHTS,
@@ -106,7 +107,7 @@ def product(
 
     Args:
         weights: one, or the three of a gated feed-forward with a recipe that has ops for it.
-        x_quantized: `gemms.quantized` of x, for products that share it; or None. The columns are
+        x_quantized: `bodies.quantized` of x, for products that share it; or None. The columns are
             needed if backward computes the gradient of the weight.
     """
     if not torch.is_grad_enabled() and forward_ad._current_level < 0 and x_quantized is None:

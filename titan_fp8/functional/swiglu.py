@@ -1,16 +1,17 @@
 """The gated feed-forward, y = W2 (silu(W1 x) · W3 x).
 
-With a blockwise recipe it is one autograd function, around the bodies of `gemms.py`, and h, da and
-db exist in FP8 only. Some values are rounded once where separate operations would round twice: h,
-da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops, three separate
-products run instead, of which W1 and W3 share the quantized x. Elsewhere layers that read one input
-share nothing in eager mode, and torch.compile computes equal quantizations once.
+With a blockwise recipe it is one autograd function, around a forward and a backward of `bodies.py`,
+and h, da and db exist in FP8 only. Some values are rounded once where separate operations would
+round twice: h, da, db, and dx, whose two products are one GEMM. If the recipe has no SwiGLU ops,
+three separate products run instead, of which W1 and W3 share the quantized x. Elsewhere layers that
+read one input share nothing in eager mode, and torch.compile computes equal quantizations once.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_fp8.functional.bodies import ProductSpec, quantized
 from titan_fp8.functional.checks import (
     check_bool,
     check_devices,
@@ -18,7 +19,6 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.gemms import ProductSpec, quantized
 from titan_fp8.functional.product import product
 from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
 from titan_fp8.ops import run

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_fp8.functional.bodies import WeightOperand
 from titan_fp8.functional.checks import check_bool, check_multiples_of_16, check_types
-from titan_fp8.functional.gemms import WeightOperand
 from titan_fp8.layouts import BLOCK, E4M3, cdiv
 from titan_fp8.recipe import get_recipe
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from titan_fp8.functional.autograd import Function, no_double_backward
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.layouts import round_up
 from titan_fp8.ops import call
 

@@ -12,9 +12,10 @@ What a function must do to be replayed:
   PyTorch ops that return a new tensor. The kernels may write to its arguments.
 - It returns fresh tensors or an empty tuple.
 
-Every call of any other function runs in Python. A replay calls a PyTorch op again, between the
-launches before it and those after it. Memory that the op reads is a tensor of its own, not a part
-of the workspace.
+Every call of any other function runs in Python. So does a call that something must see: tracing,
+dispatch modes, subclasses, the profiler and health (`ops/registry.py`, `run`). A replay calls a
+PyTorch op again, between the launches before it and those after it. Memory that the op reads is a
+tensor of its own, not a part of the workspace.
 """
 
 import contextlib

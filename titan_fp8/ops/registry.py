@@ -7,7 +7,7 @@ have a function of the same name. The definition here adds what it returns and a
     primitive(reference.quantize_row, fp8(..., K), fp32(...), x=high(..., K))
 
 A composite op is a function of an implementation, `impl`, whose primitive ops it calls
-(`gemm.py`). Whole layers are written in the same way (`functional/gemms.py`). `run` calls such a
+(`gemm.py`). Whole layers are written in the same way (`functional/bodies.py`). `run` calls such a
 body over what computes the ops on the device of a tensor (`implementation`), or, where something
 must see the ops, over `DISPATCHED`.
 

@@ -22,15 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.tools.logging import logger
 
-from titan_fp8.functional.autograd import Function, no_double_backward
-from titan_fp8.functional.checks import compute_dtype
-from titan_fp8.functional.gemms import (
+from titan_fp8.functional.bodies import (
     DTypes,
     ProductSpec,
     feed_forward,
     feed_forward_backward,
     quantized,
 )
+from titan_fp8.functional.checks import compute_dtype
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.weights import Weight, check_weight, operands_of
 from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
 from titan_fp8.host.permute import Permutation, permutation_by_expert
@@ -98,7 +98,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8).view(len(x), x.shape[1] * x.itemsize)
 
 
-# As the bodies of `gemms.py`. The weights and their scales come after the constants.
+# As the bodies of `bodies.py`. The weights and their scales come after the constants.
 
 
 def _forward(

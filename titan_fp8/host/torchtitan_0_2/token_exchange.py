@@ -22,7 +22,7 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.compile.activation_checkpointing import inside_checkpoint
-from titan_fp8.functional.autograd import no_double_backward
+from titan_fp8.functional.function import no_double_backward
 from titan_fp8.host.permute import sort_back, sort_by_expert
 
 _c10d = torch.ops._c10d_functional
