@@ -88,7 +88,7 @@ WGRAD_OPTIONS = {
 """MM_OPTIONS, WGRAD_OPTIONS: the bytes of an element of C -> the options of a launch."""
 
 
-def blockwise_mm(
+def _mm(
     a_MK: Tensor,
     sa: Tensor,
     b: Tensor,
@@ -96,55 +96,33 @@ def blockwise_mm(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    **kind: Any,
 ) -> Tensor:
     """fprop and dgrad: a (M, K) by b (N, K), or each group's rows by its own b of (E, N, K).
 
-    sa is 1x128 and sb 128x128. Returns (M, N); rows of no group are zero. Groups may start at any
-    row, so `aligned` makes no difference.
+    Blockwise, sa is 1x128 and sb 128x128. Rowwise, they have one scale per row: sa (M,), sb (N,) or
+    (E, N). Returns (M, N); rows of no group are zero. Groups may start at any row, so `aligned`
+    makes no difference. `kind`: the last arguments of `mm_launch`.
     """
     c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
     if c.numel():
-        _run(mm_launch(a_MK, sa, b, sb, c, offs))
+        _run(mm_launch(a_MK, sa, b, sb, c, offs, **kind))
     return c
+
+
+blockwise_mm = _mm
+rowwise_mm = functools.partial(_mm, rowwise=True)
 
 
 def blockwise_mm_pair(
-    a_MK: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    a2_MK: Tensor,
-    sa2: Tensor,
-    b2: Tensor,
-    sb2: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+    a_MK: Tensor, sa: Tensor, b: Tensor, sb: Tensor,
+    a2_MK: Tensor, sa2: Tensor, b2: Tensor, sb2: Tensor, *layout: Any, **options: Any,
+) -> Tensor:  # fmt: skip
     """The sum of two `blockwise_mm` of the same shapes, rounded once: (M, N)."""
-    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
-    if c.numel():
-        _run(mm_launch(a_MK, sa, b, sb, c, offs, (a2_MK, sa2, b2, sb2)))
-    return c
+    return _mm(a_MK, sa, b, sb, *layout, second=(a2_MK, sa2, b2, sb2), **options)
 
 
-def rowwise_mm(
-    a_MK: Tensor,
-    sa: Tensor,
-    b: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """As `blockwise_mm`, with one scale per row: sa (M,), sb (N,) or (E, N)."""
-    c = a_MK.new_empty(a_MK.shape[0], b.shape[-2], dtype=out_dtype)
-    if c.numel():
-        _run(mm_launch(a_MK, sa, b, sb, c, offs, rowwise=True))
-    return c
-
-
-def blockwise_wgrad(
+def _wgrad(
     a_NM: Tensor,
     sa: Tensor,
     b_KM: Tensor,
@@ -152,37 +130,24 @@ def blockwise_wgrad(
     offs: Tensor | None = None,
     aligned: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    rowwise: bool = False,
 ) -> Tensor:
     """wgrad: the transposed copies a (N, Mt) by b (K, Mt), over all tokens or those of each group.
 
-    Both scales are 1x128 along the tokens. Returns (N, K), or (E, N, K) with zeros for empty
-    groups. Groups start at multiples of 128 columns, `aligned` or not.
+    Blockwise, both scales are 1x128 along the tokens, and groups start at multiples of 128 columns,
+    `aligned` or not. Rowwise, there is one per row and group: sa (N,) or (E, N), sb (K,) or (E, K).
+    Returns (N, K), or (E, N, K) with zeros for empty groups.
     """
     lead = () if offs is None else offs.shape
     c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
     if not a_NM.shape[1]:
         return c.zero_()
-    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs))
+    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs, rowwise))
     return c
 
 
-def rowwise_wgrad(
-    a_NM: Tensor,
-    sa: Tensor,
-    b_KM: Tensor,
-    sb: Tensor,
-    offs: Tensor | None = None,
-    aligned: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """As `blockwise_wgrad`, with scales per row and group: sa (N,) or (E, N), sb (K,) or (E, K)."""
-    lead = () if offs is None else offs.shape
-    c = a_NM.new_empty(*lead, a_NM.shape[0], b_KM.shape[0], dtype=out_dtype)
-    if not a_NM.shape[1]:
-        return c.zero_()
-    _run(wgrad_launch(a_NM, sa, b_KM, sb, c, offs, rowwise=True))
-    return c
-
+blockwise_wgrad = _wgrad
+rowwise_wgrad = functools.partial(_wgrad, rowwise=True)
 
 Launch = tuple[Any, tuple, dict]
 """A kernel with the arguments and options of one launch."""
