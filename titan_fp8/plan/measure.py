@@ -85,16 +85,16 @@ def _step(rank: Rank, layer: Layer, way: str, device: str, in_fp8: bool, copies:
     def forward() -> list[Tensor]:
         return [module(x, *others) for module, x in zip(modules, inputs)]
 
-    def step() -> Any:
+    def run() -> list[Tensor]:
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
-        return torch.autograd.grad(call(), variables, gradients)
+        return call()
 
     call, backend = forward, rank.config.compile.backend
     if layer.is_compiled:
         call = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     variables = [*inputs, *(p for module in modules for p in module.parameters())]
-    gradients = [torch.randn_like(y) for y in call()]
-    return step
+    gradients = [torch.randn_like(y) for y in run()]
+    return lambda: torch.autograd.grad(run(), variables, gradients)
 
 
 def tokens_of_experts(layer: Layer, way: str, unit: int) -> Tensor:
