@@ -162,6 +162,10 @@ def test_the_commands_of_a_page_name_what_exists(page: Path) -> None:
                 path, _, function = word.partition(":")
                 assert (ROOT / path).exists(), word
                 assert not function or f"def {function}(" in (ROOT / path).read_text(), word
+        if "scripts/converge/run.py" in command:
+            config = command[command.index("scripts/converge/run.py") + 1]
+            known = [ROOT / config, ROOT / f"scripts/converge/{config}.toml"]
+            assert any(map(Path.exists, known)), config
 
 
 @pytest.mark.parametrize("page", [*PAGES, LOG, *HISTORY], ids=lambda page: page.name)
