@@ -118,7 +118,9 @@ def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_host.main()
 
 
-@pytest.mark.parametrize("flags, gib, allowed", [((), 1024, "1.0"), ((), 8, "0.5"), (SEED, 8, "0.5")])
+@pytest.mark.parametrize(
+    "flags, gib, allowed", [((), 1024, "1.0"), ((), 8, "0.5"), (SEED, 8, "0.5")]
+)
 def test_a_large_model_is_refused(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], gib: int, allowed: str
 ) -> None:
