@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_fp8.fsdp.requantize import quantized
+from titan_fp8.fsdp.sharded_weight import quantized
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report, union_of_names
 from titan_fp8.ops import observe
