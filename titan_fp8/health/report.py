@@ -8,7 +8,6 @@ scales is over all ranks, and tokens per expert are those of all experts.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,12 +29,12 @@ def kind_of(layer: str) -> str:
     return re.sub(r"^layers\.|(?<=\.)\d+\.|^\d+\.", "", layer)
 
 
-def union_of_names(names: Sequence[str]) -> list[str]:
+def union_of_names(names: list[str]) -> list[str]:
     """The names on all ranks, in the order of the first rank that has them."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(names)
+    if not dist.is_initialized():
+        return names
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, list(names))
+    dist.all_gather_object(gathered, names)
     return list(dict.fromkeys(name for each in gathered for name in each))
 
 
@@ -55,10 +54,9 @@ class Report:
     tokens: Tensor
 
     @classmethod
-    def of_rank(
-        cls, names: list[str], own: Sequence[str], table: Tensor, sizes: Iterable[list[Tensor]]
-    ) -> "Report":
-        """What `Observer.table` has returned for the layers `own`, as a report on `names`."""
+    def of_rank(cls, own: list[str], table: Tensor, sizes: list[list[Tensor]]) -> "Report":
+        """What `Observer.table` has returned for the layers `own`, with room for other ranks'."""
+        names = union_of_names(own)
         shapes = (len(names), len(OPERANDS), len(Stat)), (len(names), 4)
         report = cls(names, *(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
         report.table[..., MAXIMA] = report.tokens[:, 2:] = -torch.inf
@@ -73,7 +71,7 @@ class Report:
 
     def over_ranks(self, device: torch.device) -> "Report":
         """This report, now that of all ranks, by two all-reduces of tensors on `device`."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if not dist.is_initialized():
             return self
         for op, of_table, of_tokens in (
             (dist.ReduceOp.SUM, SUMS, slice(0, 2)),
