@@ -10,7 +10,7 @@ how, and what makes it right; docs/architecture.md shows the steps.
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,10 +49,7 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
         RuntimeError: this version of FSDP2 cannot be patched.
     """
     FP8_GATHERS.apply(shown_to_fsdp2, with_new_values)
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, set()).add(module)
+    readers = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     report = ConversionReport()
     for fqn, layer in model.named_modules():
         if not isinstance(layer, layer_class):
@@ -61,7 +58,7 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
             if param.dim() < 2:
                 continue
             shape = " x ".join(map(str, param.shape))
-            reason = "another module reads it, too" if len(owners[param]) > 1 else None
+            reason = "another module reads it, too" if readers[param] > 1 else None
             if report.add(f"{fqn}.{name}", shape, str(layer.recipe), reason):
                 mark(layer, name)
     return report
