@@ -201,6 +201,8 @@ FEWER_OPS = Patch(
     until="torch.compile launches custom ops as cheaply as its own kernels.",
 )
 
+FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS)
+
 FP8_GATHERS = Patch(
     name="FP8 gathers",
     targets=(
@@ -246,6 +248,8 @@ PROFILER_RANGES = Patch(
     why="More CPU time; on torch 2.13 op-level checkpointing fails with experts under FSDP2.",
     until="record_function costs nothing without a profiler, and checkpoints ignore its ops.",
 )
+
+FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES)
 
 # What torchtitan needs on a machine without an accelerator (cpu_host/)
 
