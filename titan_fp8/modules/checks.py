@@ -3,14 +3,15 @@
 Each raises a ValueError that names the key or module, its value and what is allowed.
 """
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from titan_fp8.functional.checks import fits_fp8
+from titan_fp8.functional.checks import check_bool, fits_fp8
 from titan_fp8.recipe import RECIPE_NAMES
 
 PERMUTATIONS = ("gather", "host")
@@ -56,6 +57,21 @@ def check_capacity(key: str, value: object) -> None:
     """Allowed are finite numbers from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
         raise ValueError(f"{key} = {value!r}: allowed are finite numbers from 1 on")
+
+
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "recipe": check_choice,
+    "filter_fqns": check_patterns,
+    "fqns": check_experts_patterns,
+    "emulate": check_bool,
+    "fsdp_all_gather": check_bool,
+    "health_freq": check_freq,
+    "host_speedups": check_bool,
+    "permutation": functools.partial(check_choice, allowed=PERMUTATIONS),
+    "exchange": functools.partial(check_choice, allowed=EXCHANGES),
+    "exchange_capacity": check_capacity,
+}
+"""The check of each key (`settings.py`)."""
 
 
 def permutation_of(permutation: str | None, host_speedups: bool) -> str:
