@@ -104,8 +104,5 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_hooks
         or module._backward_pre_hooks
         or module._backward_hooks
-        or nn_module._global_forward_pre_hooks
-        or nn_module._global_forward_hooks
-        or nn_module._global_backward_pre_hooks
-        or nn_module._global_backward_hooks
+        or nn_module._has_any_global_hook()
     )
