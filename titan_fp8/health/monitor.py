@@ -42,7 +42,7 @@ class Monitor:
         if self._observer is not None:
             observe(None)
             names = [layer.name for layer in self._observer.layers]
-            report = Report.of_rank(names, *self._observer.table()).over_ranks(device)
+            report = Report.of_ranks(names, *self._observer.table(), device)
             self._observer = None
             logger.log(report.metrics(), step)
             title = f"FP8 health of step {step}, each figure for the worst operand"
