@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from titan_fp8.functional.checks import check_bool, fits_fp8
+from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import RECIPE_NAMES
 
 PERMUTATIONS = ("gather", "host")
@@ -102,10 +103,14 @@ def why_no_fp8_gemm(n: int, k: int) -> str | None:
     return None
 
 
-def why_no_fp8_grouped_mm(name: str, shape: Sequence[int]) -> str | None:
-    """Why FP8 GEMMs cannot multiply by experts' weights (E, N, K) `name`; None if they can."""
-    reason = why_no_fp8_gemm(*shape[1:])
-    return reason and f"{name}: {reason}"
+def why_no_fp8_experts(experts: nn.Module) -> str | None:
+    """Why FP8 GEMMs cannot multiply by the weights (E, N, K) of these experts; None if they can."""
+    for name, param in experts.named_parameters():
+        if param.dim() == 3 and (reason := why_no_fp8_gemm(*param.shape[1:])):
+            return f"{name}: {reason}"
+        if param.dtype not in DTYPES:
+            return f"{param.dtype} parameters"
+    return None
 
 
 # Shards
