@@ -9,14 +9,12 @@ Gradients, and what the optimizer and checkpoints see, do not change. `sharded_w
 how, and what makes it right; docs/architecture.md shows the steps.
 """
 
-import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from titan_fp8.fsdp.sharded_weight import gathers_in, mark, shown_to_fsdp2, with_new_values
 from titan_fp8.modules.report import ConversionReport
@@ -73,8 +71,8 @@ def requantize(models: Iterable[nn.Module]) -> None:
     change, except by `load_state_dict` or `Module._apply` on every rank. In eval and inference mode
     they may, because there each gather quantizes.
 
-    The first call for a model also tells FSDP2 not to gather embeddings in backward: their gradient
-    depends on the tokens alone.
+    It also tells FSDP2 not to gather embeddings in backward: their gradient depends on the tokens
+    alone.
     """
     for model in models:
         _leave_out_embeddings(model)
@@ -83,23 +81,13 @@ def requantize(models: Iterable[nn.Module]) -> None:
             gather.together, gather.fresh = together, False
 
 
-_seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
 def _leave_out_embeddings(model: nn.Module) -> None:
-    """Tells FSDP2 once per model not to gather embeddings in backward."""
-    if model in _seen:
-        return
-    _seen.add(model)
-    # The modules of a unit have one state.
-    modules_of: defaultdict[FSDPState, list[FSDPModule]] = defaultdict(list)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            modules_of[module._get_fsdp_state()].append(module)
-    for modules in modules_of.values():
-        # An embedding that is tied to the output layer shares its unit, which backward needs. A
-        # subclass, or another parameter, may be read in backward.
-        unit: Any = modules[0]
-        is_embedding = type(unit).__bases__ == (FSDPModule, nn.Embedding)
-        if len(modules) == 1 and is_embedding and len([*unit.parameters()]) == 1:
+        # A subclass may read its weight in backward.
+        if type(module).__bases__ != (FSDPModule, nn.Embedding):
+            continue
+        unit: Any = module
+        group = unit._get_fsdp_state()._fsdp_param_group
+        # Backward may need what shares the unit, such as the output layer to which it is tied.
+        if group is not None and len(group.modules) == len(group.fsdp_params) == 1:
             unit.set_unshard_in_backward(False)
