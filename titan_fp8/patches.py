@@ -99,19 +99,16 @@ class Kernel(Target):
     """
 
     def original(self) -> Callable:
-        if self.path in _replaced:
-            return _replaced[self.path].original
         try:
             return torch.library.get_kernel(self.path, "CPU").call_boxed
         except RuntimeError as error:
             raise AttributeError(self.path) from error
 
     def replace(self, make: Callable[[Any], Any]) -> None:
-        original = self.original()
-        replacement = make(original)
         if earlier := _replaced.pop(self.path, None):
             earlier.replacement._destroy()
-        if replacement is original:
+        original = self.original()
+        if (replacement := make(original)) is original:
             return
         namespace, _, name = self.path.partition("::")
         library = torch.library.Library(namespace, "IMPL")

@@ -1,8 +1,8 @@
 """What FSDP2 gathers of a weight in FP8.
 
-A shard is an ordinary tensor in high precision. So a write to it cannot be noticed: compiled code,
-a kernel of another library or a pointer writes to memory, not through PyTorch. Therefore nothing is
-noticed, and the FP8 copy of a shard is trusted only where its values cannot have changed:
+A shard is an ordinary tensor in high precision, and a write to it cannot be noticed: compiled code,
+a kernel of another library or a pointer writes to memory, not through PyTorch. So the FP8 copy of a
+shard is trusted only where its values cannot have changed:
 
 - Every gather, of forward and of backward, quantizes the values that it finds, as without titan_fp8
   it would cast them. This is right whatever happens to shards, but slow.
@@ -19,9 +19,8 @@ later gather casts the shard again, alone.
 Quantizing is a collective. All ranks make the same calls, in the same modes, so they agree on when
 to quantize. No rank's values and no rank's writes decide about that.
 
-FSDP2 has an extension: where the local tensor of a sharded parameter has two methods, it gathers
-what they say. `shown_to_fsdp2` shows it a ShardGather, which has them, in place of the local
-tensor. What users see, save and copy is the tensor.
+FSDP2 gathers what two methods of a local tensor say, if it has them. `shown_to_fsdp2` shows it a
+ShardGather, which has them, in its place. What users see, save and copy is the tensor.
 """
 
 import contextlib
