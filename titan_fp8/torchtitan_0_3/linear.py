@@ -7,7 +7,7 @@ linears of modules that read the weight instead of calling the linear.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -97,8 +97,6 @@ class FP8Linear(FP8Module, linear.FP8Linear, Linear):
     class Config(FP8Fields, Linear.Config):
         pass
 
-    wrapper: Callable[..., Any] | None = None
-    """The forward that torchtitan has put before this class's, to redistribute tensors."""
     tensor_parallel: bool = False
 
     # torchtitan finds the sharding of inputs by the name of the argument.
