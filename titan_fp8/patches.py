@@ -99,19 +99,16 @@ class Kernel(Target):
     """
 
     def original(self) -> Callable:
-        if self.path in _replaced:
-            return _replaced[self.path].original
         try:
             return torch.library.get_kernel(self.path, "CPU").call_boxed
         except RuntimeError as error:
             raise AttributeError(self.path) from error
 
     def replace(self, make: Callable[[Any], Any]) -> None:
-        original = self.original()
-        replacement = make(original)
         if earlier := _replaced.pop(self.path, None):
             earlier.replacement._destroy()
-        if replacement is original:
+        original = self.original()
+        if (replacement := make(original)) is original:
             return
         namespace, _, name = self.path.partition("::")
         library = torch.library.Library(namespace, "IMPL")
@@ -201,6 +198,8 @@ FEWER_OPS = Patch(
     until="torch.compile launches custom ops as cheaply as its own kernels.",
 )
 
+FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS)
+
 FP8_GATHERS = Patch(
     name="FP8 gathers",
     targets=(
@@ -246,6 +245,8 @@ PROFILER_RANGES = Patch(
     why="More CPU time; on torch 2.13 op-level checkpointing fails with experts under FSDP2.",
     until="record_function costs nothing without a profiler, and checkpoints ignore its ops.",
 )
+
+FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES)
 
 # What torchtitan needs on a machine without an accelerator (cpu_host/)
 

@@ -185,7 +185,9 @@ def permutation_inputs() -> dict[str, tuple]:
 
 
 QUANTIZERS = sorted(
-    name for name in hopper.__all__ if name.startswith(("quantize", "swiglu", "transpose"))
+    name
+    for name in hopper.__all__
+    if name.startswith(("quantize", "swiglu", "transpose", "gather"))
 )
 GEMMS = sorted(set(hopper.__all__) - set(QUANTIZERS))
 each_layout = pytest.mark.parametrize("ends", [None, (1000, 1000, 2500, 4000)], ids=str)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_fp8.fsdp.requantize import requantize
+from titan_fp8.fsdp import requantize
 
 VOCABULARY, DIM = 40, 16
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.experiments.simple_fsdp import simple_fsdp
 
 from titan_fp8 import convert_linears, fsdp
-from titan_fp8.fsdp.requantize import quantized, requantize
-from titan_fp8.fsdp.sharded_weight import gathers_of
+from titan_fp8.fsdp import requantize
+from titan_fp8.fsdp.sharded_weight import gathers_of, quantized
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.modules.linear import FP8Linear
 

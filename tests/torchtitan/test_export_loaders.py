@@ -263,7 +263,7 @@ def test_deepseek_v3_16b(tmp_path, text):
     run = Run(config)
     saved = {name: SimpleNamespace(size=meta.shape) for name, meta in run.state.items()}
     tensors = plan_tensors(run, SimpleNamespace(tensors=saved, folder="step-1"))
-    engines, transformers = loaders.warnings_of(run, tensors, tp=1)
+    transformers, engines = loaders.warnings_of(run, tensors, tp=1)
     assert "model.layers.0.mlp.gate_up_proj (gate_proj 10944 x 2048, up_proj" in engines
     assert "model.layers.0.mlp.down_proj (down_proj 2048 x 10944)" in engines
     assert 'filter_fqns = ["output", "router.gate", "feed_forward"]' in engines

@@ -29,7 +29,7 @@ from titan import (
 from unpatched import restore
 
 import titan_fp8
-from titan_fp8.patches import Patch, Target
+from titan_fp8.patches import SAC_POLICY, Patch, Target
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
@@ -185,7 +185,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_checkpointed_training_is_the_same_without(monkeypatch, tmp_path, text):
     with one_process():
         expected = gradients(tmp_path, text, "llama3", *CHECKPOINTING["op"])
-        without(monkeypatch, patches.SAC_POLICY)
+        without(monkeypatch, SAC_POLICY)
         assert same(gradients(tmp_path, text, "llama3", *CHECKPOINTING["op"]), expected)
 
 

@@ -24,6 +24,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
+from titan_fp8.patches import FOR_HOST
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter, patches
 from titan_fp8.torchtitan_0_3.experts import FP8Experts, FP8GroupedExperts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
@@ -268,7 +269,7 @@ def test_the_key_decides_about_all_that_is_not_fp8(model, recipe, speedups):
 
     fields = {"recipe": recipe, "host_speedups": speedups}
     registry(model, converters=titan_0_3.converters(model, **fields))
-    assert replaced(patches.FOR_HOST) == speedups
+    assert replaced(FOR_HOST) == speedups
     assert replaced(patches.FOR_FP8) == (recipe != "bf16")
 
 

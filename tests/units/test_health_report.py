@@ -19,7 +19,7 @@ def report(**layers: dict[str, dict[Stat, float]]) -> Report:
         for operand, statistics in operands.items():
             for stat, value in statistics.items():
                 table[row, OPERANDS.index(operand), stat] = value
-    return Report.of_rank(names, names, table, [[] for _ in names])
+    return Report.of_ranks(names, table, [[] for _ in names], table.device)
 
 
 def test_warnings_name_layers_and_operands():
@@ -61,8 +61,8 @@ def test_tokens_per_expert_are_of_all_experts():
     names = ["moe.experts.w1", "moe.experts.w2", "wq"]
     table = torch.zeros(3, len(OPERANDS), len(Stat), dtype=torch.float64)
     sizes = [[torch.tensor([0, 128]), torch.tensor([256, 128])]] * 2 + [[]]
-    found = Report.of_rank(names, names, table, sizes)
-    assert found.tokens_per_expert() == {"moe.experts": (128, 256, 0)}
+    found = Report.of_ranks(names, table, sizes, table.device)
+    assert found.tokens == {"moe.experts": (128, 256, 0)}
     metrics = found.metrics()
     assert metrics["health_tokens_per_expert/moe.experts/max"] == 256
     assert "moe.experts: 0 to 256 tokens per expert, 128 on average" in str(found)

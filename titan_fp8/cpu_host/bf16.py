@@ -1,16 +1,13 @@
 """Products of bf16 matrices on CPUs for which oneDNN has no bf16 kernels, as x86 without AVX-512.
 
-There PyTorch falls back to slow loops of its own. `in_fp32` makes kernels that cast the operands to
-FP32, multiply, and round the product to bf16 once. Products with M >= 384 and K, N >= 256 take 1/3
-to 1/60 of the time; tiny ones take some 35 us longer.
+There PyTorch falls back to loops of its own, up to 60 times slower. `in_fp32` makes kernels that
+cast the operands to FP32, multiply, and round the product to bf16 once.
 
 They replace kernels in PyTorch's dispatcher, for the whole process (`patches.py`). Autograd,
 autocast, dispatch modes, DTensor and the compiler sit above and see the same ops as before.
 Inductor's code and `torch._grouped_mm` call the variants with `out`. In-place variants and products
 with vectors are not replaced. Tensors of other or mixed dtypes go to the original kernels. Forward
-of attention takes no less time in FP32.
-
-Tried with torch 2.11 and 2.13. This can go when PyTorch multiplies in FP32 itself.
+of attention takes no less time in FP32. This can go when PyTorch multiplies in FP32 itself.
 """
 
 from collections.abc import Callable

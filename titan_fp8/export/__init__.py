@@ -7,9 +7,4 @@ finds out which model the run has, and `tensors.py` which tensors to write and f
 checkpoint, which `checkpoint.py` reads. `loaders.py` has the rules of other software,
 `hf_config.py` the fields of config.json. This module imports none of them: the command line
 prepares torchtitan before it is imported.
-
-Memory: the tensors of one file are read and converted one by one and written together; stacked
-weights of experts are read in parts of at most one file's size. DCP reads the part of a tensor that
-one rank saved as a whole, so the peak is one file, and twice the largest tensor of the checkpoint
-if a single rank saved it.
 """

@@ -17,7 +17,7 @@ short it refuses the weight or, if the blocks divide the size, reads wrong value
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from titan_fp8.export.run import Run
 from titan_fp8.export.tensors import HFTensor
@@ -42,28 +42,27 @@ def in_fp8(layer: Layer) -> list[HFTensor]:
     return [weight for weight in layer if weight.quantized]
 
 
-_REFUSED = "vLLM and SGLang refuse this export, or read it wrongly: "
-_FAULTS = (
-    _REFUSED + "of these merged layers only the parts in brackets are in FP8: ",
-    _REFUSED + "they have these layers in high precision only: ",
-    _REFUSED + "they need whole blocks of 128 of what they merge, multiply or, with tensor "
-    "parallelism {tp}, split, unlike ",
-    "transformers cannot dequantize weights whose last block is short: ",
-    "transformers dequantizes to wrong values, without an error, weights whose last block is short "
-    "and whose size is a multiple of the number of blocks: ",
-)
-
-
-def _has_faults(run: Run, layer: Layer, tp: int) -> tuple[bool, ...]:
-    """Which of _FAULTS a layer has, at a degree of tensor parallelism."""
+def _faults_of(run: Run, layer: Layer, tp: int) -> Iterator[str]:
+    """What is wrong with a layer at a degree of tensor parallelism; its name is to follow."""
     fp8 = in_fp8(layer)
-    is_partial = 0 < len(fp8) < len(layer)
-    has_no_fp8 = any(_leaf(weight) in ("lm_head", "gate") for weight in fp8)
-    # The others are refused whatever their sizes.
-    is_cut = not (is_partial or has_no_fp8) and _is_cut(run, layer, tp)
+    refused = "vLLM and SGLang refuse this export, or read it wrongly: "
+    if 0 < len(fp8) < len(layer):
+        yield f"{refused}of these merged layers only the parts in brackets are in FP8: "
+    elif any(_leaf(weight) in ("lm_head", "gate") for weight in fp8):
+        yield f"{refused}they have these layers in high precision only: "
+    elif _is_cut(run, layer, tp):
+        yield (
+            f"{refused}they need whole blocks of {BLOCK} of what they merge, multiply or, with "
+            f"tensor parallelism {tp}, split, unlike "
+        )
     short = [n for weight in fp8 for n in weight.shape if n > BLOCK and n % BLOCK]
-    is_unequal = {bool(n % cdiv(n, BLOCK)) for n in short}
-    return is_partial, has_no_fp8, is_cut, True in is_unequal, False in is_unequal
+    if any(n % cdiv(n, BLOCK) for n in short):
+        yield "transformers cannot dequantize weights whose last block is short: "
+    if not all(n % cdiv(n, BLOCK) for n in short):
+        yield (
+            "transformers dequantizes to wrong values, without an error, weights whose last block "
+            "is short and whose size is a multiple of the number of blocks: "
+        )
 
 
 def _is_cut(run: Run, layer: Layer, tp: int) -> bool:
@@ -115,12 +114,11 @@ def _layer_name(run: Run, weight: HFTensor) -> str:
 
 def _faulty(run: Run, tensors: Iterable[HFTensor], tp: int) -> dict[str, dict[str, Layer]]:
     """The layers that a loader refuses or misreads, by what is wrong and by name."""
-    found: dict[str, dict[str, Layer]] = {fault.format(tp=tp): {} for fault in _FAULTS}
+    found: dict[str, dict[str, Layer]] = {}
     for name, layer in layers_of(run, tensors).items():
-        for layers, has_fault in zip(found.values(), _has_faults(run, layer, tp), strict=True):
-            if has_fault:
-                layers[name] = layer
-    return {fault: layers for fault, layers in found.items() if layers}
+        for fault in _faults_of(run, layer, tp):
+            found.setdefault(fault, {})[name] = layer
+    return found
 
 
 def warnings_of(run: Run, tensors: Sequence[HFTensor], tp: int) -> list[str]:

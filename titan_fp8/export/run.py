@@ -11,11 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS, FP8Linear, convert_linears
 from titan_fp8.recipe import RECIPES
-from titan_fp8.torchtitan_0_2.config import (
-    custom_import,
-    experts_recipe,
-    model_of,
-)
+from titan_fp8.torchtitan_0_2.config import custom_import, experts_recipe, model_of
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 
 MODELS = ("llama3", "qwen3", "deepseek_v3")

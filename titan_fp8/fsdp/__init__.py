@@ -1,23 +1,22 @@
-"""What FSDP2 does with an FP8 module, and how it gathers the module's weights in FP8.
+"""What FSDP2 gathers of FP8 modules, and when it is quantized.
 
-To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under their own names:
-
-- forward: FSDP2 all-gathers the parameters in `mixed_precision_param`, bf16 by default. fprop
-  quantizes the gathered weight, which FSDP2 then frees, if `fsdp_reshard_after_forward` says so.
-- backward: FSDP2 gathers again, and dgrad quantizes the weight as gathered then.
-- gradients: wgrad returns the gradient in the dtype of the gathered weight. FSDP2 copies it into a
-  buffer and sums it over the ranks in `mixed_precision_reduce`, FP32 by default.
+To FSDP2 an FP8 module is an ordinary one, with high-precision parameters under their own names. So
+FSDP2 gathers them for forward and again for backward, in `mixed_precision_param`, and each product
+quantizes the weight that it finds. wgrad returns the gradient in the dtype of the gathered weight.
 
 With `fsdp_all_gather = true` each rank quantizes its shard instead, and the gathers move FP8.
-Gradients, and what the optimizer and checkpoints see, do not change. `gather_in_fp8` marks the
-weights of FP8 layers, and FSDP2 is shown an extension for them, a `ShardGather`, which
-`sharded_weight.py` explains. docs/architecture.md shows the steps.
+Gradients, and what the optimizer and checkpoints see, do not change. `sharded_weight.py` explains
+how, and what makes it right; docs/architecture.md shows the steps.
 """
 
-from torch import nn
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
-from titan_fp8.fsdp.requantize import requantize
-from titan_fp8.fsdp.sharded_weight import mark, shown_to_fsdp2, with_new_values
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_fp8.fsdp.sharded_weight import gathers_in, mark, shown_to_fsdp2, with_new_values
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import FP8_GATHERS
 
@@ -48,10 +47,7 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
         RuntimeError: this version of FSDP2 cannot be patched.
     """
     FP8_GATHERS.apply(shown_to_fsdp2, with_new_values)
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, set()).add(module)
+    readers = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     report = ConversionReport()
     for fqn, layer in model.named_modules():
         if not isinstance(layer, layer_class):
@@ -60,7 +56,38 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
             if param.dim() < 2:
                 continue
             shape = " x ".join(map(str, param.shape))
-            reason = "another module reads it, too" if len(owners[param]) > 1 else None
+            reason = "another module reads it, too" if readers[param] > 1 else None
             if report.add(f"{fqn}.{name}", shape, str(layer.recipe), reason):
                 mark(layer, name)
     return report
+
+
+def requantize(models: Iterable[nn.Module]) -> None:
+    """Has the shards of each model quantized once, together, until the next call.
+
+    Call it on every rank after each step of the optimizer, once you have begun to. It only takes
+    notes: the next gather in training mode quantizes, with one collective per process group that
+    shares weights, and later ones reuse the result. So after that first gather weights must not
+    change, except by `load_state_dict` or `Module._apply` on every rank. In eval and inference mode
+    they may, because there each gather quantizes.
+
+    It also tells FSDP2 not to gather embeddings in backward: their gradient depends on the tokens
+    alone.
+    """
+    for model in models:
+        _leave_out_embeddings(model)
+        together = gathers_in(model)
+        for gather in together:
+            gather.together, gather.fresh = together, False
+
+
+def _leave_out_embeddings(model: nn.Module) -> None:
+    for module in model.modules():
+        # A subclass may read its weight in backward.
+        if type(module).__bases__ != (FSDPModule, nn.Embedding):
+            continue
+        unit: Any = module
+        group = unit._get_fsdp_state()._fsdp_param_group
+        # Backward may need what shares the unit, such as the output layer to which it is tied.
+        if group is not None and len(group.modules) == len(group.fsdp_params) == 1:
+            unit.set_unshard_in_backward(False)

@@ -1,15 +1,14 @@
 """What FSDP2 gathers of a weight in FP8.
 
-A shard is an ordinary tensor in high precision. So a write to it cannot be noticed: compiled code,
-a kernel of another library or a pointer writes to memory, not through PyTorch. Therefore nothing is
-noticed, and the FP8 copy of a shard is trusted only where its values cannot have changed:
+A shard is an ordinary tensor in high precision, and a write to it cannot be noticed: compiled code,
+a kernel of another library or a pointer writes to memory, not through PyTorch. So the FP8 copy of a
+shard is trusted only where its values cannot have changed:
 
 - Every gather, of forward and of backward, quantizes the values that it finds, as without titan_fp8
   it would cast them. This is right whatever happens to shards, but slow.
-- Whoever calls `requantize` (`requantize.py`) after each change of a model's weights, as the
-  adapters do after each step of the optimizer, is believed. The next gather in training mode
-  quantizes all shards of the model together. From then on the scales hold for gathers in training
-  mode, until the next call.
+- Whoever calls `requantize` after each change of a model's weights, as the adapters do after each
+  step of the optimizer, is believed. The next gather in training mode quantizes all shards of the
+  model together. From then on the scales hold for gathers in training mode, until the next call.
 - A gather in eval or inference mode quantizes in any case, since other weights may have been put in
   place for it, such as averages. The next gather in training mode then quantizes, too, and so does
   the first one after `load_state_dict` or `Module._apply`.
@@ -20,16 +19,15 @@ later gather casts the shard again, alone.
 Quantizing is a collective. All ranks make the same calls, in the same modes, so they agree on when
 to quantize. No rank's values and no rank's writes decide about that.
 
-FSDP2 has an extension: where the local tensor of a sharded parameter has two methods, it gathers
-what they say. `shown_to_fsdp2` shows it a ShardGather, which has them, in place of the local
-tensor. What users see, save and copy is the tensor.
+FSDP2 gathers what two methods of a local tensor say, if it has them. `shown_to_fsdp2` shows it a
+ShardGather, which has them, in its place. What users see, save and copy is the tensor.
 """
 
 import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -202,6 +200,11 @@ def gathers_of(module: nn.Module) -> dict[str, ShardGather]:
     return {name: gather for name, gather in marks(module).items() if gather is not None}
 
 
+def gathers_in(model: nn.Module) -> list[ShardGather]:
+    """Those of all its modules."""
+    return [gather for module in model.modules() for gather in gathers_of(module).values()]
+
+
 def _gather_of(param: FSDPParam) -> ShardGather | None:
     """None if the parameter is gathered in high precision."""
     name, gathers = param._module_info.param_name, marks(param._module_info.module)
@@ -266,3 +269,19 @@ def quantize(gathers: Sequence[ShardGather]) -> None:
         quantize_shards(shards)
     for gather in gathers:
         gather.fresh = gather.together is not None
+
+
+@contextlib.contextmanager
+def quantized(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the FP8 copies of the shards are those of their values now; for all ranks to enter.
+
+    The next gather quantizes again, because the values may change before it.
+    """
+    due = [gather for model in models for gather in gathers_in(model) if gather.is_due]
+    if due:
+        quantize(due)
+    try:
+        yield
+    finally:
+        for gather in due:
+            gather.fresh = False

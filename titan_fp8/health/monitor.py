@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_fp8.fsdp.requantize import quantized
+from titan_fp8.fsdp.sharded_weight import quantized
 from titan_fp8.health.observer import Layer, Observer
-from titan_fp8.health.report import Report, union_of_names
+from titan_fp8.health.report import Report
 from titan_fp8.ops import observe
 
 _logger = logging.getLogger()  # torchtitan's own
@@ -30,8 +30,6 @@ class Monitor:
     def __init__(self, freqs: Iterable[int], last_step: int):
         self.freqs, self.last_step = {*freqs} - {0}, last_step
         self._observer: Observer | None = None
-        self._names: list[str] = []
-        self._names_of: dict[frozenset[int], list[str]] = {}
         observe(None)
 
     def after_step(
@@ -43,20 +41,17 @@ class Monitor:
         """
         if self._observer is not None:
             observe(None)
-            own = [layer.name for layer in self._observer.layers]
-            report = Report.of_rank(self._names, own, *self._observer.table()).over_ranks(device)
+            names = [layer.name for layer in self._observer.layers]
+            report = Report.of_ranks(names, *self._observer.table(), device)
             self._observer = None
             logger.log(report.metrics(), step)
             title = f"FP8 health of step {step}, each figure for the worst operand"
             _logger.info(f"titan_fp8: {title}\n{report}")
             for warning in report.warnings(step):
                 _logger.warning(f"titan_fp8: {warning}")
-        due = frozenset(freq for freq in self.freqs if (step + 1) % freq == 0)
+        due = [freq for freq in self.freqs if (step + 1) % freq == 0]
         if due and step < self.last_step:
             layers = list(_layers_of(models, due))
-            if due not in self._names_of:
-                self._names_of[due] = union_of_names([layer.name for layer in layers])
-            self._names = self._names_of[due]
             with quantized(models):  # The observer samples the shards.
                 self._observer = Observer(layers, lambda: models[0].training, phase=step)
             observe(self._observer.wrap)

@@ -84,7 +84,7 @@ class Observer:
         self._operands: list[Operand] = []
         self._by_address: dict[int, Operand] = {}
         self._wgrads: list[tuple[Operand, Operand]] = []
-        self._tokens: list[tuple[int, Tensor]] = []
+        self._tokens: list[list[Tensor]] = [[] for _ in layers]
         self._layers_at: dict[int, list[int]] = {}
         for index, layer in enumerate(layers):
             if gather := gathers_of(layer.module).get(layer.parameter):
@@ -145,7 +145,8 @@ class Observer:
                 left.roles |= {(layer, role) for layer in layers}
             if offs is not None and gemm == "fprop":
                 tokens = offs.diff(prepend=offs.new_zeros(1))
-                self._tokens += [(layer, tokens) for layer in layers]
+                for layer in layers:
+                    self._tokens[layer].append(tokens)
 
     def multiplied_columns(self, g: Tensor, x: Tensor) -> None:
         """wgrad of the columns of g and x."""
@@ -188,9 +189,7 @@ class Observer:
         table[:, MAXIMA] = -torch.inf
         of_maxima = cells[:, None].expand(-1, 2), results[samples, MAXIMA], "amax"
         table[:, MAXIMA] = table[:, MAXIMA].scatter_reduce(0, *of_maxima)
-        tokens: list[list[Tensor]] = [[] for _ in self.layers]
-        for layer, of_experts in self._tokens:
-            tokens[layer].append(of_experts.cpu())
+        tokens = [[of_experts.cpu() for of_experts in products] for products in self._tokens]
         return table.view(len(self.layers), len(OPERANDS), len(Stat)), tokens
 
     def _trace_columns(self) -> None:

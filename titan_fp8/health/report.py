@@ -1,14 +1,13 @@
 """The health of one step over all ranks, as metrics, as text and as warnings.
 
-Ranks are combined by one sum and one maximum over all of them. Shares and errors are those of all
-sampled elements together: each rank counts with as many as it has sampled. Ranks that compute the
-same, as data-parallel ranks do with a weight, do not change a share. The spread of an operand's
-scales is over all ranks, and tokens per expert are those of all experts.
+Ranks are combined by one sum and one maximum over all of them; tokens per expert are few enough to
+be gathered. Shares and errors are those of all sampled elements together: each rank counts with as
+many as it has sampled. Ranks that compute the same, as data-parallel ranks do with a weight, do not
+change a share. The spread of an operand's scales is over all ranks.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +29,6 @@ def kind_of(layer: str) -> str:
     return re.sub(r"^layers\.|(?<=\.)\d+\.|^\d+\.", "", layer)
 
 
-def union_of_names(names: Sequence[str]) -> list[str]:
-    """The names on all ranks, in the order of the first rank that has them."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return list(names)
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, list(names))
-    return list(dict.fromkeys(name for each in gathered for name in each))
-
-
 @dataclass
 class Report:
     """The statistics of a step.
@@ -46,45 +36,45 @@ class Report:
     Attributes:
         names: of the layers, on whatever ranks they are.
         table: (layers, OPERANDS, Stat), float64.
-        tokens: (layers, 4), float64: of experts' products the sum of the tokens over experts, the
-            number of experts, the most and minus the fewest tokens of one; -inf where none is.
+        tokens: by module of experts, the mean, the most and the fewest tokens of one expert in one
+            product, padding included.
     """
 
     names: list[str]
     table: Tensor
-    tokens: Tensor
+    tokens: dict[str, tuple[float, float, float]]
 
     @classmethod
-    def of_rank(
-        cls, names: list[str], own: Sequence[str], table: Tensor, sizes: Iterable[list[Tensor]]
+    def of_ranks(
+        cls, own: list[str], own_table: Tensor, sizes: list[list[Tensor]], device: torch.device
     ) -> "Report":
-        """What `Observer.table` has returned for the layers `own`, as a report on `names`."""
-        shapes = (len(names), len(OPERANDS), len(Stat)), (len(names), 4)
-        report = cls(names, *(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
-        report.table[..., MAXIMA] = report.tokens[:, 2:] = -torch.inf
-        for name, statistics, counts in zip(own, table, sizes, strict=True):
-            row = names.index(name)
-            report.table[row] = statistics
-            if counts:
-                each = torch.cat(counts).double()
-                tokens = each.sum(), len(each), each.max(), -each.min()
-                report.tokens[row] = torch.tensor(tokens, dtype=torch.float64)
-        return report
+        """What `Observer.table` has returned for the layers `own`, and for those of other ranks.
 
-    def over_ranks(self, device: torch.device) -> "Report":
-        """This report, now that of all ranks, by two all-reduces of tensors on `device`."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self
-        for op, of_table, of_tokens in (
-            (dist.ReduceOp.SUM, SUMS, slice(0, 2)),
-            (dist.ReduceOp.MAX, MAXIMA, slice(2, 4)),
-        ):
-            table, tokens = self.table[..., of_table], self.tokens[:, of_tokens]
-            both = torch.cat([table.flatten(1), tokens], 1).to(device)
-            dist.all_reduce(both, op)
-            table.copy_(both[:, :-2].view(table.shape))
-            tokens.copy_(both[:, -2:])
-        return self
+        The ranks reduce on `device`.
+        """
+        counts = {
+            layer.rpartition(".")[0]: torch.cat(products)
+            for layer, products in zip(own, sizes, strict=True)
+            if products
+        }
+        ranks = [(own, counts)]
+        if dist.is_initialized():
+            ranks *= dist.get_world_size()
+            dist.all_gather_object(ranks, (own, counts))
+        names = list(dict.fromkeys(name for of_rank, _ in ranks for name in of_rank))
+        table = torch.zeros(len(names), len(OPERANDS), len(Stat), dtype=torch.float64)
+        table[..., MAXIMA] = -torch.inf
+        table[[names.index(name) for name in own]] = own_table
+        if dist.is_initialized():
+            for op, columns in ((dist.ReduceOp.SUM, SUMS), (dist.ReduceOp.MAX, MAXIMA)):
+                part = table[..., columns].contiguous().to(device)
+                dist.all_reduce(part, op)
+                table[..., columns] = part.cpu()
+        tokens = {}
+        for module in dict.fromkeys(module for _, of_rank in ranks for module in of_rank):
+            every = torch.cat([of_rank[module] for _, of_rank in ranks if module in of_rank])
+            tokens[module] = every.double().mean().item(), every.max().item(), every.min().item()
+        return cls(names, table, tokens)
 
     # Shares and errors
 
@@ -108,18 +98,10 @@ class Report:
         for name, values in (of_layers | {"scale_spread": spreads}).items():
             for layer, value in zip(self.names, values.tolist()):
                 scalars[f"health_layer_{name}/{layer}"] = value
-        for module, (mean, most, fewest) in self.tokens_per_expert().items():
+        for module, (mean, most, fewest) in self.tokens.items():
             start = f"health_tokens_per_expert/{module}"
             scalars |= {f"{start}/mean": mean, f"{start}/max": most, f"{start}/min": fewest}
         return {tag: value for tag, value in scalars.items() if value == value}
-
-    def tokens_per_expert(self) -> dict[str, tuple[float, float, float]]:
-        """The mean, the most and the fewest tokens of one expert, padding included, by module."""
-        found = {}
-        for layer, (total, experts, most, fewest) in zip(self.names, self.tokens.tolist()):
-            if experts:
-                found[layer.rpartition(".")[0]] = total / experts, most, -fewest
-        return found
 
     def underflow(self) -> list[tuple[int, float, str]]:
         """(row, share, operand) of each layer at the operand that is worst; worst layers first."""
@@ -162,8 +144,7 @@ class Report:
         rows += [("worst layers",)] if worst else []
         rows += [(self.names[row], *_cells(self.table[row : row + 1])) for row in worst]
         lines = text_table(rows).splitlines()
-        modules = self.tokens_per_expert().items()
-        uneven = sorted(modules, key=lambda each: each[1][1] / max(each[1][0], 1), reverse=True)
+        uneven = sorted(self.tokens.items(), key=lambda each: -each[1][1] / max(each[1][0], 1))
         for module, (mean, most, fewest) in uneven[:NAMED]:
             lines.append(
                 f"{module}: {fewest:.0f} to {most:.0f} tokens per expert, {mean:.0f} on average"

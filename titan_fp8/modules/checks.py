@@ -3,14 +3,16 @@
 Each raises a ValueError that names the key or module, its value and what is allowed.
 """
 
+import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-from titan_fp8.functional.checks import fits_fp8
+from titan_fp8.functional.checks import check_bool, fits_fp8
+from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import RECIPE_NAMES
 
 PERMUTATIONS = ("gather", "host")
@@ -58,6 +60,21 @@ def check_capacity(key: str, value: object) -> None:
         raise ValueError(f"{key} = {value!r}: allowed are finite numbers from 1 on")
 
 
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "recipe": check_choice,
+    "filter_fqns": check_patterns,
+    "fqns": check_experts_patterns,
+    "emulate": check_bool,
+    "fsdp_all_gather": check_bool,
+    "health_freq": check_freq,
+    "host_speedups": check_bool,
+    "permutation": functools.partial(check_choice, allowed=PERMUTATIONS),
+    "exchange": functools.partial(check_choice, allowed=EXCHANGES),
+    "exchange_capacity": check_capacity,
+}
+"""The check of each key (`settings.py`)."""
+
+
 def permutation_of(permutation: str | None, host_speedups: bool) -> str:
     """The permutation that a setting chooses; by default it is one of the speed-ups."""
     return permutation or ("gather" if host_speedups else "host")
@@ -86,10 +103,14 @@ def why_no_fp8_gemm(n: int, k: int) -> str | None:
     return None
 
 
-def why_no_fp8_grouped_mm(name: str, shape: Sequence[int]) -> str | None:
-    """Why FP8 GEMMs cannot multiply by experts' weights (E, N, K) `name`; None if they can."""
-    reason = why_no_fp8_gemm(*shape[1:])
-    return reason and f"{name}: {reason}"
+def why_no_fp8_experts(experts: nn.Module) -> str | None:
+    """Why FP8 GEMMs cannot multiply by the weights (E, N, K) of these experts; None if they can."""
+    for name, param in experts.named_parameters():
+        if param.dim() == 3 and (reason := why_no_fp8_gemm(*param.shape[1:])):
+            return f"{name}: {reason}"
+        if param.dtype not in DTYPES:
+            return f"{param.dtype} parameters"
+    return None
 
 
 # Shards

@@ -19,8 +19,6 @@ from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.modules.linear import FP8Linear
 from titan_fp8.recipe import get_recipe
 
-_FORWARD = FP8Linear.forward
-
 
 class FP8FeedForward(nn.Module):
     """A mixin before a FeedForward class of torchtitan, whose forward is the fallback."""
@@ -33,12 +31,15 @@ class FP8FeedForward(nn.Module):
     """The exact class of w1, w2 and w3; a subclass may compute something else."""
 
     plain_forward: Any
-    """The fallback, of when the class was made; others may have replaced it since."""
+    linear_forward: Any
+    """The fallback, and that of `linear_class`, of when the class was made. Others may have
+    replaced them since."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not hasattr(cls, "plain_forward"):
             cls.plain_forward = staticmethod(super().forward)
+            cls.linear_forward = staticmethod(cls.linear_class.forward)
 
     def forward(self, x: Tensor) -> Tensor:
         """y (..., K) = w2(silu(w1 x) * w3 x) for x (..., K)."""
@@ -61,11 +62,13 @@ class FP8FeedForward(nn.Module):
         )
 
     def must_be_called(self, linear: Any) -> bool:
-        """Whether calling `linear` does more than FP8Linear.forward, or its weight is sharded."""
+        """Whether calling `linear` does more than FP8Linear.forward, or its weight is a DTensor."""
         return (
-            "forward" in vars(linear)
-            or self.linear_class.forward is not _FORWARD
-            or call_does_more(linear)
+            isinstance(linear.weight, DTensor)
+            or vars(linear).get("forward") is not linear.wrapper
+            or self.linear_class.forward is not self.linear_forward
+            or linear._compiled_call_impl is not None
+            or has_hooks(linear)
         )
 
 
@@ -88,15 +91,6 @@ def can_fuse(feed_forward: Any, linear_class: type) -> bool:
     )
 
 
-def call_does_more(linear: Any) -> bool:
-    """Whether hooks or the compiler act on the call of `linear`, or its weight is a DTensor."""
-    return (
-        isinstance(linear.weight, DTensor)
-        or linear._compiled_call_impl is not None
-        or has_hooks(linear)
-    )
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether there are hooks on the call of `module`: what nn.Module.__call__ checks for."""
     return bool(
@@ -104,8 +98,5 @@ def has_hooks(module: nn.Module) -> bool:
         or module._forward_hooks
         or module._backward_pre_hooks
         or module._backward_hooks
-        or nn_module._global_forward_pre_hooks
-        or nn_module._global_forward_hooks
-        or nn_module._global_backward_pre_hooks
-        or nn_module._global_backward_hooks
+        or nn_module._has_any_global_hook()
     )

@@ -17,8 +17,8 @@ them:
 """
 
 import contextlib
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +55,15 @@ class FP8Linear(nn.Linear):
         recipe, emulate: as in `fp8_linear`.
         fqn: its name in the model, for error messages.
         health_freq: every how many steps its health is observed (`health/`); 0: never.
+        wrapper: the forward of its own that torchtitan 0.3 has given the module, if it has. Without
+            tensor parallelism it only calls the one of the class.
     """
 
     recipe: str = "blockwise"
     emulate: bool = False
     fqn: str = ""
     health_freq: int = 0
+    wrapper: Callable[..., Any] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., N), as nn.Linear; plain tensors or DTensors."""

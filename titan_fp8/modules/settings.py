@@ -7,21 +7,10 @@ the help text of its flag.
 
 # No `from __future__ import annotations` here: torchtitan's merge needs annotations to be types.
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from titan_fp8.functional.checks import check_bool
-from titan_fp8.modules.checks import (
-    EXCHANGES,
-    PERMUTATIONS,
-    check_capacity,
-    check_choice,
-    check_experts_patterns,
-    check_freq,
-    check_patterns,
-)
+from titan_fp8.modules.checks import CHECKS, EXCHANGES, PERMUTATIONS
 from titan_fp8.recipe import RECIPE_NAMES
 
 RecipeName = Literal[RECIPE_NAMES]  # type: ignore[valid-type]
@@ -57,8 +46,8 @@ class Settings:
         """ValueError for a value that is not allowed. None is, where it is the default."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name in _CHECKS and not (value is None and each.default is None):
-                _CHECKS[each.name](f"{self.where} {each.name}", value)
+            if each.name in CHECKS and not (value is None and each.default is None):
+                CHECKS[each.name](f"{self.where} {each.name}", value)
 
 
 @dataclass(kw_only=True)
@@ -83,17 +72,3 @@ class ExpertsSettings(Settings):
 
     fqns: list[str] = field(default_factory=lambda: ["experts"])
     """Grouped experts whose qualified name contains one of these are converted."""
-
-
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "recipe": check_choice,
-    "filter_fqns": check_patterns,
-    "fqns": check_experts_patterns,
-    "emulate": check_bool,
-    "fsdp_all_gather": check_bool,
-    "health_freq": check_freq,
-    "host_speedups": check_bool,
-    "permutation": functools.partial(check_choice, allowed=PERMUTATIONS),
-    "exchange": functools.partial(check_choice, allowed=EXCHANGES),
-    "exchange_capacity": check_capacity,
-}

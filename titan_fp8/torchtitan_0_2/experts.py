@@ -26,11 +26,10 @@ from titan_fp8.modules.checks import (
     check_choice,
     check_experts_patterns,
     check_shards,
-    why_no_fp8_grouped_mm,
+    why_no_fp8_experts,
 )
 from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
 from titan_fp8.modules.report import ConversionReport
-from titan_fp8.ops import DTYPES
 from titan_fp8.recipe import get_recipe
 
 
@@ -154,9 +153,4 @@ def _why_left(experts: nn.Module) -> str | None:
         return f"already converted, {experts.recipe}"
     if type(experts) is not GroupedExperts:
         return f"{type(experts).__name__} differs from GroupedExperts (in biases, for example)"
-    for name, param in experts.named_parameters():
-        if reason := why_no_fp8_grouped_mm(name, param.shape):
-            return reason
-        if param.dtype not in DTYPES:
-            return f"{param.dtype} parameters"
-    return None
+    return why_no_fp8_experts(experts)

@@ -12,6 +12,7 @@ from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
+from titan_fp8.patches import SAC_POLICY
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, experts_recipe, host_speedups_of
@@ -58,7 +59,7 @@ def speed_up(
         return
     if blocks := compile_up_to_experts(model, job_config.compile.backend):
         # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
-        patches.SAC_POLICY.apply(with_fp8_policy)
+        SAC_POLICY.apply(with_fp8_policy)
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 

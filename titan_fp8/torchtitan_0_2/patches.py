@@ -5,18 +5,8 @@
 model, as torchtitan's own converters do.
 """
 
-from titan_fp8.patches import (
-    CPU,
-    FEWER_OPS,
-    FP8_GATHERS,
-    GRADIENT_REDUCTION,
-    PROFILER_RANGES,
-    RECOMPUTABLE_QUANTIZERS,
-    SAC_POLICY,
-    Patch,
-    Target,
-    torchtitan_on_cpu,
-)
+from titan_fp8 import patches as shared
+from titan_fp8.patches import Patch, Target, torchtitan_on_cpu
 
 CONFIG_CHECK = Patch(
     name="config check",
@@ -75,9 +65,9 @@ TORCHTITAN_ON_CPU = torchtitan_on_cpu(
     Target("torchtitan.models.moe.kernels:fill_indices_wrapper"),
 )
 
-ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
-FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS, STEP_METRICS)
-FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES, TOKEN_EXCHANGE)
+FOR_FP8 = (*shared.FOR_FP8, STEP_METRICS)
+FOR_HOST = (*shared.FOR_HOST, TOKEN_EXCHANGE)
 ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
-PATCHES = (*ON_IMPORT, *ON_CONVERSION, FP8_GATHERS, CPU, TORCHTITAN_ON_CPU)
+ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
+PATCHES = (*ON_IMPORT, *ON_CONVERSION, shared.FP8_GATHERS, shared.CPU, TORCHTITAN_ON_CPU)
 """By what applies them: plugin.py's import, the converters for FP8 and by host.py, `cpu_host`."""

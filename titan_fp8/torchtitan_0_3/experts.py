@@ -20,7 +20,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.module import Module
 
 from titan_fp8.functional import fp8_grouped_mm
-from titan_fp8.modules.checks import why_no_fp8_grouped_mm
+from titan_fp8.modules.checks import why_no_fp8_experts
 from titan_fp8.modules.experts import Candidate, run_experts, select, shapes_of
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings
@@ -95,13 +95,9 @@ def _describe(config: GroupedExperts.Config) -> tuple[str, str | None]:
     """The shapes of the parameters, and why these experts cannot be converted, if they cannot."""
     with torch.device("meta"):
         experts = config.build()
-    parameters = dict(experts.named_parameters())
-    shape = shapes_of(parameters.values())
+    shape = shapes_of(experts.parameters())
     if isinstance(experts, FP8Experts):
         return shape, f"already converted, {experts.recipe}"
     if type(experts)._grouped_mm is not GroupedExperts._grouped_mm:
         return shape, f"{type(experts).__name__} has grouped products of its own"
-    for name, param in parameters.items():
-        if param.dim() == 3 and (reason := why_no_fp8_grouped_mm(name, param.shape)):
-            return shape, reason
-    return shape, None
+    return shape, why_no_fp8_experts(experts)

@@ -11,8 +11,6 @@ from torchtitan.protocols.module import Module
 from titan_fp8.modules import feed_forward
 from titan_fp8.torchtitan_0_3.linear import FP8Linear, replace
 
-_FORWARD = FP8Linear.forward
-
 
 class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
     """The feed-forward of dense blocks and of shared experts."""
@@ -24,15 +22,9 @@ class FP8FeedForward(feed_forward.FP8FeedForward, FeedForward):
         pass
 
     def must_be_called(self, linear: Any) -> bool:
-        """Whether calling `linear` does more than FP8Linear.forward."""
-        return (
-            FP8Linear.forward is not _FORWARD
-            # Without tensor parallelism torchtitan's wrapper has nothing to redistribute.
-            or linear.tensor_parallel
-            or vars(linear).get("forward") is not linear.wrapper
-            or feed_forward.call_does_more(linear)
-            or spmd.is_type_checking()
-        )
+        """Also under tensor parallelism, where torchtitan's wrapper redistributes tensors."""
+        sharded = linear.tensor_parallel or spmd.is_type_checking()
+        return sharded or super().must_be_called(linear)
 
 
 def fuse_feed_forwards(model: Module.Config) -> int:

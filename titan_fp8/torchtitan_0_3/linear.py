@@ -7,17 +7,17 @@ linears of modules that read the weight instead of calling the linear.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import spmd_types as spmd
 from torch import Tensor
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.dist_gemm import AllGatherFusedFeedForward, AllGatherFusedQKVLinear
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import resolve_placements
 
 from titan_fp8.fsdp import gather_in_fp8
 from titan_fp8.modules import linear
@@ -77,13 +77,10 @@ class FP8Module(Module):
         for name, parameter in self.named_parameters(recurse=False):
             if parameter.dim() < dims or name not in layouts:
                 continue
-            types = layouts[name].per_axis_spmd_types().items()
-            sharded = {axis.value: kind for axis, kind in types if isinstance(kind, spmd.Shard)}
-            meshes = [parallel_dims.get_optional_mesh(axis) for axis in sharded]
-            degrees = [1 if mesh is None else mesh.size() for mesh in meshes]
-            placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in sharded.values()]
-            # Before they are sharded, on every rank alike.
-            check_shard_sizes(f"{self.fqn}.{name}", parameter.shape, degrees, placements)
+            mesh = parallel_dims.resolve_mesh(layouts[name].axes())
+            if mesh is not None:  # Before they are sharded, on every rank alike.
+                placements = resolve_placements(layouts[name], mesh)
+                check_shard_sizes(f"{self.fqn}.{name}", parameter.shape, mesh.shape, placements)
         if self.fsdp_all_gather and not parallel_dims.fsdp_enabled:
             message = "titan_fp8: fsdp_all_gather = True changes nothing: the plan has no FSDP"
             log_once(logging.WARNING, message)
@@ -97,8 +94,6 @@ class FP8Linear(FP8Module, linear.FP8Linear, Linear):
     class Config(FP8Fields, Linear.Config):
         pass
 
-    wrapper: Callable[..., Any] | None = None
-    """The forward that torchtitan has put before this class's, to redistribute tensors."""
     tensor_parallel: bool = False
 
     # torchtitan finds the sharding of inputs by the name of the argument.

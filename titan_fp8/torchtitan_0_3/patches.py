@@ -4,18 +4,8 @@
 no patch: it changes one tree of configs, as torchtitan's converters do.
 """
 
-from titan_fp8.patches import (
-    CPU,
-    FEWER_OPS,
-    FP8_GATHERS,
-    GRADIENT_REDUCTION,
-    PROFILER_RANGES,
-    RECOMPUTABLE_QUANTIZERS,
-    SAC_POLICY,
-    Patch,
-    Target,
-    torchtitan_on_cpu,
-)
+from titan_fp8 import patches as shared
+from titan_fp8.patches import Patch, Target, torchtitan_on_cpu
 
 CUDA_GRAPHS_CHECK = Patch(
     name="check of CUDA graphs",
@@ -45,9 +35,8 @@ TORCHTITAN_ON_CPU = torchtitan_on_cpu(
     Target("torchtitan.config.manager:ConfigManager.parse_args", ("self", "args")),
 )
 
-FOR_FP8 = (SAC_POLICY, RECOMPUTABLE_QUANTIZERS, FEWER_OPS, CUDA_GRAPHS_CHECK, STEP_HEALTH)
-FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES)
-ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
-PATCHES = (GROUP_TIMEOUT, *ON_CONVERSION, FP8_GATHERS, CPU, TORCHTITAN_ON_CPU)
+FOR_FP8 = (*shared.FOR_FP8, CUDA_GRAPHS_CHECK, STEP_HEALTH)
+ON_CONVERSION = (*FOR_FP8, *shared.FOR_HOST)
+PATCHES = (GROUP_TIMEOUT, *ON_CONVERSION, shared.FP8_GATHERS, shared.CPU, TORCHTITAN_ON_CPU)
 """By what applies them: the import of the adapter, the converters for FP8 and by host/, `cpu_host`.
 """
