@@ -1,7 +1,8 @@
 # Sourced by the other scripts. Sets `root`, the repository, and defines `die MESSAGE`.
 #
 # `prepare_env [EXTRA]` sets `python` to an interpreter with torchtitan 0.2 and the packages of
-# pyproject.toml, with those of one extra: `scripts`, the default, or `dev` for lint and tests.
+# pyproject.toml, with those of one extra: `scripts`, the default, or `dev` for lint and tests. With
+# an empty EXTRA it takes one that has what `pip install .` installs.
 #
 # 1. TITAN_FP8_PYTHON if it is set, unchecked: for container images and GPU nodes without a network.
 # 2. Otherwise the python3 on PATH, if it has these packages in fitting versions.
@@ -23,7 +24,8 @@ die() {
     exit 2
 }
 
-# Prints the first package of pyproject.toml with an extra that an interpreter lacks, if any.
+# Prints the first package of pyproject.toml, with an extra if one is named, that an interpreter
+# lacks, if any.
 lacks() { # PYTHON EXTRA
     "$1" - "$root/pyproject.toml" "$2" 2>/dev/null <<'PY' || echo packaging
 import platform
@@ -50,7 +52,9 @@ def is_there(package):
 
 
 extras = project["optional-dependencies"]
-packages = ["torchtitan<0.3", *project["dependencies"], *extras["scripts"], *extras[sys.argv[2]]]
+packages = ["torchtitan<0.3", *project["dependencies"]]
+if sys.argv[2]:
+    packages += [*extras["scripts"], *extras[sys.argv[2]]]
 packages = [each for each in map(Requirement, packages) if each.name != project["name"]]
 packages = [each for each in packages if not each.marker or each.marker.evaluate()]
 lacking = [each for each in packages if not is_there(each)]
@@ -101,7 +105,7 @@ install() { # VENV PYTHON STAMP SHARED PACKAGE ...
 }
 
 prepare_env() { # [EXTRA]
-    local extra=${1:-scripts} venv=$root/.venv torch=2.13.0 stamp lacking host
+    local extra=${1-scripts} venv=$root/.venv torch=2.13.0 stamp lacking host
     python=${TITAN_FP8_PYTHON:-python3}
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]]; then
         "$python" -c 'import torch, torchtitan' || die "TITAN_FP8_PYTHON=$python has no torchtitan"
@@ -116,6 +120,7 @@ prepare_env() { # [EXTRA]
             "install that, move .venv away, or set TITAN_FP8_PYTHON"
         return 0
     fi
+    extra=${extra:-scripts}
     [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]] && torch=2.11.0
     stamp="$torch $(cat "$root/pyproject.toml" "$root/scripts/env.sh" | cksum)"
     has_stamp "$venv" "$stamp $extra" || has_stamp "$venv" "$stamp dev" && return

@@ -53,6 +53,7 @@ else
     runs=outputs/quickstart/${model}_torchtitan_0.3
     dump_folder=--dump_folder
 fi
+export TITAN_FP8_PYTHON=$python # for train.sh
 seed=$runs/seed-$(cksum <"${config%:*}" | cut -d ' ' -f 1)
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))

@@ -27,10 +27,10 @@ file=${1%.py:*}
 folder=$(cd -- "$(dirname -- "$file")" && pwd)
 config=$folder/$(basename -- "$file")
 arguments=(--job.config_file "$config")
-prepare=prepare_env
+prepare=(prepare_env "")
 if [[ $file != "$1" ]]; then
     arguments=("--module=$(basename -- "$file" .py)" "--config=${1##*:}")
-    prepare=prepare_torchtitan_0_3
+    prepare=(prepare_torchtitan_0_3)
     export PYTHONPATH="$PYTHONPATH:$folder"
 fi
 shift
@@ -39,7 +39,7 @@ nodes=${NNODES:-1}
 [[ $nodes == 1 || -n "${MASTER_ADDR:-}" ]] ||
     die "NNODES=$nodes needs MASTER_ADDR, the machine where all meet"
 cd "$root"
-"$prepare"
+"${prepare[@]}"
 "$python" -c 'import sys; open(sys.argv[1], encoding="utf-8").read()' "$config" 2>/dev/null ||
     die "$config cannot be read as UTF-8"
 

@@ -140,10 +140,10 @@ def test_torchtitan_reads_the_corpus(data: Path, split: str) -> None:
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """The commands of a page's shell blocks, continued lines joined, comments dropped."""
+    """The commands of a page's shell blocks, continued lines joined."""
     blocks = re.findall(r"```(?:bash|sh|shell|console)\n(.*?)```", page.read_text(), re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    commands = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
+    commands = [shlex.split(line.removeprefix("$ ")) for line in lines]
     return [command for command in commands if command]
 
 
@@ -156,11 +156,16 @@ def test_readme_has_the_two_commands() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_commands_of_a_page_name_what_exists(page: Path) -> None:
     for command in commands_of(page):
+        assert "#" not in command, "interactive zsh knows no comments"
         for word in command:
             if word.startswith(("./scripts/", "scripts/", "configs/", "tests/", "docs/")):
                 path, _, function = word.partition(":")
                 assert (ROOT / path).exists(), word
                 assert not function or f"def {function}(" in (ROOT / path).read_text(), word
+        if "scripts/converge/run.py" in command:
+            config = command[command.index("scripts/converge/run.py") + 1]
+            known = [ROOT / config, ROOT / f"scripts/converge/{config}.toml"]
+            assert any(map(Path.exists, known)), config
 
 
 @pytest.mark.parametrize("page", [*PAGES, LOG, *HISTORY], ids=lambda page: page.name)

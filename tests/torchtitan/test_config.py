@@ -72,12 +72,14 @@ def test_the_docs_show_the_defaults(tmp_path):
     assert sections(config) == sections(parse(tmp_path, HEAD))
 
 
-def test_the_lines_of_the_readme_convert_a_dense_model(tmp_path):
+def test_the_lines_of_the_readme_convert_a_dense_model_and_one_with_experts(tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
     config = parse(tmp_path, block.replace("[model]", '[model]\nname = "llama3"'))
     linear, _ = sections(config)
     assert config.model.converters == [LINEAR] and linear[0] == "blockwise"
+    block = re.sub("converters = .*\n# with experts:", "converters =", block)
+    assert parse(tmp_path, block).model.converters == list(BOTH)
 
 
 def test_every_key_is_read_from_the_toml(tmp_path):

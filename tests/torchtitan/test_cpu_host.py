@@ -1,6 +1,5 @@
 """What each patch of cpu_host enables. Other tests run whole trainings on the CPU."""
 
-import contextlib
 import logging
 import subprocess
 import sys
@@ -11,11 +10,13 @@ import torch
 import torchtitan.train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.metrics import build_device_memory_monitor
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager
 from torchtitan.models.moe.kernels import generate_permute_indices
 
 from titan_fp8 import cpu_host
-from titan_fp8.torchtitan_0_2.cpu import check_memory
+from titan_fp8.torchtitan_0_2.cpu import check_model
+
+SEED = ("--checkpoint.create_seed_checkpoint",)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -118,12 +119,17 @@ def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, flavor, gib",
-    [("llama3", "70B", "1,051"), ("llama3", "debugmodel", ""), ("deepseek_v3", "debugmodel", "")],
+    "flags, gib, allowed", [((), 1024, "1.0"), ((), 8, "0.5"), (SEED, 8, "0.5")]
 )
-def test_a_model_that_does_not_fit_is_refused(name: str, flavor: str, gib: str) -> None:
-    config = JobConfig()
-    config.model.name, config.model.flavor = name, flavor
-    message = f"llama3 70B needs {gib} GiB without activations, and this machine has no GPU and"
-    with contextlib.nullcontext() if not gib else pytest.raises(SystemExit, match=message):
-        check_memory(config)
+def test_a_large_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], gib: int, allowed: str
+) -> None:
+    """With much memory, too; then a checkpoint of it may still be written."""
+    monkeypatch.setattr(cpu_host, "memory_of_machine", lambda: gib * 2**30)
+    config = ConfigManager().parse_args(["--model.flavor", "8B", *flags])
+    refusal = rf"llama3 8B has 8.0 billion .* no GPU .* allowed on this CPU are {allowed} billion"
+    with pytest.raises(ValueError, match=refusal):
+        check_model(config)
+    check_model(ConfigManager().parse_args(["--model.flavor", "debugmodel", *flags]))
+    monkeypatch.setattr(cpu_host, "memory_of_machine", lambda: 2**40)
+    check_model(ConfigManager().parse_args(["--model.flavor", "8B", *SEED]))

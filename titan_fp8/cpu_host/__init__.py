@@ -32,6 +32,11 @@ SEED_WARNING = (
     "--checkpoint.create_seed_checkpoint) and name its folder in --checkpoint.initial_load_path."
 )
 
+BYTES_PER_PARAMETER = 16
+"""Of a parameter, its gradient and AdamW's state, in FP32."""
+MOST_PARAMETERS = 10**9
+"""Of a model that trains on CPUs, however much memory they have."""
+
 _logger = logging.getLogger()  # torchtitan's own
 
 
@@ -76,6 +81,22 @@ def _constant(value: Callable) -> Callable:
 def memory_of_machine() -> int:
     """In bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_size(name: str, parameters: int, trains: bool) -> None:
+    """Refuses a model that this machine has no memory for, or that would train for ages.
+
+    Raises:
+        ValueError: it has too many parameters; `trains` is false if it only writes a checkpoint.
+    """
+    fit = memory_of_machine() // BYTES_PER_PARAMETER
+    allowed = min(fit, MOST_PARAMETERS) if trains else fit
+    if parameters > allowed:
+        raise ValueError(
+            f"{name} has {parameters / 1e9:,.1f} billion parameters, and no GPU was found: allowed "
+            f"on this CPU are {allowed / 1e9:,.1f} billion. Use GPUs, or a smaller flavor such as "
+            "debugmodel"
+        )
 
 
 def _device_module() -> tuple[Callable, ...]:

@@ -1,20 +1,17 @@
 """What torchtitan 0.2 needs besides `titan_fp8.cpu_host.prepare` to run without an accelerator."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from titan_fp8.cpu_host import memory_of_machine, warning_of_unseeded_start
+from titan_fp8.cpu_host import check_size, warning_of_unseeded_start
 from titan_fp8.torchtitan_0_2.patches import TORCHTITAN_ON_CPU
 
 FLAGS = {"--optimizer.implementation": ("foreach",)}
 """Flags that the CPU needs, unless the command line sets them: the default optimizer, fused, does
 not accept DTensors on the CPU."""
-BYTES_PER_PARAMETER = 16
-"""Of a parameter, its gradient and AdamW's state, in FP32."""
 
 
 def prepare() -> None:
@@ -29,32 +26,27 @@ def train() -> None:
     """Runs `python -m torchtitan.train`.
 
     Raises:
-        SystemExit: the model does not fit into this machine's memory.
+        ValueError: the model is too large for this machine.
     """
     from torchtitan.train import Trainer, main
 
     class CPUTrainer(Trainer):
         def init_distributed(self) -> Any:  # Before it come only the config's own imports.
-            check_memory(self.job_config)
+            check_model(self.job_config)
             return super().init_distributed()
 
     main(CPUTrainer)
 
 
-def check_memory(job_config: Any) -> None:
-    """Refuses a model that needs more memory to train than this machine has."""
+def check_model(job_config: Any) -> None:
+    """Refuses a model that is too large for CPUs."""
     from titan_fp8.torchtitan_0_2.config import model_of
 
     spec, args = model_of(job_config)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in spec.model_cls(args).parameters())
-    needed, memory = BYTES_PER_PARAMETER * parameters, memory_of_machine()
-    if needed > memory:
-        sys.exit(
-            f"titan_fp8.cpu_host: training {job_config.model.name} {job_config.model.flavor} needs "
-            f"{needed / 2**30:,.0f} GiB without activations, and this machine has no GPU and "
-            f"{memory / 2**30:,.0f} GiB: use GPUs, or a smaller --model.flavor such as debugmodel"
-        )
+    name = f"{job_config.model.name} {job_config.model.flavor}"
+    check_size(name, parameters, trains=not job_config.checkpoint.create_seed_checkpoint)
 
 
 def counting_integers(histc: Callable) -> Callable:

@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from titan_fp8.cpu_host import warning_of_unseeded_start
+import torch
+
+from titan_fp8.cpu_host import check_size, warning_of_unseeded_start
 from titan_fp8.torchtitan_0_3.patches import TORCHTITAN_ON_CPU
 
 FLAGS = {"--optimizer.implementation": ("foreach",), "--training.disable_cuda_graphs": ()}
@@ -14,7 +16,7 @@ fused, does not take DTensors on the CPU."""
 
 def prepare() -> None:
     """Applies TORCHTITAN_ON_CPU."""
-    TORCHTITAN_ON_CPU.apply(warning_of_unseeded_start, choosing_attention)
+    TORCHTITAN_ON_CPU.apply(warning_of_unseeded_start, fit_for_the_cpu)
 
 
 def train() -> None:
@@ -36,13 +38,24 @@ def use_sdpa(model: Any) -> None:
             logger.warning(f"{fqn}: on the CPU this attention runs without its sinks")
 
 
-def choosing_attention(parse_args: Callable) -> Callable:
-    """Wraps ConfigManager.parse_args: FlexAttention has no backward on the CPU."""
+def check_model(config: Any) -> None:
+    """Refuses a model that is too large for CPUs."""
+    spec = config.model_spec
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in spec.model.build().parameters())
+    trains = not config.checkpoint.create_seed_checkpoint
+    check_size(f"{spec.name} {spec.flavor}", parameters, trains)
+
+
+def fit_for_the_cpu(parse_args: Callable) -> Callable:
+    """Wraps ConfigManager.parse_args: it refuses large models, and replaces FlexAttention, which has
+    no backward on the CPU."""
 
     @functools.wraps(parse_args)
     def parse_for_the_cpu(self: Any, args: list[str] | None = None) -> Any:
         config = parse_args(self, args)
         if config.model_spec is not None:
+            check_model(config)
             use_sdpa(config.model_spec.model)
         return config
 
