@@ -12,6 +12,10 @@ import pytest
 # find out first which ones there are. Processes that tests start inherit it.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 
+# Imports and collection leave half a million objects, and no garbage to look for among them. Tests
+# do not look there either.
+gc.disable()
+
 # torch.cuda cannot be used in the same process: `scripts/test_gpu.sh` runs the GPU tests.
 collect_ignore = ["gpu"]
 
@@ -43,6 +47,15 @@ def pytest_collection(session):
     ConfigManager.register_tyro_rules = staticmethod(register)
     # The tensors are so small that a second thread only costs time.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -1,5 +1,9 @@
 """Imported by the server of ranks: what each rank would otherwise import and prepare by itself."""
 
+import gc
+
+gc.disable()  # in ranks, too: they end before garbage matters
+
 import plan_ranks  # (prepares the CPU before torchtitan is imported)
 import pytest  # noqa: F401
 import titan  # noqa: F401
