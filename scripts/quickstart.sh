@@ -57,7 +57,7 @@ seed=$runs/seed-$(cksum <"${config%:*}" | cut -d ' ' -f 1)
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 ranks=$((gpus == 1 ? 1 : 2))
 expert_parallel=$([[ $model == deepseek_v3 ]] && echo "$ranks" || echo 1)
-export HF_HUB_OFFLINE=1 LOG_RANK=0
+export HF_HUB_OFFLINE=1 LOG_RANK=0 TITAN_FP8_GPUS=$gpus # which train.sh need not count again
 
 # launch FOLDER [flag ...]: trains, prints one line per step and writes the whole log to FOLDER.
 launch() {
