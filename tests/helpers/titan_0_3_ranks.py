@@ -1,5 +1,9 @@
 """Imported by the server of ranks: prepares the CPU before it imports torchtitan."""
 
+import gc
+
+gc.disable()  # as in rank_server.py
+
 import torch
 
 from titan_fp8 import cpu_host
