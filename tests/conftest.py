@@ -1,5 +1,6 @@
 """What all tests share: torchtitan prepared for the CPU, and one thread per process."""
 
+import atexit
 import functools
 import gc
 import importlib.metadata
@@ -51,11 +52,8 @@ def pytest_collection(session):
 
 def pytest_collection_finish():
     gc.freeze()
+    atexit.register(gc.unfreeze)  # for libraries that would report leaks
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
 
 
 @pytest.fixture
