@@ -108,7 +108,8 @@ prepare_env() { # [EXTRA]
     local extra=${1-scripts} venv=$root/.venv torch=2.13.0 stamp lacking host
     python=${TITAN_FP8_PYTHON:-python3}
     if [[ -n "${TITAN_FP8_PYTHON:-}" ]]; then
-        "$python" -c 'import torch, torchtitan' || die "TITAN_FP8_PYTHON=$python has no torchtitan"
+        "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torchtitan"))' ||
+            die "TITAN_FP8_PYTHON=$python has no torchtitan"
         return
     fi
     lacking=$(lacks "$python" "$extra")

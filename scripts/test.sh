@@ -16,12 +16,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/jobs.sh"
 cd "$root"
 prepare_env dev
-pytest=("$python" -m pytest -q --durations 20 --dist worksteal)
+pytest=("$python" -m pytest -q --durations 20)
+two=(-n 2 --dist worksteal)
 if [[ $# -gt 0 ]]; then
     attended ./scripts/lint.sh
     everything=tests
     for argument; do [[ $argument != tests* ]] || everything=; done
-    exec "${pytest[@]}" -n 2 $everything "$@" # unquoted on purpose: no word if it is empty
+    exec "${pytest[@]}" "${two[@]}" $everything "$@" # unquoted on purpose: no word if it is empty
 fi
 
 # torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not. A
@@ -35,15 +36,14 @@ with_oldest_triton() {
             die "could not install triton $oldest"
         mv "$logs/triton" "$folder"
     fi
-    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" -n 1 \
-        --ignore-glob "*/test_replay*" tests/kernels
+    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" --ignore-glob "*/test_replay*" tests/kernels
 }
 
 with_torchtitan_0_3() {
     prepare_torchtitan_0_3
     # Where torch is another than in the environment for 0.2, that shares no pytest.
-    [[ $python != "$root"/* ]] || "$python" -m pip install -q pytest pytest-xdist
-    "$python" -m pytest -q --durations 20 -n 1 --dist worksteal tests
+    [[ $python != "$root"/* ]] || "$python" -m pip install -q pytest
+    "$python" -m pytest -q --durations 20 tests
 }
 
 mkdir -p build
@@ -53,7 +53,7 @@ aside with_oldest_triton
 aside with_torchtitan_0_3
 aside ./scripts/lint.sh
 failed=0
-attended "${pytest[@]}" -n 2 tests || failed=1
+attended "${pytest[@]}" "${two[@]}" tests || failed=1
 finish || failed=1
 
 if [[ $failed == 0 ]] && "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'

@@ -43,7 +43,7 @@ cd "$root"
 "$python" -c 'import sys; open(sys.argv[1], encoding="utf-8").read()' "$config" 2>/dev/null ||
     die "$config cannot be read as UTF-8"
 
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+gpus=${TITAN_FP8_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 if [[ $gpus -gt 0 ]]; then
     module=torchtitan.train
     ranks=${NGPU:-$gpus}

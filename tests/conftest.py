@@ -1,5 +1,6 @@
 """What all tests share: torchtitan prepared for the CPU, and one thread per process."""
 
+import atexit
 import functools
 import gc
 import importlib.metadata
@@ -11,6 +12,10 @@ import pytest
 # Inductor's C++ code without vector instructions compiles in half the time, and no process has to
 # find out first which ones there are. Processes that tests start inherit it.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+
+# Imports and collection leave half a million objects, and no garbage to look for among them. Tests
+# do not look there either.
+gc.disable()
 
 # torch.cuda cannot be used in the same process: `scripts/test_gpu.sh` runs the GPU tests.
 collect_ignore = ["gpu"]
@@ -43,6 +48,12 @@ def pytest_collection(session):
     ConfigManager.register_tyro_rules = staticmethod(register)
     # The tensors are so small that a second thread only costs time.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # for libraries that would report leaks
+    gc.enable()
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def compare(rank: int, *uses: Callable) -> None:
 # Writes that PyTorch notices, and writes that it does not
 
 
-@torch.compile(fullgraph=True, dynamic=True)
+@torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
 def by_compiled_code(w: Tensor, g: Tensor) -> None:
     w.sub_(0.1 * g)
 

@@ -17,7 +17,8 @@ from titan_fp8.torchtitan_0_3.experts import FP8Experts
 from titan_fp8.torchtitan_0_3.linear import FP8Linear
 
 ADAPTER = "titan_fp8.torchtitan_0_3"
-PAGE = Path(__file__).parents[2] / "docs/torchtitan_0_3.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/torchtitan_0_3.md"
 
 
 def test_the_documented_defaults():
@@ -44,6 +45,16 @@ def test_the_docs_show_the_defaults():
     for model, command in zip(titan_0_3.MODELS, commands, strict=True):
         parsed = titan_0_3.parse(f"{model}_plain", "--override.imports", command)
         assert apply_overrides(parsed.override, parsed)
+
+
+def test_torchtitan_takes_the_flags_of_the_quickstarts_fp32_run():
+    """CI's quickstart has too few steps for that run."""
+    script = (ROOT / "scripts/quickstart.sh").read_text(encoding="utf-8")
+    (flags,) = re.findall(r'train fp32 "\$\{bf16\[@\]\}" (.*)', script)
+    override = ("--override.imports", f"{ADAPTER}.bf16")
+    parsed = titan_0_3.parse("deepseek_v3_plain", *override, *flags.split())
+    assert apply_overrides(parsed.override, parsed)
+    assert parsed.training.mixed_precision_param == "float32"
 
 
 LIST, ONE_MORE, BOOL = ("list of strings",), ("empty string",), ("true", "false")
