@@ -48,8 +48,7 @@ def check_model(config: Any) -> None:
 
 
 def fit_for_the_cpu(parse_args: Callable) -> Callable:
-    """Wraps ConfigManager.parse_args: it refuses large models, and replaces FlexAttention, which has
-    no backward on the CPU."""
+    """Wraps ConfigManager.parse_args: no large models, nor FlexAttention, which has no backward."""
 
     @functools.wraps(parse_args)
     def parse_for_the_cpu(self: Any, args: list[str] | None = None) -> Any:
