@@ -24,8 +24,7 @@ die() {
     exit 2
 }
 
-# Prints the first package of pyproject.toml, with an extra if one is named, that an interpreter
-# lacks, if any.
+# Prints the first package of pyproject.toml and its extra, if one is named, that a Python lacks.
 lacks() { # PYTHON EXTRA
     "$1" - "$root/pyproject.toml" "$2" 2>/dev/null <<'PY' || echo packaging
 import platform
@@ -53,8 +52,7 @@ def is_there(package):
 
 extras = project["optional-dependencies"]
 packages = ["torchtitan<0.3", *project["dependencies"]]
-if sys.argv[2]:
-    packages += [*extras["scripts"], *extras[sys.argv[2]]]
+packages += [*extras["scripts"], *extras[sys.argv[2]]] if sys.argv[2] else []
 packages = [each for each in map(Requirement, packages) if each.name != project["name"]]
 packages = [each for each in packages if not each.marker or each.marker.evaluate()]
 lacking = [each for each in packages if not is_there(each)]

@@ -133,8 +133,7 @@ def measure_step(step: Step) -> Row:
         cpu = time.perf_counter() - begin
         torch.cuda.synchronize()
         times.append((events[0].elapsed_time(events[1]) * 1e3, cpu * 1e6))
-    us, cpu_us = map(statistics.median, zip(*times))
-    return {"us": us, "CPU us": cpu_us}
+    return dict(zip(("us", "CPU us"), map(statistics.median, zip(*times))))
 
 
 def measure_rank(rank: int, ranks: int, store: str, results: Any) -> None:
