@@ -236,6 +236,14 @@ FLAG = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
         ),
         ("deepseek_v3", LOAD_EXPORT, '"weight_block_size"', '"w"', "weight_block_size = None"),
         (
+            *("llama3", LOAD_EXPORT, '"lm_head"', '"model.layers.1.mlp"'),
+            r"1.mlp.down_proj.weight is in FP8, and modules_to_not_conv.* 'model.layers.1.mlp'",
+        ),
+        (
+            *("llama3", LOAD_EXPORT, '"modules_to_not_convert"', '"ignored_layers": 3, "x"'),
+            "config.json: quantization_config.ignored_layers = 3: allowed is a list of names",
+        ),
+        (
             *("llama3", LOAD_EXPORT, '"quantization_config"', '"quantization_config": [1], "x"'),
             r"config.json: quantization_config = \[1\]: allowed is an object",
         ),

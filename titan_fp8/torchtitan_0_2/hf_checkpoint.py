@@ -56,7 +56,7 @@ def with_scales(load: Callable) -> Callable:
             folder, adapter = Path(checkpoint_id), self.sd_adapter
             entries = _read_headers(folder)
             file = folder / INDEX
-            index = _object(_read_json(file).get("weight_map", {}), f"{file}: weight_map", str)
+            index = _checked(_read_json(file).get("weight_map", {}), f"{file}: weight_map", dict)
             _check_model(folder, entries, index, lambda: adapter.to_hf(state_dict))
             if _check_fp8(folder, entries, index):
                 if not from_quantized:
@@ -106,14 +106,15 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from None
-    return _object(content, str(file))
+    return _checked(content, str(file), dict, object)
 
 
-def _object(value: Any, where: str, element: type = object) -> dict[str, Any]:
-    """ValueError unless the value is an object of JSON whose values are of the type `element`."""
-    if not isinstance(value, dict) or not all(isinstance(v, element) for v in value.values()):
-        of_names = " of names" if element is str else ""
-        raise ValueError(f"{where} = {short(value)}: allowed is an object{of_names}")
+def _checked(value: Any, where: str, kind: type, element: type = str) -> Any:
+    """ValueError unless the value is an object (dict) or a list, and what is in it an `element`."""
+    elements = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, kind) or not all(isinstance(each, element) for each in elements):
+        allowed = ("an object" if kind is dict else "a list") + " of names" * (element is str)
+        raise ValueError(f"{where} = {short(value)}: allowed is {allowed}")
     return value
 
 
@@ -153,7 +154,8 @@ def _check_fp8(folder: Path, entries: list[_Entry], index: Mapping[str, str]) ->
     config = _read_json(file).get("quantization_config")
     if config is None and not fp8 and not any(ANY_SCALE in name for name in tensors):
         return False
-    config = _object({} if config is None else config, f"{file}: quantization_config")
+    where = f"{file}: quantization_config"
+    config = _checked({} if config is None else config, where, dict, object)
     for key, allowed in (("quant_method", "fp8"), ("weight_block_size", [BLOCK, BLOCK])):
         if (value := config.get(key)) != allowed:
             raise ValueError(
@@ -161,13 +163,16 @@ def _check_fp8(folder: Path, entries: list[_Entry], index: Mapping[str, str]) ->
                 f"the quantization_config of its config.json: only {allowed!r} can be read, "
                 "DeepSeek's format; a folder without config.json is an incomplete export"
             )
+    left: list[str] = []
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        left = _checked(config.get(key) or left, f"{where}.{key}", list)
     for entry in entries:
         name = entry.name
         module, is_suffixed, _ = name.rpartition(f"{WEIGHT}_")
         weight = module + WEIGHT if is_suffixed else name
         if weight not in fp8 and name not in fp8 and ANY_SCALE not in name:
             continue
-        fault = _fault(name, weight, tensors)
+        fault = _fault(name, weight, tensors, left)
         if (place := index.get(name)) != entry.file.name:
             fault = f"is in {place or 'no file'} by {INDEX}, by which scales are found"
         if fault:
@@ -180,8 +185,11 @@ def _check_fp8(folder: Path, entries: list[_Entry], index: Mapping[str, str]) ->
     return True
 
 
-def _fault(name: str, weight: str, tensors: Mapping[str, _Entry]) -> str:
-    """What is wrong with an FP8 weight, or a tensor called NAME.weight_..., "" if nothing is."""
+def _fault(name: str, weight: str, tensors: Mapping[str, _Entry], left: list[str]) -> str:
+    """What is wrong with an FP8 weight, or with a tensor called NAME.weight_..., "" if nothing is.
+
+    `left` has the names in config.json that are not in FP8.
+    """
     if weight not in tensors:
         return f"has no {weight} that it is the scale of"
     found, (_, _, dtype, shape) = tensors[name], tensors[weight]
@@ -194,6 +202,8 @@ def _fault(name: str, weight: str, tensors: Mapping[str, _Entry]) -> str:
         )
     module, blocks = weight.removesuffix(WEIGHT), tuple(cdiv(size, BLOCK) for size in shape)
     if name == weight:
+        if listed := next((n for n in left if f".{n}." in f".{module}."), None):
+            return f"is in FP8, and modules_to_not_convert in config.json has {listed!r}"
         fault = "" if module + SCALE in tensors else "has no scales"
     else:
         is_right = name.endswith(SCALE) and found.shape == blocks and found.dtype in SCALE_DTYPES
