@@ -16,7 +16,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from titan_fp8.fsdp.sharded_weight import gathers_in, mark, shown_to_fsdp2, with_new_values
+from titan_fp8.fsdp.sharded_weight import (
+    ShardGather,
+    gathers_of,
+    mark,
+    shown_to_fsdp2,
+    with_new_values,
+)
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import FP8_GATHERS
 
@@ -75,19 +81,18 @@ def requantize(models: Iterable[nn.Module]) -> None:
     alone.
     """
     for model in models:
-        _leave_out_embeddings(model)
-        together = gathers_in(model)
+        together: list[ShardGather] = []
+        for module in model.modules():
+            together += gathers_of(module).values()
+            # A subclass may read its weight in backward.
+            if type(module).__bases__ == (FSDPModule, nn.Embedding):
+                _leave_out_of_backward(module)
         for gather in together:
             gather.together, gather.fresh = together, False
 
 
-def _leave_out_embeddings(model: nn.Module) -> None:
-    for module in model.modules():
-        # A subclass may read its weight in backward.
-        if type(module).__bases__ != (FSDPModule, nn.Embedding):
-            continue
-        unit: Any = module
-        group = unit._get_fsdp_state()._fsdp_param_group
-        # Backward may need what shares the unit, such as the output layer to which it is tied.
-        if group is not None and len(group.modules) == len(group.fsdp_params) == 1:
-            unit.set_unshard_in_backward(False)
+def _leave_out_of_backward(embedding: Any) -> None:
+    group = embedding._get_fsdp_state()._fsdp_param_group
+    # Backward may need what shares the unit, such as the output layer to which it is tied.
+    if group is not None and len(group.modules) == len(group.fsdp_params) == 1:
+        embedding.set_unshard_in_backward(False)

@@ -200,11 +200,6 @@ def gathers_of(module: nn.Module) -> dict[str, ShardGather]:
     return {name: gather for name, gather in marks(module).items() if gather is not None}
 
 
-def gathers_in(model: nn.Module) -> list[ShardGather]:
-    """Those of all its modules."""
-    return [gather for module in model.modules() for gather in gathers_of(module).values()]
-
-
 def _gather_of(param: FSDPParam) -> ShardGather | None:
     """None if the parameter is gathered in high precision."""
     name, gathers = param._module_info.param_name, marks(param._module_info.module)
@@ -277,7 +272,8 @@ def quantized(models: Iterable[nn.Module]) -> Iterator[None]:
 
     The next gather quantizes again, because the values may change before it.
     """
-    due = [gather for model in models for gather in gathers_in(model) if gather.is_due]
+    modules = (module for model in models for module in model.modules())
+    due = [gather for each in modules for gather in gathers_of(each).values() if gather.is_due]
     if due:
         quantize(due)
     try:
