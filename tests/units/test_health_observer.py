@@ -429,3 +429,25 @@ def test_memory_of_a_quantizer_that_a_gather_of_rows_reuses_belongs_to_no_layer(
         ops.blockwise_fprop(q, s, of_weight.module.weight, ends, True, x.dtype, x.dtype, None)
         table, _ = watching.table()
         assert bool(table[0, OPERANDS.index("x fprop"), Stat.NONZERO]) != gathers
+
+
+def test_memory_of_columns_that_experts_without_tokens_reuse_belongs_to_no_layer(monkeypatch):
+    """Columns of no tokens have a size where groups are padded, and so an address."""
+    g, x, w = torch.randn(128, 256), torch.randn(128, 256), torch.randn(1, 256, 256)
+    ends, of_weight = offsets([128]), layer(w)
+    for reuses in (False, True):
+        watching = Observer([of_weight])
+        ops = watching.wrap(reference)
+        g_q, g_s, g_t, g_s_t = ops.quantize_1x128_128x1_t(g, ends, True)
+        x_t, x_s_t = ops.quantize_128x1_t(x, ends, True)
+        if reuses:
+            in_place = lambda *args, **options: (x_t, x_s_t)  # noqa: E731, B023
+            with monkeypatch.context() as patch:
+                patch.setattr(reference, "quantize_128x1_t", in_place)
+                watching.wrap(reference).quantize_128x1_t(x[:0], offsets([0]), True)
+        weight = of_weight.module.weight
+        ops.blockwise_dgrad(g_q, g_s, weight, ends, True, g.dtype, g.dtype, None)
+        ops.blockwise_wgrad(g_t, g_s_t, x_t, x_s_t, ends, True, x.dtype)
+        table, _ = watching.table()
+        assert table[0, OPERANDS.index("g dgrad"), Stat.NONZERO]
+        assert bool(table[0, OPERANDS.index("x wgrad"), Stat.NONZERO]) != reuses

@@ -59,7 +59,8 @@ def _signature(name: str) -> inspect.Signature:
 
 def _note(observer: "Observer", c: Any, x: Tensor, rows: Any = None, columns: Any = None) -> None:
     """A call has written q and s, `rows` or `columns` or both; x are the sampled rows of it."""
-    if not len(x):  # Experts may have no tokens.
+    if not len(x):  # Experts may have no tokens. Their columns have a size all the same.
+        observer.forget(*(of_one[0] for of_one in (rows, columns) if of_one))
         return
     twin, sampler = None, observer.sampler
     if rows:
