@@ -206,9 +206,11 @@ def _output_layers(model: nn.Module) -> set[nn.Module]:
     """The linears that compute logits, by their own name, by Hugging Face's API or by a tie."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {m for name, m in modules.items() if name.rpartition(".")[2] in _OUTPUT_NAMES}
-    tied = {m._parameters["weight"] for m in modules.values() if isinstance(m, nn.Embedding)}
+    # A weight that is computed, by a parametrization or by pruning, is no parameter.
+    weights = {m: m._parameters.get("weight") for m in modules.values()}
+    tied = {w for m, w in weights.items() if isinstance(m, nn.Embedding)} - {None}
     for module in modules.values():
-        if isinstance(module, nn.Linear) and module._parameters.get("weight") in tied:
+        if isinstance(module, nn.Linear) and weights[module] in tied:
             found.add(module)
         if callable(of_hugging_face := getattr(module, "get_output_embeddings", None)):
             with contextlib.suppress(NotImplementedError):  # The model has none.
