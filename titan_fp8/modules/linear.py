@@ -67,7 +67,7 @@ class FP8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., N), as nn.Linear; plain tensors or DTensors."""
-        if isinstance(self.weight, DTensor):
+        if isinstance(self.weight, DTensor) or isinstance(x, DTensor):
             return self._forward_sharded(x)
         return self._local_product(x, self.weight, self.bias)
 
@@ -86,13 +86,16 @@ class FP8Linear(nn.Linear):
             ) from None
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
-        """`forward` for a DTensor weight: multiplies local shards, placed as in the table above."""
+        """`forward` for DTensors: multiplies local shards, placed as in the table above."""
         w = cast(DTensor, self.weight)
-        mesh = w.device_mesh
-        if not isinstance(x, DTensor):
+        mesh = (x if isinstance(x, DTensor) else w).device_mesh
+        for name, t in (("input", x), ("weight", w), ("bias", self.bias)):
+            if t is None or isinstance(t, DTensor) and t.device_mesh == mesh:
+                continue
+            where = t.device_mesh if isinstance(t, DTensor) else "no mesh"
             raise TypeError(
-                f"{self.fqn}: weight is a DTensor ({w.placements}) and the input is a "
-                f"{type(x).__name__}: both must be DTensors"
+                f"{self.fqn}: the {name} is on {where}, another operand on {mesh}: input, weight "
+                "and bias must be DTensors on the same mesh"
             )
         per_dim = [_placements(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)
