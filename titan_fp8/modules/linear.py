@@ -94,7 +94,7 @@ class FP8Linear(nn.Linear):
                 continue
             where = t.device_mesh if isinstance(t, DTensor) else "no mesh"
             raise TypeError(
-                f"{self.fqn}: the {name} is on {where}, another operand on {mesh}: input, weight "
+                f"{self.fqn or 'FP8Linear'}: the {name} is on {where}, another operand on {mesh}: input, weight "
                 "and bias must be DTensors on the same mesh"
             )
         per_dim = [_placements(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
@@ -210,10 +210,9 @@ def _output_layers(model: nn.Module) -> set[nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {m for name, m in modules.items() if name.rpartition(".")[2] in _OUTPUT_NAMES}
     # A weight that is computed, by a parametrization or by pruning, is no parameter.
-    weights = {m: m._parameters.get("weight") for m in modules.values()}
-    tied = {w for m, w in weights.items() if isinstance(m, nn.Embedding)} - {None}
+    tied = {m._parameters.get("weight") for m in modules.values() if isinstance(m, nn.Embedding)}
     for module in modules.values():
-        if isinstance(module, nn.Linear) and weights[module] in tied:
+        if isinstance(module, nn.Linear) and module._parameters.get("weight") in tied - {None}:
             found.add(module)
         if callable(of_hugging_face := getattr(module, "get_output_embeddings", None)):
             with contextlib.suppress(NotImplementedError):  # The model has none.
