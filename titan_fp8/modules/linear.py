@@ -87,16 +87,16 @@ class FP8Linear(nn.Linear):
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
         """`forward` for DTensors: multiplies local shards, placed as in the table above."""
-        w = cast(DTensor, self.weight)
-        mesh = (x if isinstance(x, DTensor) else w).device_mesh
-        for name, t in (("input", x), ("weight", w), ("bias", self.bias)):
+        mesh = (x if isinstance(x, DTensor) else cast(DTensor, self.weight)).device_mesh
+        for name, t in (("input", x), ("weight", self.weight), ("bias", self.bias)):
             if t is None or isinstance(t, DTensor) and t.device_mesh == mesh:
                 continue
             where = t.device_mesh if isinstance(t, DTensor) else "no mesh"
             raise TypeError(
-                f"{self.fqn or 'FP8Linear'}: the {name} is on {where}, another operand on {mesh}: input, weight "
-                "and bias must be DTensors on the same mesh"
+                f"{self.fqn or 'FP8Linear'}: the {name} is on {where}, another operand on {mesh}: "
+                "input, weight and bias must be DTensors on the same mesh"
             )
+        x, w = cast(DTensor, x), cast(DTensor, self.weight)
         per_dim = [_placements(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)
         if x.placements != x_in:
