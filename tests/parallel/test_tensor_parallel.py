@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titan_fp8 import convert_experts, convert_linears
+from titan_fp8 import FP8Linear, convert_experts, convert_linears
 
 if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
@@ -229,6 +229,17 @@ def refuse(rank: int, folder: Path) -> None:
         convert_linears(model)
     except ValueError as error:
         messages["converted afterwards"] = str(error)
+    plain, sharded, x = FP8Linear(32, 64), FP8Linear(32, 64, bias=False), torch.randn(4, 32)
+    sharded.weight = nn.Parameter(distribute_tensor(plain.weight.detach(), mesh, [Shard(0)]))
+    for name, layer, given in (
+        ("of another mesh", sharded, DTensor.from_local(x, mesh_2d)),
+        ("of no mesh", sharded, x),
+        ("for plain weights", plain, DTensor.from_local(x, mesh)),
+    ):
+        try:
+            layer(given)
+        except TypeError as error:
+            messages[name] = str(error)
     torch.save(messages, folder / str(rank))
 
 
@@ -250,3 +261,16 @@ def test_a_shard_that_the_hardware_cannot_take_is_refused_on_every_rank(name, re
 def test_so_is_one_of_a_model_that_is_converted_afterwards(refusals):
     for on_rank in refusals:
         assert re.search(r"linear.weight: .*\[24\]", on_rank["converted afterwards"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of another mesh", "weight is on .*tp=2.*another operand on .*ep=1, etp=2"),
+        ("of no mesh", "input is on no mesh"),
+        ("for plain weights", "weight is on no mesh"),
+    ],
+)
+def test_an_input_that_is_not_on_the_mesh_of_the_weight_is_an_error(name, message, refusals):
+    for on_rank in refusals:
+        assert re.search(message, on_rank[name])

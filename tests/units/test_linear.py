@@ -410,6 +410,12 @@ def test_the_default_leaves_a_linear_that_is_tied_to_an_embedding():
     assert model["head"].weight is model["embed"].weight and type(model["head"]) is FP8Linear
 
 
+def test_an_embedding_whose_weight_is_computed_is_tied_to_no_linear():
+    model = nn.ModuleDict({"embed": nn.Embedding(32, 48), "head": nn.Linear(48, 32)})
+    nn.utils.parametrizations.spectral_norm(model["embed"])
+    assert [name for name, *_ in convert_linears(model).converted] == ["head"]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_error_in_forward_names_the_module(compiled):
     model = nn.ModuleDict({"wq": nn.Linear(48, 32)})

@@ -187,6 +187,17 @@ def test_kept_are_a_b_and_the_fp8_copy_of_x(layout, compiled):
     assert shapes_of(saved, torch.bfloat16) == sorted([(M, H), (M, H), *of_weights])
 
 
+def test_compiled_products_of_a_tensor_that_is_given_twice_have_its_whole_gradient():
+    """Tied weights, and a weight that is x."""
+    gradients = []
+    for run in (fp8_swiglu, torch.compile(fp8_swiglu, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        x, w = (torch.randn(32, 32, requires_grad=True) for _ in range(2))
+        run(x, w, x, w).sum().backward()
+        gradients.append((x.grad, w.grad))
+    assert all(map(torch.equal, *gradients))
+
+
 def test_compiled_is_eager_to_the_bit_for_any_token_count():
     compiled = torch.compile(fp8_swiglu, backend="aot_eager_decomp_partition", fullgraph=True)
     torch._dynamo.utils.counters.clear()

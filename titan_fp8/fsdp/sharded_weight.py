@@ -97,8 +97,9 @@ class ShardGather:
                 "its shards are on the CPU (training.enable_cpu_offload). Gathers move twice the "
                 "bytes, and each use quantizes the whole weight"
             )
-        if spec.dtype not in DTYPES:
-            return f"{spec.dtype} weights are not quantized"
+        for dtype in (spec.dtype, self.param.sharded_param.dtype):
+            if dtype not in DTYPES:
+                return f"{dtype} weights are not quantized"
         if spec.dim == len(spec.whole) - 1:
             return "its last dimension is sharded"
         if spec.group is None and not get_recipe(self.recipe).has_weight_blocks:

@@ -116,7 +116,19 @@ def product(
         return _forward(x_MK, None, for_fprop, bias, offs, False, spec)[0]
     read_x = weights[0], weights[-1]
     for_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in read_x)
+    if torch.compiler.is_compiling():
+        weights = _told_apart(x_MK, weights)
     return _Product.call(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
+
+
+def _told_apart(x_MK: Tensor, weights: Sequence[Weight]) -> list[Weight]:
+    """The weights, and views of those that come twice, as tied ones, or are x itself.
+
+    Of a tensor that an autograd function is given twice Dynamo loses a gradient in torch 2.11, and
+    2.13 refuses it.
+    """
+    again = [any(w is t for t in (x_MK, *weights[:i])) for i, w in enumerate(weights)]
+    return [w.view_as(w) if a and isinstance(w, Tensor) else w for w, a in zip(weights, again)]
 
 
 def fp8_linear(

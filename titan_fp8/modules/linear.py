@@ -67,7 +67,7 @@ class FP8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) to (..., N), as nn.Linear; plain tensors or DTensors."""
-        if isinstance(self.weight, DTensor):
+        if isinstance(self.weight, DTensor) or isinstance(x, DTensor):
             return self._forward_sharded(x)
         return self._local_product(x, self.weight, self.bias)
 
@@ -86,14 +86,17 @@ class FP8Linear(nn.Linear):
             ) from None
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
-        """`forward` for a DTensor weight: multiplies local shards, placed as in the table above."""
-        w = cast(DTensor, self.weight)
-        mesh = w.device_mesh
-        if not isinstance(x, DTensor):
+        """`forward` for DTensors: multiplies local shards, placed as in the table above."""
+        mesh = (x if isinstance(x, DTensor) else cast(DTensor, self.weight)).device_mesh
+        for name, t in (("input", x), ("weight", self.weight), ("bias", self.bias)):
+            if t is None or isinstance(t, DTensor) and t.device_mesh == mesh:
+                continue
+            where = t.device_mesh if isinstance(t, DTensor) else "no mesh"
             raise TypeError(
-                f"{self.fqn}: weight is a DTensor ({w.placements}) and the input is a "
-                f"{type(x).__name__}: both must be DTensors"
+                f"{self.fqn or 'FP8Linear'}: the {name} is on {where}, another operand on {mesh}: "
+                "input, weight and bias must be DTensors on the same mesh"
             )
+        x, w = cast(DTensor, x), cast(DTensor, self.weight)
         per_dim = [_placements(wp, xp, x.ndim) for wp, xp in zip(w.placements, x.placements)]
         x_in, y_out, dx, dw = zip(*per_dim)
         if x.placements != x_in:
@@ -206,9 +209,10 @@ def _output_layers(model: nn.Module) -> set[nn.Module]:
     """The linears that compute logits, by their own name, by Hugging Face's API or by a tie."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {m for name, m in modules.items() if name.rpartition(".")[2] in _OUTPUT_NAMES}
-    tied = {m._parameters["weight"] for m in modules.values() if isinstance(m, nn.Embedding)}
+    # A weight that is computed, by a parametrization or by pruning, is no parameter.
+    tied = {m._parameters.get("weight") for m in modules.values() if isinstance(m, nn.Embedding)}
     for module in modules.values():
-        if isinstance(module, nn.Linear) and module._parameters.get("weight") in tied:
+        if isinstance(module, nn.Linear) and module._parameters.get("weight") in tied - {None}:
             found.add(module)
         if callable(of_hugging_face := getattr(module, "get_output_embeddings", None)):
             with contextlib.suppress(NotImplementedError):  # The model has none.
