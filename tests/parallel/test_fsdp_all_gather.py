@@ -1,6 +1,7 @@
 """FSDP2 gathers weights in FP8: bits, training, counts and checkpoints, on gloo ranks."""
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_fp8 import convert_linears, fsdp
@@ -110,6 +112,29 @@ def test_one_rank_gathers_in_fp8_too(recipe):
         fsdp.gather_in_fp8(layer, Layer)
         shard(layer, 1)
         assert_gathered(layer, whole, recipe)
+
+
+def test_a_recomputation_may_gather_what_forward_had_quantized():
+    """As with experts under op-level checkpointing, which lie inside the checkpoint."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with one_process():
+        first, second = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        inside = nn.Sequential(second, nn.Sigmoid())
+        model = nn.Sequential(first, inside)
+        convert_linears(model)
+        fsdp.gather_in_fp8(model, FP8Linear)
+        for layer in (first, second):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+        x, found = torch.randn(16, 32), []
+        model(x)
+        for checkpoints in (False, True):
+            fsdp.requantize([model])
+            h = first(x)  # Its gather quantizes the second weight, too.
+            run = functools.partial(checkpoint, inside, use_reentrant=False, context_fn=contexts)
+            (run if checkpoints else inside)(h).sum().backward()
+            found.append(first.weight.grad.to_local().clone())
+            first.zero_grad()
+    assert torch.equal(*found)
 
 
 def assert_gathered_as_before(layer: nn.Module, whole: Tensor) -> None:

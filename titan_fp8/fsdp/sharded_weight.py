@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_fp8.fsdp.shards import QuantizedShard, ShardSpec, cast_shard, quantize_shards
 from titan_fp8.functional.weights import GatheredWeight
@@ -109,7 +110,11 @@ class ShardGather:
     def layouts(self, shard: QuantizedShard) -> tuple[Tensor, ...]:
         """What FSDP2 gathers: the FP8 copies of the shard, as the dtype `ShardSpec.carrier`."""
         if shard.q is None:
-            cast_shard(shard, self.values)
+            # A checkpoint with experts in it sees what FSDP2 does for them, and on torch 2.13 the
+            # recomputation may call no op that forward, where the copy was there, has not called.
+            modes = torch._C._len_torch_dispatch_stack()
+            with _disable_current_modes() if modes else contextlib.nullcontext():
+                cast_shard(shard, self.values)
         copies = (q for q in (shard.q, shard.q_columns) if q is not None)
         return tuple(q.view(shard.spec.carrier) for q in copies)
 
