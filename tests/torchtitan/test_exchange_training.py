@@ -61,7 +61,7 @@ def train_both_ways(rank: int, folder: Path, text: Path, model: str, *flags: obj
         ("deepseek_v3", 4, (*EP, *ONE_BLOCK, *CHECKPOINTING["full"])),
         ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 1)),
         ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 2)),
-        ("llama4", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 2)),
+        ("llama4", 2, (*EP, *ONE_BLOCK)),
     ],
     ids=["op, compiled", "qwen3", "full, FSDP2", "expert TP 1", "expert TP 2", "llama4"],
 )  # fmt: skip
