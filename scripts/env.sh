@@ -95,8 +95,11 @@ install() { # VENV PYTHON STAMP SHARED PACKAGE ...
         for site in "$venv"/lib/python*/site-packages; do
             echo "$shared" >"$site/shared.pth"
         done
-        "$venv/bin/python" -m pip install "$@" >"$venv/install.log" 2>&1 ||
+        "$venv/bin/python" -m pip install --no-compile "$@" >"$venv/install.log" 2>&1 ||
             { tail -n 20 "$venv/install.log" >&2 && die "could not install $*"; }
+        # pip would do this on one core. Some packages have files that this Python cannot compile.
+        "$venv/bin/python" -m compileall -q -j 0 -x /tests/ "$venv"/lib/python*/site-packages \
+            >>"$venv/install.log" || true
         echo "$stamp" >>"$venv/stamp"
     fi
     exec {lock}>&-

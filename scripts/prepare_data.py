@@ -195,9 +195,8 @@ def describe(texts: list[str], pieces: list[str], tokenizer: Tokenizer) -> str:
 def prepare(args: argparse.Namespace) -> str:
     """Fill the folder `out`, unless its stamp says that it is up to date; returns what was done."""
     out, stamp = args.out, args.out / "stamp"
-    texts, left_out = library(), "nothing"
-    if args.folders:
-        texts, left_out = text_below(args.folders, out.resolve())
+    below = text_below(args.folders, out.resolve()) if args.folders else None
+    texts, left_out = below or (library(), "nothing")
     if len(texts) < 2:
         found = f"{len(texts)} of at least 2 files of text (left out: {left_out})"
         sys.exit(f"prepare_data: {folder_names(args.folders)}: {found}")

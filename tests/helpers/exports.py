@@ -4,6 +4,8 @@
 """
 
 import dataclasses
+import functools
+import shutil
 from pathlib import Path
 
 import titan
@@ -84,9 +86,20 @@ def write_checkpoint(folder: Path, config: JobConfig, seed: int = 0) -> Path:
 def exported(folder: Path, model: str, text: Path, *flags: object) -> tuple[Run, Path, Path]:
     """The run, a checkpoint of random values, and its export, in `folder`."""
     config = config_of(model, folder, text, *flags)
+    shutil.copytree(_exported(model, text, *flags), folder, dirs_exist_ok=True)
+    return Run(config), folder / "step-1", folder / "out"
+
+
+@functools.cache
+def _exported(model: str, text: Path, *flags: object) -> Path:
+    """A folder with the checkpoint and the export of a model, for all tests of a process."""
+    name = "-".join(map(str, (model, *flags))).replace("/", "-")
+    (folder := text / "exports" / name).mkdir(parents=True)
+    config = config_of(model, folder / "job", text, *flags)
     checkpoint = write_checkpoint(folder / "step-1", config)
     export(checkpoint, folder / "out", config, shard_bytes=SHARD_BYTES, log=lambda line: None)
-    return Run(config), checkpoint, folder / "out"
+    shutil.rmtree(folder / "job")
+    return folder
 
 
 def read(checkpoint: Path, run: Run, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compile_utils import Compiler, needs_cuobjdump
+from compile_utils import Compiler, cases, needs_cuobjdump
 
 from titan_fp8.kernels import exchange
 from titan_fp8.kernels.hopper import gather
@@ -24,7 +24,7 @@ def integers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("ranks, experts", [(2, 8), (4, 128), (8, 256)])
+@pytest.mark.parametrize("ranks, experts", cases((4, 128), (2, 8), (8, 256)))
 def test_counts_and_places(compiled, ranks, experts):
     flags, failure = integers(exchange.FLAG_WORDS), integers(2)
     deltas, table = integers(ranks, dtype=torch.int64), integers(ranks, experts)
@@ -63,7 +63,7 @@ def test_rows(compiled, dim, top):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("scale_fmt", ["fp32", "ue8m0"])
+@pytest.mark.parametrize("scale_fmt", cases("fp32", "ue8m0"))
 @pytest.mark.parametrize("dim", [2048, 576])
 def test_operands_of_experts(compiled, dim, scale_fmt):
     q, s = torch.zeros(512, dim).to(torch.float8_e4m3fn), torch.zeros(512, -(-dim // 128))

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from bench.shapes import DENSE, GROUPED, uneven_ends
-from compile_utils import Compiler, compile_launch, needs_cuobjdump
+from compile_utils import Compiler, cases, compile_launch, needs_cuobjdump
 
 from titan_fp8.kernels.hopper import gemm, gemm_bf16
 
@@ -47,13 +47,13 @@ def assert_fit(compiled) -> None:
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
+@pytest.mark.parametrize("tokens", cases("grouped", "dense"))
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize("op, dtype", [("mm", torch.bfloat16), ("wgrad", torch.float32)])
-def test_compiles_for_hopper_without_spills(op, recipe, grouped, dtype):
+def test_compiles_for_hopper_without_spills(op, recipe, tokens, dtype):
     """With the dtypes of FSDP2's mixed precision."""
     launch = getattr(gemm, f"{op}_launch")
-    given = operands(recipe, op, grouped, dtype)
+    given = operands(recipe, op, tokens == "grouped", dtype)
     kernel, args, options = launch(*given, rowwise=recipe == "rowwise")
     assert_fit(compile_launch(kernel, args, **options))
 
@@ -72,9 +72,9 @@ def test_scales_may_come_contiguous():
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("grouped", [False, True], ids=["dense", "grouped"])
-def test_the_sum_of_two_products_does_too(grouped):
-    *operand, c, offs = operands("blockwise", "mm", grouped, torch.bfloat16)
+@pytest.mark.parametrize("tokens", cases("grouped", "dense"))
+def test_the_sum_of_two_products_does_too(tokens):
+    *operand, c, offs = operands("blockwise", "mm", tokens == "grouped", torch.bfloat16)
     kernel, args, options = gemm.mm_launch(*operand, c, offs, tuple(operand))
     assert_fit(compile_launch(kernel, args, **options))
 

@@ -7,7 +7,7 @@ exactly what would run. They print registers (`pytest -s`).
 import pytest
 import torch
 from bench.shapes import GROUPED, LINEAR, QUANTIZE, QUANTIZE_WEIGHTS, uneven_ends
-from compile_utils import Compiler, needs_cuobjdump
+from compile_utils import Compiler, cases, needs_cuobjdump
 from shapes import LONG_ROWS, ODD_WEIGHTS
 
 from titan_fp8.kernels import hopper
@@ -24,7 +24,7 @@ MODULES = (
     quantize_rowwise_columns,
     quantize_shard,
 )
-DTYPES = [torch.bfloat16, torch.float32]
+DTYPES = cases(torch.bfloat16, torch.float32)
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
 GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
 ROWS = sorted({columns for shape in LINEAR for columns in shape[1:]} | set(LONG_ROWS))

@@ -1,18 +1,22 @@
 """The driver of the paired runs: what it runs, skips and refuses; and the text that they read."""
 
 import json
+import math
 import sys
-from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import gloo
 import pytest
 import run
 import text as texts
+import torch.distributed as dist
 from corpus import write_text as write_corpus
 from paired_runs import SHORT, TINY, write_text
 from tokenizers import Tokenizer
 
 TWO_RANKS = [*SHORT, "--training.steps", "4", "--training.local_batch_size", "4"]
+LAUNCHER = run.launcher
 STUB = """
 import json, os, sys, time
 job = json.loads(sys.argv[1])
@@ -20,6 +24,7 @@ if job["arm"] == "null":
     sys.exit("no such GPU")
 if job["arm"] == "rowwise":
     time.sleep(300)
+assert {"toml", "text", "until"} <= job.keys()
 for seed in job["seeds"]:
     line = job["about"] | {"arm": job["arm"], "seed": seed, "pid": os.getpid()}
     line |= {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "flags": job["flags"]}
@@ -61,6 +66,12 @@ def test_runs_each_seed_of_each_arm_once(call, tmp_path):
     assert {line["gpus"] for line in lines} == {"4", "6"}
     assert len({line["pid"] for line in lines}) == 2  # one process an arm
     assert all(line["flags"] == ["--a.b", "c"] for line in lines)
+
+
+def test_torchrun_starts_the_worker(call, monkeypatch):
+    monkeypatch.setattr(run, "launcher", LAUNCHER)
+    status, (line,) = call("--arms", "bf16", "--seeds", "1")
+    assert status == 0 and (line["arm"], line["seed"]) == ("bf16", 1)
 
 
 def test_continues_where_it_stopped(call, tmp_path):
@@ -123,26 +134,28 @@ def test_refuses_a_text_that_is_none(call, tmp_path, capsys):
     assert "text.py makes such a file" in capsys.readouterr().err
 
 
-def train_alone(rank: int, text: Path, result: Path) -> None:
-    from worker import PairedTrainer, job_config
+def train(rank: int, job: dict) -> None:
+    """What a process does that `start` in run.py launches."""
+    import worker
 
-    config = job_config(str(TINY), TWO_RANKS, "blockwise")
-    run = PairedTrainer(config, texts.read(text)).run(2, False)
-    if rank == 0:
-        result.write_text(json.dumps(run))
+    with mock.patch.object(dist, "destroy_process_group"):  # gloo.py does it, too
+        worker.main(SimpleNamespace(**job))
 
 
-def test_a_process_of_its_own_gives_the_same_numbers(text, tmp_path, monkeypatch):
+def test_a_process_of_its_own_gives_the_same_numbers(text, tmp_path):
     """On two ranks, where an evaluation leaves weights gathered, and FSDP2 gathers in FP8."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    second, alone = tmp_path / "second.jsonl", tmp_path / "alone.json"
-    args = [str(TINY), "--text", str(text), "--results", str(second), "--arms", "blockwise"]
-    assert run.main([*args, "--seeds", "1-2", "--gpus-per-run", "2", "--", *TWO_RANKS]) == 0
-    gloo.spawn(train_alone, 2, text, alone)
-    line, expected = json.loads(second.read_text().splitlines()[-1]), json.loads(alone.read_text())
-    for timing in ("tokens_per_second", "seconds"):
-        del expected[timing]
-    assert {name: line[name] for name in expected} == expected and line["world"] == 2
+    job = {"toml": str(TINY), "text": str(text), "flags": TWO_RANKS, "arm": "blockwise"}
+    lines = []
+    for seeds in ([1, 2], [2]):
+        results = tmp_path / f"{len(seeds)}.jsonl"
+        mine = {"seeds": seeds, "results": str(results), "until": math.inf, "about": {"text": "a"}}
+        gloo.spawn(train, 2, job | mine)
+        lines.append([json.loads(line) for line in results.read_text().splitlines()])
+        assert [line["seed"] for line in lines[-1]] == seeds
+    second, alone = (each[-1] for each in lines)
+    for timing in ("tokens_per_second", "seconds", "since_start"):
+        del second[timing], alone[timing]
+    assert second == alone and alone["world"] == 2 and alone["text"] == "a"
 
 
 def test_text_is_the_corpus_in_tokens(tmp_path):

@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 USE = """
-import torch, titan_fp8
+import runpy, torch, titan_fp8
+try:
+    runpy.run_module("titan_fp8.plan", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
 from torchtitan.models.moe.moe import GroupedExperts
 assert titan_fp8.__file__.startswith({folder!r}), titan_fp8.__file__
 x, weight, bias, weights = map(torch.randn, [(32, 32), (16, 32), (16,), (2, 16, 32)])
@@ -64,7 +68,7 @@ def test_the_wheel_works_without_the_repository(source: Path, tmp_path: Path) ->
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     (python,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     use = USE.format(folder=str(folder), python=python)
-    run(sys.executable, "-c", use, cwd=tmp_path, PYTHONPATH=str(folder))
     (tmp_path / "job.toml").write_text(CONFIG)
-    plan = ("-m", "titan_fp8.plan", "job.toml", "--parallelism.data_parallel_shard_degree", "1")
-    assert "attention.wq" in run(sys.executable, *plan, cwd=tmp_path, PYTHONPATH=str(folder))
+    plan = ("job.toml", "--parallelism.data_parallel_shard_degree", "1")
+    said = run(sys.executable, "-c", use, *plan, cwd=tmp_path, PYTHONPATH=str(folder))
+    assert "attention.wq" in said

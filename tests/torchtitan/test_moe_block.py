@@ -67,7 +67,7 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
     """The same with and without activation checkpointing.
 
     Checkpoints run forward twice, so torchtitan counts tokens twice. Both kinds of checkpoint run
-    the same compiled code; without them one model is compiled again.
+    the same compiled code; without them it is compiled again.
     """
 
     def run(*flags, ours: bool) -> tuple[dict, list]:
@@ -78,10 +78,9 @@ def test_a_block_computes_what_torchtitans_does(job, monkeypatch, regions, model
         return gradients, [block.moe.tokens_per_expert.clone() for block in blocks]
 
     results = []
-    for flags in (CHECKPOINTING["op"], CHECKPOINTING["full"], ()):
+    ways = (CHECKPOINTING["op"], CHECKPOINTING["full"], ())
+    for flags in ways if model == "deepseek_v3" else ways[:1]:
         if not flags:
-            if model != "deepseek_v3":
-                break
             torch._dynamo.reset()  # So that it is compiled outside of checkpoints, too.
         regions.clear()
         gradients, tokens = run(*flags, ours=True)
@@ -192,15 +191,14 @@ def test_without_the_compiler_blocks_stay_torchtitans(job, regions, flags):
     assert not regions
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_in_bf16_the_key_compiles_blocks_that_compute_the_same(job, regions, model):
+def test_in_bf16_the_key_compiles_blocks_that_compute_the_same(job, regions):
     """The same as torchtitan's blocks with gathers, which alone leave them in parts."""
     results = []
     for speedups in ("False", "True"):
         flags = ("--quantize.linear.titan_fp8.recipe", "bf16", *CHECKPOINTING["op"])
         flags += ("--quantize.grouped_mm.titan_fp8.permutation", "gather")
         flags += ("--quantize.linear.titan_fp8.host_speedups", speedups, *COMPILE_BLOCKS)
-        with trainer(job(model, "--debug.deterministic", *flags)) as t:
+        with trainer(job("deepseek_v3", "--debug.deterministic", *flags)) as t:
             blocks = blocks_with_experts(t)
             assert all(isinstance(block.attention, OptimizedModule) for block in blocks)
             results.append(loss_and_gradients(t))

@@ -321,7 +321,6 @@ def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: st
     "recipe, flags",
     [
         ("bf16", ()),
-        ("bf16", (*TRACE_BLOCKS, *ONE_BLOCK, *CHECKPOINTING["full"])),
         ("blockwise", CHECKPOINTING["full"]),
         ("blockwise", (*TRACE_BLOCKS, *ONE_BLOCK, *CHECKPOINTING["op"])),
     ],

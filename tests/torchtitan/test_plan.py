@@ -100,15 +100,14 @@ def test_rank_0_of_a_pipeline_has_its_stages():
     assert (len(v.layers[0].modules), v.layers[-1].modules) == (30, ("output",))  # stages 0 and 3
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize(
-    "config, flags",
+    "config, flags, recipe",
     [
-        ("llama3_debug", ()),
-        ("llama3_debug", (SHARD, "2")),
-        ("deepseek_v3_debug", (SHARD, "2", EP, "2")),
-        ("deepseek_v3_debug", (EP, "1")),
-        ("llama3_debug", ("--model.name", "gpt_oss")),
+        ("llama3_debug", (), "blockwise"),
+        ("llama3_debug", (SHARD, "2"), "rowwise"),
+        ("deepseek_v3_debug", (SHARD, "2", EP, "2"), "blockwise"),
+        ("deepseek_v3_debug", (EP, "1"), "rowwise"),
+        ("llama3_debug", ("--model.name", "gpt_oss"), "blockwise"),
     ],
     ids=["alone", "gathered", "EP 2", "no EP", "gpt_oss"],
 )

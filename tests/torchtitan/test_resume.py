@@ -14,7 +14,7 @@ from titan import one_process, parse, toml, trainer, training
 from titan_logs import merge, read_folder
 from torch.multiprocessing import ProcessExitedException
 
-STEPS, INTERVAL, KILLED_AT = 6, 2, 4
+STEPS, INTERVAL, KILLED_AT = 4, 2, 4
 CHECKPOINT = ("--checkpoint.enable", "--checkpoint.interval", INTERVAL)
 PARALLEL = ("--parallelism.expert_parallel_degree", 2)
 

@@ -15,7 +15,6 @@ TP, EP = "--parallelism.tensor_parallel_degree", "--parallelism.expert_parallel_
 HSDP = ("--parallelism.data_parallel_replicate_degree", 2)
 PLANS = {
     "llama3, HSDP": ("llama3", "blockwise_pow2", HSDP),
-    "llama3, TP": ("llama3", "rowwise", (TP, 2)),
     "deepseek_v3, FSDP2, EP": ("deepseek_v3", "blockwise", (EP, 2)),
     "deepseek_v3, TP": ("deepseek_v3", "rowwise", (TP, 2)),
 }
@@ -52,9 +51,9 @@ def test_the_loss_follows_that_of_bf16(model, recipe, plan, text, tmp_path):
 @pytest.mark.parametrize("recipe, plan", [("blockwise", (EP, 2)), ("rowwise", (TP, 2))])
 def test_experts_with_biases_train_under_parallel_plans(recipe, plan, text, tmp_path):
     """The biases of gpt_oss have a row for each expert, and a rank may have any number of them."""
-    settings = titan_0_3.flags(text, tmp_path / "run", "--training.steps", 4, *plan)
+    settings = titan_0_3.flags(text, tmp_path / "run", "--training.steps", 2, *plan)
     runs = {name: (f"gpt_oss_{name}", settings) for name in ("bf16", recipe)}
     spawn(titan_0_3.write_metrics, 2, tmp_path, runs)
     bf16, fp8 = (json.loads((tmp_path / f"{name}.0.json").read_text())["losses"] for name in runs)
-    assert len(fp8) == 4 and fp8 != bf16
+    assert len(fp8) == 2 and fp8 != bf16
     assert fp8 == pytest.approx(bf16, rel=0.01)

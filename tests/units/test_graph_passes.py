@@ -247,3 +247,8 @@ def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
     # Forward and backward have two each: wo's, and that of wq and wk, which share x.
     assert len(calls) == 4
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    # Between FP8 products Inductor's code rounds to bf16 less often.
+    y = block(x)
+    eager = (y, *torch.autograd.grad(y, (x, *block.parameters()), g))
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(results[1], eager, strict=True)]
+    assert max(errors) < 0.03  # measured 0.015
