@@ -85,12 +85,12 @@ def end(script: subprocess.Popen, folder: Path, number: int) -> None:
     wait_until(lambda: not running(folder))
 
 
-def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path):
-    end(start("quickstart.sh"), tmp_path, signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_quickstart_ends_torchrun_and_its_ranks(start, tmp_path, number):
+    end(start("quickstart.sh"), tmp_path, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_quickstart_ends_what_takes_no_signal(start, tmp_path, number):
+def test_quickstart_ends_what_takes_no_signal(start, tmp_path):
     """torchrun that has lost the signal, and ranks in sessions of their own."""
     (tmp_path / "python").write_text(f"""#!/bin/bash
         case "$*" in
@@ -100,7 +100,7 @@ def test_quickstart_ends_what_takes_no_signal(start, tmp_path, number):
                 wait ;;
             *device_count*) echo 0 ;;
         esac""")
-    end(start("quickstart.sh"), tmp_path, number)
+    end(start("quickstart.sh"), tmp_path, signal.SIGINT)
 
 
 def test_a_second_quickstart_is_refused(start, tmp_path):
