@@ -98,8 +98,7 @@ install() { # VENV PYTHON STAMP SHARED PACKAGE ...
         "$venv/bin/python" -m pip install --no-compile "$@" >"$venv/install.log" 2>&1 ||
             { tail -n 20 "$venv/install.log" >&2 && die "could not install $*"; }
         # pip would do this on one core. Some packages have files that this Python cannot compile.
-        "$venv/bin/python" -m compileall -q -j 0 -x /tests/ "$venv"/lib/python*/site-packages \
-            >>"$venv/install.log" || true
+        "$venv/bin/python" -m compileall -qq -j 0 -x /tests/ "$venv/lib" || true
         echo "$stamp" >>"$venv/stamp"
     fi
     exec {lock}>&-

@@ -26,8 +26,7 @@ if [[ $# -gt 0 ]]; then
 fi
 
 # torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not, and so
-# compiles more (`cases` in tests/helpers/compile_utils.py). A replay repeats launches, whatever has
-# compiled the kernels.
+# compiles all cases. A replay repeats launches, whatever has compiled the kernels.
 with_oldest_triton() {
     local oldest=3.6.0 folder
     [[ "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]] || return 0
