@@ -1,4 +1,4 @@
-"""FP8 needs no more memory than bf16: the peaks of four layers on two GPUs.
+"""FP8 needs less memory than bf16: the peaks of four layers on two GPUs.
 
 Compiled, with op-level checkpointing, as big models train. The first four layers of Llama3-8B and
 of DeepSeekV3-16B need less than 40 GiB by count.
@@ -25,8 +25,6 @@ if torch.cuda.device_count() < 2:
 
 STEPS = 5
 TIMEOUT = 300
-MORE = 0.5
-"""GiB that blockwise may need beyond bf16."""
 
 
 def peak(folder: Path, model: str, recipe: str, batch: tuple[int, int], ep: int) -> float:
@@ -52,7 +50,7 @@ def peak(folder: Path, model: str, recipe: str, batch: tuple[int, int], ep: int)
 @pytest.mark.parametrize(
     ("model", "batch", "ep"), [("llama3", (1, 8192), 1), ("deepseek_v3", (2, 4096), 2)]
 )
-def test_peaks_are_those_of_bf16(tmp_path, model, batch, ep):
+def test_peaks_are_below_those_of_bf16(tmp_path, model, batch, ep):
     gib = {r: peak(tmp_path / r, model, r, batch, ep) for r in ("bf16", "blockwise")}
     print(gib)
-    assert gib["blockwise"] <= gib["bf16"] + MORE, gib
+    assert gib["blockwise"] < gib["bf16"], gib

@@ -25,8 +25,9 @@ class SumGradients:
             assert (blocks - 1) * tile < size <= blocks * tile
             parts = [*received.view(others, size)]
             parts.insert(rank, own)
-            out.fill_(-0.0)
+            total = torch.full_like(out, -0.0, dtype=torch.float32)
             for part in parts:
-                out += part.float() * scale
+                total += part.float() * scale
+            out.copy_(total)
 
         return launch

@@ -12,21 +12,22 @@ from titan_fp8.kernels import gradients
 
 
 @needs_cuobjdump
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank, ranks", [(0, 2), (1, 2), (3, 8)])
-def test_the_sum_compiles_for_hopper_to_wide_accesses(monkeypatch, rank, ranks):
+def test_the_sum_compiles_for_hopper_to_wide_accesses(monkeypatch, rank, ranks, dtype):
     compiled = []
     monkeypatch.setattr(
         gradients, "sum_gradients_kernel", Compiler(gradients.sum_gradients_kernel, compiled)
     )
     own, received = (torch.empty(4096 * parts, dtype=torch.bfloat16) for parts in (1, ranks - 1))
-    out = torch.empty(4096)
+    out = torch.empty(4096, dtype=dtype)
     gradients.sum_gradients.__wrapped__(out, own, received, rank, ranks, 1 / ranks)
     (result,) = compiled
     print(result)
     assert not result.spills and not result.shared
     # Every load is wide; a loop of no iterations at all is left out.
     assert result.wide("ld") == result.ptx.count("ld.global") >= 2 * gradients.LOADS
-    assert result.wide("st") == 2 * gradients.LOADS
+    assert result.wide("st") == dtype.itemsize // 2 * gradients.LOADS
 
 
 @pytest.mark.parametrize("rank, ranks, size", [(0, 2, 1), (1, 2, 4096), (2, 5, 4099)])

@@ -95,19 +95,14 @@ def patched_gradients(ranks, dtype, factor, force_sum=False) -> tuple[list[Tenso
         return gradients(ranks, dtype, factor, force_sum), seen
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("factor", [None, 1.0, 2.0, 3.0])
-def test_bf16_gradients_of_what_one_rank_has_whole_stay_in_bf16(factor):
+def test_gradients_of_what_one_rank_has_whole_are_divided_in_place(dtype, factor):
     with one_process():
-        expected = gradients((1,), BF16, factor, False)
-        found, seen = patched_gradients((1,), BF16, factor)
-    assert seen == 2 * [(BF16, "DefaultReduceScatter")]
-    assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {BF16}
-
-
-def test_fp32_gradients_of_what_one_rank_has_whole_stay_in_fp32():
-    with one_process():
-        _, seen = patched_gradients((1,), FP32, 3.0)
-    assert seen == 2 * [(FP32, "DefaultReduceScatter")]
+        expected = gradients((1,), dtype, factor, False)
+        found, seen = patched_gradients((1,), dtype, factor)
+    assert seen == [(dtype, "OneBuffer"), (FP32, "DefaultReduceScatter")]
+    assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {dtype}
 
 
 def compare_exchange(rank: int, mesh: tuple[int, ...], dtype: torch.dtype, factor: float) -> None:

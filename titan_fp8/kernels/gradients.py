@@ -51,7 +51,8 @@ def sum_gradients(
     """Sums this rank's part of the gradients of all ranks.
 
     Args:
-        out: (n,), FP32, contiguous, as all others; 0 < n < PART_LIMIT (`gradient_reduction.py`).
+        out: (n,), FP32 or bf16, contiguous, as all others; 0 < n < PART_LIMIT
+            (`gradient_reduction.py`). A sum is rounded once.
         own: (n,), bf16, what this rank has computed.
         received: ((ranks - 1) n,), bf16, what the other ranks have, in their order.
         rank, ranks: of this rank, and how many there are.
