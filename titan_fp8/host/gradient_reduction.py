@@ -61,7 +61,7 @@ def in_bf16(foreach_reduce: Callable) -> Callable:
             divisor, dtype = given["gradient_divide_factor"], given["orig_dtype"]
             if not _become_gradients(given):
                 dtype = None
-            if group.size() == 1 and dtype is not None:
+            if group.size() == 1 and given["all_reduce_group"] is None and dtype is not None:
                 given["reduce_dtype"], given["gradient_divide_factor"] = dtype, None
                 given["reduce_scatter_comm"] = OneBuffer()
                 if divisor is not None:
@@ -93,12 +93,16 @@ def _become_gradients(given: dict[str, Any]) -> bool:
     """Whether the output of `foreach_reduce` with these arguments is what `.grad` will be.
 
     Otherwise FSDP2 reads the output, and releases it while its stream still does so. Then it must
-    be memory of that stream.
+    be memory of that stream. All-reduces are in FP32.
     """
+    if given["all_reduce_group"] is None:
+        dtypes = [torch.float32, torch.bfloat16]
+    else:
+        once = given["all_reduce_grads"] and given["partial_reduce_output"] is None
+        dtypes = [torch.float32] if once else []
     return (
-        given["all_reduce_group"] is None
+        given["orig_dtype"] in dtypes
         and given["all_reduce_hook"] is None
-        and given["orig_dtype"] in (torch.float32, torch.bfloat16)
         and not any(
             param.offload_to_cpu
             or param.sharded_param.grad is not None
