@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
 from titan_fp8.host.exchange import check_all
@@ -182,6 +183,7 @@ class StepGraph:
         self.can_capture = True
         self.parameters: list[nn.Parameter] = []
         """Those that get gradients."""
+        self.units: list[FSDPModule] = []
         self.captured: dict[bool, CapturedStep] = {}
         """By whether gradients are added to those of an earlier batch of the step."""
         self.pool: Any = None
@@ -220,6 +222,7 @@ class StepGraph:
         if self.steps <= WARM_UP:
             loss = self.warm_up(step, *arguments)
             self.parameters = [p for p in model.parameters() if p.grad is not None]
+            self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
             return loss
         form = form_of(*arguments)
         if is_observed() or any(form != each.batch.form for each in self.captured.values()):
@@ -228,6 +231,10 @@ class StepGraph:
         # The second graph adds to the gradients of the first.
         if not self.can_capture or (adds and False not in self.captured):
             return step(*arguments)
+        # An evaluation leaves some weights gathered. A captured step must gather its own, and none
+        # may be left that was gathered before a replay, since the optimizer changes it after that.
+        for unit in self.units:
+            unit.reshard()
         check_all()  # A replay calls no method of an exchange.
         if adds not in self.captured:
             self.capture(step, model, adds, Batch(*arguments))
