@@ -108,19 +108,29 @@ class Graph:
 
 
 class CapturedStep:
-    """A step that has been captured, and runs when it is replayed."""
+    """A step that has been captured, and runs when it is replayed.
+
+    `parameters` are those that get gradients, and `units` those of FSDP2.
+    """
 
     def __init__(
-        self, step: Step, batch: Batch, model: nn.Module, stream: torch.cuda.Stream, pool: Any
+        self,
+        step: Step,
+        batch: Batch,
+        parameters: list[nn.Parameter],
+        units: list[FSDPModule],
+        stream: torch.cuda.Stream,
+        pool: Any,
     ):
         self.batch = batch
+        forget_evaluations(units)
 
         def run() -> None:
             self.loss = step(*batch.arguments()).detach()
-            join(stream, model)
+            join(stream, units)
 
         self.graph = Graph(run, stream, pool)
-        self.gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        self.gradients = [(p, p.grad) for p in parameters]
 
     def replay(self, *arguments: Any) -> Tensor:
         """Runs the step for the arguments of a `Step`, and returns the loss."""
@@ -131,11 +141,19 @@ class CapturedStep:
         return self.loss.clone()
 
 
-def join(stream: torch.cuda.Stream, model: Any) -> None:
+def forget_evaluations(units: list[FSDPModule]) -> None:
+    """FSDP2 keeps the order of all forwards since the last backward, which gathers ahead by it."""
+    for unit in units:
+        state = unit._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        if (group := state._fsdp_param_group) is not None:
+            group._post_forward_indices.clear()
+
+
+def join(stream: torch.cuda.Stream, units: list[FSDPModule]) -> None:
     """Has `stream` wait for those of FSDP2 that belong to its capture, as a capture must end."""
-    if not hasattr(model, "_get_fsdp_state"):
-        return
-    for other in vars(model._get_fsdp_state()._comm_ctx).values():
+    # All units have the same ones.
+    for other in vars(units[0]._get_fsdp_state()._comm_ctx).values() if units else ():
         if isinstance(other, torch.cuda.Stream):
             with torch.cuda.stream(other):
                 belongs = torch.cuda.is_current_stream_capturing()
@@ -237,7 +255,7 @@ class StepGraph:
             unit.reshard()
         check_all()  # A replay calls no method of an exchange.
         if adds not in self.captured:
-            self.capture(step, model, adds, Batch(*arguments))
+            self.capture(step, adds, Batch(*arguments))
         return self.captured[adds].replay(*arguments)
 
     def warm_up(self, step: Step, *arguments: Any) -> Tensor:
@@ -254,11 +272,12 @@ class StepGraph:
             )
         return loss
 
-    def capture(self, step: Step, model: nn.Module, adds: bool, batch: Batch) -> None:
+    def capture(self, step: Step, adds: bool, batch: Batch) -> None:
         begin = time.perf_counter()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
+        where = self.parameters, self.units, self.stream, self.pool
         try:
-            self.captured[adds] = CapturedStep(step, batch, model, self.stream, self.pool)
+            self.captured[adds] = CapturedStep(step, batch, *where)
         except Exception as error:
             # The capture that an error has ended cannot end, and this second error hides the first.
             reason = error.__context__ or error
