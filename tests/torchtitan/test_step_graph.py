@@ -8,8 +8,10 @@ where the captured step has left them. tests/gpu/test_step_graph.py has CUDA gra
 import contextlib
 import logging
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import gloo
 import pytest
 import torch
 from health_runs import Recorder
@@ -18,6 +20,7 @@ from titan import (
     BOTH,
     GROUPED_MM,
     LINEAR,
+    ONE_BLOCK,
     batch,
     build,
     convert,
@@ -68,18 +71,24 @@ class Graph:
             p.grad = None
 
 
-@pytest.fixture
-def waiting(monkeypatch):
+def simulate(monkeypatch) -> list[str]:
     """Lets steps be captured; returns the list of the places where the CPU waits."""
-    places = []
+    places: list[str] = []
     monkeypatch.setattr(step_graph, "Graph", Graph)
     monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
     monkeypatch.setattr(host, "utils", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(Graph, "replays", 0)
+    return places
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """`simulate` in one process."""
+    places = simulate(monkeypatch)
     with one_process():
         yield places
     observe(None)
@@ -126,6 +135,38 @@ def test_training_is_the_same(waiting, text, tmp_path, monkeypatch, flags, repla
     assert Graph.replays == replays
 
 
+EP = ("--parallelism.expert_parallel_degree", 2, "--parallelism.data_parallel_shard_degree", 2)
+FP8 = (f"--{GROUPED_MM}.exchange", "fp8")
+
+
+def train_ranks(rank: int, folder: Path, text: Path) -> None:
+    """On one of two ranks, with evaluations, after which FSDP2 leaves weights gathered."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    runs = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulate(monkeypatch)
+        for key in ((), KEY):
+            flags = (*training(text, folder), *EP, *FP8, *key, *ONE_BLOCK)
+            with trainer(parse(folder, toml("deepseek_v3"), *flags)) as t:
+                Graph.model = model = t.model_parts[0]
+                batches, found = t.batch_generator(t.dataloader), []
+                for t.step in range(1, 8):
+                    t.train_step(batches)
+                    found += [p.grad.to_local().clone() for p in model.parameters()]
+                    with torch.no_grad():
+                        found.append(model(batch(t)[0]["input"]))
+            runs.append(found)
+        assert Graph.replays == 4
+    # The CPU divides by a number, and does not multiply by the inverse.
+    for want, got in zip(*runs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+def test_sharded_training_is_the_same(tmp_path, text):
+    gloo.spawn(train_ranks, 2, tmp_path, text)
+
+
 def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
     inputs, labels = batch(t, seed)
     inputs, labels = {"input": inputs["input"][:, :length]}, labels[:, :length]
@@ -147,7 +188,7 @@ def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
             runs.append([gradients(t, *each) for each in batches])
     for expected, found in zip(*runs, strict=True):
         assert all(map(torch.equal, expected, found))
-    assert Graph.replays == 4
+        assert Graph.replays == 4
     assert caplog.text.count("are a CUDA graph now") == 2
     assert caplog.text.count("runs without the CUDA graph") == 1
 
@@ -222,8 +263,6 @@ def test_a_number_of_tokens_divides_as_on_a_gpu():
 
 
 PP = ("--parallelism.pipeline_parallel_degree", 2)
-EP = ("--parallelism.expert_parallel_degree", 2, "--parallelism.data_parallel_shard_degree", 2)
-FP8 = (f"--{GROUPED_MM}.exchange", "fp8")
 
 
 @pytest.mark.parametrize(
