@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,9 +53,12 @@ class Target:
 
     def locate(self) -> tuple[Any, str]:
         """The object that has the attribute, and the attribute's name."""
-        module, _, path = self.path.partition(":")
+        name, _, path = self.path.partition(":")
         *parents, attribute = path.split(".")
-        return functools.reduce(getattr, parents, importlib.import_module(module)), attribute
+        module = sys.modules["__main__"]
+        if getattr(module.__spec__, "name", None) != name:  # It is not what `python -m` runs.
+            module = importlib.import_module(name)
+        return functools.reduce(getattr, parents, module), attribute
 
     def original(self) -> Any:
         """The value without our replacement; if others have replaced ours since, their value."""

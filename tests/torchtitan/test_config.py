@@ -119,6 +119,7 @@ MISTAKES = [
     *((section, "recipe", value, RECIPES) for section in BOTH for value in RECIPE_MISTAKES),
     *((section, "emulate", value, BOOL) for section in BOTH for value in ('"yes"', "1", "[]")),
     *((LINEAR, "host_speedups", value, BOOL) for value in ('"yes"', "1", "[]")),
+    (LINEAR, "cuda_graph", '"yes"', BOOL),
     *((LINEAR, "filter_fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     *((GROUPED_MM, "fqns", value, allowed) for value, allowed in LIST_MISTAKES),
     (GROUPED_MM, "fqns", "[]", ("convert nothing",)),

@@ -20,13 +20,14 @@ from titan_fp8.fsdp.sharded_weight import (
     ShardGather,
     gathers_of,
     mark,
+    runs_on,
     shown_to_fsdp2,
     with_new_values,
 )
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import FP8_GATHERS
 
-__all__ = ["gather_in_fp8", "requantize"]
+__all__ = ["gather_in_fp8", "requantize", "runs_on"]
 
 
 def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionReport:

@@ -44,6 +44,15 @@ from titan_fp8.ops import DTYPES
 from titan_fp8.patches import log_once
 from titan_fp8.recipe import get_recipe
 
+_home: torch.cuda.Stream | None = None
+"""Where the model runs; None is the default stream."""
+
+
+def runs_on(stream: torch.cuda.Stream | None) -> None:
+    """Says on which stream the models of this process run from now on; None: the default one."""
+    global _home
+    _home = stream
+
 
 class ShardGather:
     """FSDP2's extension for one parameter: gathers it in FP8.
@@ -147,7 +156,7 @@ class ShardGather:
         if self.shard is None:
             device = self.param.device
             # Its scales are written in place, which later steps cannot do to inference tensors.
-            with _on_default_stream(device), torch.inference_mode(False):
+            with _on_home_stream(device), torch.inference_mode(False):
                 self.shard = QuantizedShard(self.recipe, self.emulate, self.spec, device)
         if not module.training or torch.is_inference_mode_enabled():
             quantize([self])
@@ -242,16 +251,16 @@ def with_new_values(reset: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _on_default_stream(device: torch.device) -> Iterator[None]:
+def _on_home_stream(device: torch.device) -> Iterator[None]:
     """Shards that are quantized together live on, so no stream of FSDP2 may own their memory."""
     if device.type != "cuda":
         yield
         return
-    current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    default.wait_stream(current)
-    with torch.cuda.stream(default):
+    current, home = torch.cuda.current_stream(device), _home or torch.cuda.default_stream(device)
+    home.wait_stream(current)
+    with torch.cuda.stream(home):
         yield
-    current.wait_stream(default)
+    current.wait_stream(home)
 
 
 def quantize(gathers: Sequence[ShardGather]) -> None:
@@ -264,7 +273,7 @@ def quantize(gathers: Sequence[ShardGather]) -> None:
     # Autograd may have saved the scales in forward, as it saves the memory that FSDP2 refills.
     scales = tuple(scale for shard, _ in shards for scale in (shard.table, shard.s, shard.s_t))
     with (
-        _on_default_stream(gathers[0].param.device),
+        _on_home_stream(gathers[0].param.device),
         torch.autograd._unsafe_preserve_version_counter(scales),
     ):
         quantize_shards(shards)

@@ -7,6 +7,8 @@ torchtitan has use for.
 - gradient_reduction.py: FSDP2 sends bf16 gradients in bf16.
 - profiler_ranges.py: FSDP2 marks ranges for the profiler only while it runs.
 - torchtitan_0_2/: what uses the gathers, and more that is for torchtitan 0.2 only.
+
+`torchtitan_0_2/step_graph.py` has a key of its own, `cuda_graph`.
 """
 
 from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation

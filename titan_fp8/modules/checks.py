@@ -68,6 +68,7 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
     "fsdp_all_gather": check_bool,
     "health_freq": check_freq,
     "host_speedups": check_bool,
+    "cuda_graph": check_bool,
     "permutation": functools.partial(check_choice, allowed=PERMUTATIONS),
     "exchange": functools.partial(check_choice, allowed=EXCHANGES),
     "exchange_capacity": check_capacity,

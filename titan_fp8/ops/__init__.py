@@ -6,6 +6,23 @@ and `permute` define them.
 
 from titan_fp8.ops import gemm, permute, quantize, sequence  # noqa: F401  (define the ops)
 from titan_fp8.ops.operands import DTYPES
-from titan_fp8.ops.registry import OPS, call, implementation, kernels_for, observe, run
+from titan_fp8.ops.registry import (
+    OPS,
+    call,
+    implementation,
+    is_observed,
+    kernels_for,
+    observe,
+    run,
+)
 
-__all__ = ["DTYPES", "OPS", "call", "implementation", "kernels_for", "observe", "run"]
+__all__ = [
+    "DTYPES",
+    "OPS",
+    "call",
+    "implementation",
+    "is_observed",
+    "kernels_for",
+    "observe",
+    "run",
+]

@@ -104,6 +104,11 @@ def observe(wrap: Callable[[Any], Implementation] | None) -> None:
     _wrap = wrap
 
 
+def is_observed() -> bool:
+    """Whether `observe` has been given a `wrap` that has not ended."""
+    return _wrap is not None
+
+
 def kernels_for(device: torch.device) -> Any:
     """`titan_fp8.kernels.for_device`, which raises a RuntimeError for a GPU without FP8 kernels."""
     from titan_fp8 import kernels

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,11 @@ class TitanFP8Linear(LinearSettings):
 
     where = f"[{LINEAR}]"
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
+
+    cuda_graph: bool = False
+    """Whether forward, loss and backward of a step are captured as one CUDA graph, which later
+    steps replay, where nothing in them waits for the CPU. The values are the same. It needs no FP8.
+    """
 
 
 @dataclass(kw_only=True)
@@ -186,6 +192,10 @@ def check_merged(config: Any, is_set: Collection[str]) -> None:
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
         raise ValueError(f"model.converters = {converters!r}: allowed is a list of strings")
+    if config.quantize.linear.titan_fp8.cuda_graph:
+        # NCCL reads it once. Else it would register what a captured step sends, in memory that
+        # PyTorch's allocator remaps if it has expandable segments.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     custom_import(config)
     registered = model_converter._registry_model_converter_cls
     for name in converters:

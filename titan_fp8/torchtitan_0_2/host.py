@@ -4,12 +4,15 @@ import torch
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from titan_fp8 import fsdp
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
 from titan_fp8.patches import SAC_POLICY
@@ -38,6 +41,7 @@ def speed_up(
         torch.autograd.set_multithreading_enabled(False)
         if uses_fsdp2:
             speed_up_fsdp2()
+    _capture_steps(job_config, parallel_dims)
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
@@ -61,6 +65,54 @@ def speed_up(
         # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
         SAC_POLICY.apply(with_fp8_policy)
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
+
+
+def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    """Has the trainer capture its steps, if `cuda_graph` says so.
+
+    Raises:
+        ValueError: no step of this job can be captured.
+    """
+    section = job_config.quantize.linear.titan_fp8
+    if not section.cuda_graph:
+        fsdp.runs_on(None)
+        return
+    key = f"{section.where} cuda_graph"
+    if reason := _why_not_captured(job_config, parallel_dims):
+        raise ValueError(f"{key} = True: {reason}")
+    # Another thread's work would belong to no capture.
+    torch.autograd.set_multithreading_enabled(False)
+    stream = torch.cuda.Stream()
+    fsdp.runs_on(stream)
+    steps = StepGraph(key, stream, job_config)
+    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close)
+    logger.info(
+        f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
+        "CUDA graph, if nothing in them waits for the CPU"
+    )
+
+
+def _why_not_captured(job_config: JobConfig, dims: ParallelDims) -> str | None:
+    """Which setting forbids a CUDA graph of a step, and what is allowed; None if none does."""
+    experts, checkpoint = job_config.quantize.grouped_mm.titan_fp8, job_config.activation_checkpoint
+    in_fp8 = experts.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16
+    reasons = {
+        "needs a CUDA GPU": utils.device_type != "cuda",
+        "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
+        "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
+            dims.dp_replicate_enabled and not dims.fsdp_enabled
+        ),
+        "under expert parallelism the CPU waits for the GPU, unless tokens are exchanged with "
+        f'{experts.where} exchange = "fp8"': dims.ep_enabled and not in_fp8,
+        "training.enable_cpu_offload must be false": job_config.training.enable_cpu_offload,
+        "optimizer.early_step_in_backward must be false": (
+            job_config.optimizer.early_step_in_backward
+        ),
+        # No state of a random number generator can be read in a capture.
+        "activation_checkpoint.preserve_rng_state must be false, which changes nothing without "
+        "dropout": checkpoint.mode in ("full", "selective") and checkpoint.preserve_rng_state,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _exchange_in_fp8(

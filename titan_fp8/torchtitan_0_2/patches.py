@@ -59,6 +59,20 @@ TOKEN_EXCHANGE = Patch(
     until="torchtitan permutes by gathers, and functional collectives take less CPU time.",
 )
 
+STEP_GRAPH = Patch(
+    name="step graph",
+    targets=(
+        Target(
+            "torchtitan.train:Trainer.forward_backward_step",
+            ("self", "input_dict", "labels", "global_valid_tokens"),
+        ),
+        Target("torchtitan.train:Trainer.close", ("self",)),
+    ),
+    why="`cuda_graph` can do nothing.",
+    until="torchtitan 0.2 need not be supported: 0.3 captures its steps.",
+    required=True,
+)
+
 TORCHTITAN_ON_CPU = torchtitan_on_cpu(
     Target("torchtitan.components.checkpoint:CheckpointManager.load", ("self", "step")),
     Target("torch:histc"),
@@ -66,7 +80,7 @@ TORCHTITAN_ON_CPU = torchtitan_on_cpu(
 )
 
 FOR_FP8 = (*shared.FOR_FP8, STEP_METRICS)
-FOR_HOST = (*shared.FOR_HOST, TOKEN_EXCHANGE)
+FOR_HOST = (*shared.FOR_HOST, TOKEN_EXCHANGE, STEP_GRAPH)
 ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 PATCHES = (*ON_IMPORT, *ON_CONVERSION, shared.FP8_GATHERS, shared.CPU, TORCHTITAN_ON_CPU)

@@ -1,0 +1,303 @@
+"""`cuda_graph` in torchtitan's trainer: which steps are captured and replayed, and which settings
+forbid it.
+
+On the CPU a graph runs the step again for what is in the memory of its inputs, and writes gradients
+where the captured step has left them. tests/gpu/test_step_graph.py has CUDA graphs.
+"""
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import gloo
+import pytest
+import torch
+from health_runs import Recorder
+from titan import (
+    AC,
+    BOTH,
+    GROUPED_MM,
+    LINEAR,
+    ONE_BLOCK,
+    batch,
+    build,
+    convert,
+    job,
+    one_process,
+    parse,
+    toml,
+    trainer,
+    training,
+)
+
+from titan_fp8.fsdp import runs_on
+from titan_fp8.host import exchange
+from titan_fp8.host.torchtitan_0_2 import step_graph
+from titan_fp8.ops import observe
+from titan_fp8.patches import Target
+from titan_fp8.torchtitan_0_2 import host
+
+pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
+
+KEY = (f"--{LINEAR}.cuda_graph",)
+
+
+class Graph:
+    """In place of a CUDA graph."""
+
+    model: torch.nn.Module
+    replays = 0
+
+    def __init__(self, run, stream, pool):
+        self.run, self.parameters = run, [*Graph.model.parameters()]
+        before = [p.grad if p.grad is None else p.grad.clone() for p in self.parameters]
+        self.adds = before[0] is not None
+        run()
+        self.gradients = [p.grad for p in self.parameters]
+        for gradient, value in zip(self.gradients, before):  # A capture computes nothing.
+            gradient.fill_(float("nan")) if value is None else gradient.copy_(value)
+
+    def replay(self):
+        Graph.replays += 1
+        if self.adds:
+            return self.run()
+        for p in self.parameters:
+            p.grad = None
+        self.run()
+        for p, gradient in zip(self.parameters, self.gradients):
+            gradient.copy_(p.grad)
+            p.grad = None
+
+
+def simulate(monkeypatch) -> list[str]:
+    """Lets steps be captured; returns the list of the places where the CPU waits."""
+    places: list[str] = []
+    monkeypatch.setattr(step_graph, "Graph", Graph)
+    monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
+    for name in ("graph_pool_handle", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
+    monkeypatch.setattr(host, "utils", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(Graph, "replays", 0)
+    return places
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """`simulate` in one process."""
+    places = simulate(monkeypatch)
+    with one_process():
+        yield places
+    observe(None)
+    runs_on(None)
+
+
+def train(config) -> Recorder:
+    """Trains, and records the loss and the norm of the gradients of each step."""
+    recorder = Recorder()
+    with trainer(config) as t:
+        Graph.model = t.model_parts[0]
+        t.metrics_processor.logger = recorder
+        t.train()
+    return recorder
+
+
+def results(recorder: Recorder) -> list[tuple[float, ...]]:
+    names = "loss_metrics/global_avg_loss", "grad_norm", "validation_metrics/loss"
+    return [tuple(metrics.get(name) for name in names) for metrics in recorder.steps.values()]
+
+
+@pytest.mark.parametrize(
+    "flags, replays",
+    [
+        ((), 5),
+        (("--training.global_batch_size", 4), 10),
+        ((f"--{LINEAR}.recipe", "bf16"), 5),
+        ((f"--{LINEAR}.health_freq", 6), 4),
+    ],
+    ids=["", "accumulation", "bf16", "health_freq"],
+)
+def test_training_is_the_same(waiting, text, tmp_path, monkeypatch, flags, replays):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    flags = (
+        *training(text, tmp_path), *flags,
+        *("--validation.enable", "--validation.freq", 5, "--validation.steps", 1),
+        *("--validation.dataset", "c4_test", "--validation.dataset_path", text / "corpus"),
+        *("--validation.local_batch_size", 2, "--validation.seq_len", 96),
+    )  # fmt: skip
+    expected = results(train(parse(tmp_path, toml("llama3", (LINEAR,)), *flags)))
+    assert not Graph.replays
+    found = results(train(parse(tmp_path, toml("llama3", (LINEAR,)), *flags, *KEY)))
+    assert found == expected
+    assert Graph.replays == replays
+
+
+EP = ("--parallelism.expert_parallel_degree", 2, "--parallelism.data_parallel_shard_degree", 2)
+FP8 = (f"--{GROUPED_MM}.exchange", "fp8")
+
+
+def train_ranks(rank: int, folder: Path, text: Path) -> None:
+    """On one of two ranks, with evaluations, after which FSDP2 leaves weights gathered."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    runs = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulate(monkeypatch)
+        for key in ((), KEY):
+            flags = (*training(text, folder), *EP, *FP8, *key, *ONE_BLOCK)
+            with trainer(parse(folder, toml("deepseek_v3"), *flags)) as t:
+                Graph.model = model = t.model_parts[0]
+                batches, found = t.batch_generator(t.dataloader), []
+                for t.step in range(1, 8):
+                    t.train_step(batches)
+                    found += [p.grad.to_local().clone() for p in model.parameters()]
+                    with torch.no_grad():
+                        found.append(model(batch(t)[0]["input"]))
+            runs.append(found)
+        assert Graph.replays == 4
+    # The CPU divides by a number, and does not multiply by the inverse.
+    for want, got in zip(*runs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+def test_sharded_training_is_the_same(tmp_path, text):
+    gloo.spawn(train_ranks, 2, tmp_path, text)
+
+
+def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
+    inputs, labels = batch(t, seed)
+    inputs, labels = {"input": inputs["input"][:, :length]}, labels[:, :length]
+    t.optimizers.zero_grad()
+    tokens = torch.tensor(float(labels.numel()))
+    loss = t.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+    return [loss.detach(), *(p.grad.clone() for p in t.model_parts[0].parameters())]
+
+
+def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    batches = [(seed, 64 if seed == 5 else 96) for seed in range(8)]
+    runs = []
+    for key in ((), KEY):
+        with trainer(
+            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
+        ) as t:
+            Graph.model = t.model_parts[0]
+            runs.append([gradients(t, *each) for each in batches])
+    for expected, found in zip(*runs, strict=True):
+        assert all(map(torch.equal, expected, found))
+        assert Graph.replays == 4
+    assert caplog.text.count("are a CUDA graph now") == 2
+    assert caplog.text.count("runs without the CUDA graph") == 1
+
+
+def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog):
+    waiting.append("moe.py:7")
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+        Graph.model = t.model_parts[0]
+        for seed in range(5):
+            gradients(t, seed)
+    assert not Graph.replays
+    (warning,) = [r.getMessage() for r in caplog.records if "cuda_graph" in r.getMessage()]
+    assert warning.startswith(f"titan_fp8: [{LINEAR}] cuda_graph changes nothing")
+    assert warning.endswith("the CPU waits for the GPU at moe.py:7")
+
+
+def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp_path, monkeypatch):
+    def fail(*args):
+        try:
+            raise ValueError("the reason")
+        finally:
+            raise RuntimeError("the end of the capture")
+
+    monkeypatch.setattr(step_graph, "Graph", fail)
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+        for seed in range(3):
+            gradients(t, seed)
+        with pytest.raises(RuntimeError, match=r"cuda_graph = True: .*ValueError: the reason"):
+            gradients(t, 3)
+
+
+def test_every_step_checks_the_exchanges(waiting, text, tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("a rank has died")
+
+    exchanges = [SimpleNamespace(check=lambda: None)]
+    monkeypatch.setattr(exchange, "_exchanges", exchanges)
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+        Graph.model = t.model_parts[0]
+        for seed in range(5):
+            gradients(t, seed)
+        exchanges[0].check = fail
+        with pytest.raises(RuntimeError, match="a rank has died"):
+            gradients(t, 5)
+
+
+def test_closing_frees_the_graph(waiting, text, tmp_path):
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        init = step_graph.StepGraph.__init__
+        patch.setattr(
+            step_graph.StepGraph, "__init__", lambda self, *a: made.append(self) or init(self, *a)
+        )
+        with trainer(
+            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)
+        ) as t:
+            Graph.model = t.model_parts[0]
+            for seed in range(4):
+                gradients(t, seed)
+            assert made[0].captured
+    assert not made[0].captured
+
+
+def test_a_number_of_tokens_divides_as_on_a_gpu():
+    divisor = step_graph.Divisor(3, torch.device("cpu"))
+    divisor.copy_(7)
+    loss = torch.tensor(21.0, requires_grad=True)
+    result = loss / divisor
+    result.backward()
+    inverse = torch.tensor(1.0) / torch.tensor(7.0)
+    assert result == loss * inverse and loss.grad == inverse
+
+
+PP = ("--parallelism.pipeline_parallel_degree", 2)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (PP, "parallelism.pipeline_parallel_degree must be 1"),
+        (EP, f'exchanged with [{GROUPED_MM}] exchange = "fp8"'),
+        ((*EP, *FP8), None),
+        (("--parallelism.data_parallel_replicate_degree", 2), "data_parallel_shard_degree must"),
+        (("--training.enable_cpu_offload",), "training.enable_cpu_offload must be false"),
+        (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
+        ((f"{AC}.mode", "full"), "activation_checkpoint.preserve_rng_state must be false"),
+        ((f"{AC}.mode", "full", f"{AC}.no_preserve_rng_state"), None),
+    ],
+)
+def test_settings_that_forbid_it(waiting, tmp_path, flags, words):
+    config = job(tmp_path, "deepseek_v3", f"{AC}.mode", "none", *KEY, *flags, converters=BOTH)
+    ranks = 2 if EP[0] in flags or PP[0] in flags or "replicate" in str(flags) else 1
+    expected = pytest.raises(ValueError) if words else contextlib.nullcontext()
+    with expected as caught:
+        convert(config, build(config), ranks)
+    if words:
+        assert str(caught.value).startswith(f"[{LINEAR}] cuda_graph = True: ")
+        assert words in str(caught.value)
+
+
+def test_a_gpu_is_needed(tmp_path):
+    config = job(tmp_path, "llama3", *KEY, converters=(LINEAR,))
+    with pytest.raises(ValueError, match="cuda_graph = True: needs a CUDA GPU"):
+        convert(config, build(config))
+
+
+def test_the_trainer_that_runs_as_the_program_is_patched(monkeypatch):
+    main = ModuleType("__main__")
+    main.__spec__ = SimpleNamespace(name="torchtitan.train")
+    main.Trainer = type("Trainer", (), {})
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert Target("torchtitan.train:Trainer.close").locate() == (main.Trainer, "close")

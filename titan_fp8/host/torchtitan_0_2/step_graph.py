@@ -1,0 +1,305 @@
+"""Forward, loss and backward of a step as one CUDA graph, which the CPU launches at once.
+
+A step of a large MoE launches thousands of kernels, and where each is short the GPU waits for the
+CPU. Here the first steps run as ever, one more is captured, and later ones replay it. A replay
+launches the same kernels on the same memory, so its results are the same bit for bit. Its inputs
+are copied to where the captured step reads them, and gradients appear where it writes them.
+
+The first steps compile, load kernels, open connections and fill caches. The last of them also looks
+for places where the CPU waits for the GPU. What the CPU reads there could differ from step to step,
+so if there is one, no step is captured.
+
+All steps run on a stream of their own, because a capture must not touch the default stream, and
+autograd and FSDP2 come back to the stream where they began. FSDP2's streams wait for it, and it
+for them, so they belong to the capture, too. The optimizer stays on the default stream.
+
+The memory of a captured step stays reserved for it. A training step that cannot be replayed,
+because health_freq observes it or its batch has another shape, frees this memory before it runs,
+and the next step is captured anew. Evaluations run beside the graph.
+"""
+
+import contextlib
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.tools.logging import logger
+
+from titan_fp8.host.exchange import check_all
+from titan_fp8.ops import is_observed
+
+WARM_UP = 3
+"""The steps before the first that is captured."""
+
+Step = Callable[[dict[str, Any], Tensor, Any], Tensor]
+"""The trainer's step: the loss of (input_dict, labels, global_valid_tokens)."""
+
+
+class Divisor:
+    """A number in GPU memory by which the trainer divides the loss, in place of a Python number.
+
+    PyTorch divides a CUDA tensor by a Python number by multiplying it by the inverse in FP32, in
+    forward and in backward. So does this.
+    """
+
+    def __init__(self, value: float, device: torch.device):
+        self.inverse = torch.empty((), dtype=torch.float32, device=device)
+        self.copy_(value)
+
+    def copy_(self, value: float) -> None:
+        one, by = torch.tensor([1.0, value], dtype=torch.float32)
+        self.inverse.fill_(float(one / by))
+
+    def __rtruediv__(self, loss: Tensor) -> Tensor:
+        return loss * self.inverse
+
+
+class Batch:
+    """The arguments of a step, in memory that stays."""
+
+    def __init__(self, inputs: dict[str, Any], labels: Tensor, tokens: Any):
+        self.form = form_of(inputs, labels, tokens)
+        self.inputs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        self.labels = labels.clone()
+        # torchtitan counts tokens in a tensor if there is one rank, and otherwise in a number.
+        is_tensor = isinstance(tokens, Tensor)
+        self.tokens: Any = tokens.clone() if is_tensor else Divisor(tokens, labels.device)
+
+    def arguments(self) -> tuple[dict[str, Any], Tensor, Any]:
+        """As `Step` takes them."""
+        return self.inputs, self.labels, self.tokens
+
+    def copy_(self, inputs: dict[str, Any], labels: Tensor, tokens: Any) -> None:
+        """Takes the values of a batch of the same form."""
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self.inputs[name].copy_(value)
+        self.labels.copy_(labels)
+        self.tokens.copy_(tokens)
+
+
+def form_of(inputs: dict[str, Any], labels: Tensor, tokens: Any) -> list[Any]:
+    """All of a batch that a graph cannot change: what is not the values of tensors."""
+    values = *sorted(inputs.items()), ("labels", labels)
+    form: list[Any] = [
+        (name, v.shape, v.dtype, v.device) if isinstance(v, Tensor) else (name, v)
+        for name, v in values
+    ]
+    return [*form, isinstance(tokens, Tensor)]
+
+
+class Graph:
+    """A CUDA graph of what `run` launches; what `run` allocates comes from `pool`."""
+
+    def __init__(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any):
+        self._graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog may call CUDA meanwhile, from a thread of its own.
+        options = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self._graph, **options):
+            run()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CapturedStep:
+    """A step that has been captured, and runs when it is replayed.
+
+    `parameters` are those that get gradients, and `units` those of FSDP2.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        batch: Batch,
+        parameters: list[nn.Parameter],
+        units: list[FSDPModule],
+        stream: torch.cuda.Stream,
+        pool: Any,
+    ):
+        self.batch = batch
+        forget_evaluations(units)
+
+        def run() -> None:
+            self.loss = step(*batch.arguments()).detach()
+            join(stream, units)
+
+        self.graph = Graph(run, stream, pool)
+        self.gradients = [(p, p.grad) for p in parameters]
+
+    def replay(self, *arguments: Any) -> Tensor:
+        """Runs the step for the arguments of a `Step`, and returns the loss."""
+        self.batch.copy_(*arguments)
+        self.graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        return self.loss.clone()
+
+
+def forget_evaluations(units: list[FSDPModule]) -> None:
+    """FSDP2 keeps the order of all forwards since the last backward, which gathers ahead by it."""
+    for unit in units:
+        state = unit._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        if (group := state._fsdp_param_group) is not None:
+            group._post_forward_indices.clear()
+
+
+def join(stream: torch.cuda.Stream, units: list[FSDPModule]) -> None:
+    """Has `stream` wait for those of FSDP2 that belong to its capture, as a capture must end."""
+    # All units have the same ones.
+    for other in vars(units[0]._get_fsdp_state()._comm_ctx).values() if units else ():
+        if isinstance(other, torch.cuda.Stream):
+            with torch.cuda.stream(other):
+                belongs = torch.cuda.is_current_stream_capturing()
+            if belongs:
+                stream.wait_stream(other)
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """Lists, at the end, the places of the code where the CPU has waited for the GPU."""
+    places: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
+    places += dict.fromkeys(f"{w.filename}:{w.lineno}" for w in found)
+
+
+@contextlib.contextmanager
+def on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Runs what is inside on `stream`, after what comes before it and before what follows."""
+    caller = torch.cuda.current_stream()
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield
+    caller.wait_stream(stream)
+
+
+class StepGraph:
+    """Runs the steps of one trainer.
+
+    Args:
+        key: the setting that asks for it, for messages.
+        stream: where they run.
+        job_config: the trainer's.
+    """
+
+    def __init__(self, key: str, stream: torch.cuda.Stream, job_config: Any):
+        self.key, self.stream, self.job_config = key, stream, job_config
+        self.steps = 0
+        self.can_capture = True
+        self.parameters: list[nn.Parameter] = []
+        """Those that get gradients."""
+        self.units: list[FSDPModule] = []
+        self.captured: dict[bool, CapturedStep] = {}
+        """By whether gradients are added to those of an earlier batch of the step."""
+        self.pool: Any = None
+
+    def forward_backward_step(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wraps the trainer's."""
+
+        @functools.wraps(original)
+        def run(self_: Any, **batch: Any) -> Tensor:
+            def step(inputs: dict[str, Any], labels: Tensor, tokens: Any) -> Tensor:
+                return original(self_, input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+
+            arguments = batch["input_dict"], batch["labels"], batch["global_valid_tokens"]
+            if self_.job_config is not self.job_config:
+                return step(*arguments)
+            with on(self.stream):
+                return self.run(step, self_.model_parts[0], *arguments)
+
+        return run
+
+    def close(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Wraps the trainer's. NCCL cannot close a group that a graph uses."""
+
+        @functools.wraps(original)
+        def close(self_: Any) -> None:
+            if self_.job_config is self.job_config:
+                self.captured.clear()
+            original(self_)
+
+        return close
+
+    def run(self, step: Step, model: nn.Module, *arguments: Any) -> Tensor:
+        """One batch, with these arguments of a `Step`. Returns the loss."""
+        adds = any(p.grad is not None for p in self.parameters)
+        self.steps += not adds
+        if self.steps <= WARM_UP:
+            loss = self.warm_up(step, *arguments)
+            self.parameters = [p for p in model.parameters() if p.grad is not None]
+            self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+            return loss
+        form = form_of(*arguments)
+        if is_observed() or any(form != each.batch.form for each in self.captured.values()):
+            self.free()
+            return step(*arguments)
+        # The second graph adds to the gradients of the first.
+        if not self.can_capture or (adds and False not in self.captured):
+            return step(*arguments)
+        # An evaluation leaves some weights gathered. A captured step must gather its own, and none
+        # may be left that was gathered before a replay, since the optimizer changes it after that.
+        for unit in self.units:
+            unit.reshard()
+        check_all()  # A replay calls no method of an exchange.
+        if adds not in self.captured:
+            self.capture(step, adds, Batch(*arguments))
+        return self.captured[adds].replay(*arguments)
+
+    def warm_up(self, step: Step, *arguments: Any) -> Tensor:
+        """A batch of the first steps."""
+        if self.steps < WARM_UP or not self.can_capture:
+            return step(*arguments)
+        with waits() as places:
+            loss = step(*Batch(*arguments).arguments())
+        if places:
+            self.can_capture = False
+            logger.warning(
+                f"titan_fp8: {self.key} changes nothing: no step is captured as a CUDA graph, "
+                f"because the CPU waits for the GPU at {', '.join(places)}"
+            )
+        return loss
+
+    def capture(self, step: Step, adds: bool, batch: Batch) -> None:
+        begin = time.perf_counter()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        where = self.parameters, self.units, self.stream, self.pool
+        try:
+            self.captured[adds] = CapturedStep(step, batch, *where)
+        except Exception as error:
+            # The capture that an error has ended cannot end, and this second error hides the first.
+            reason = error.__context__ or error
+            raise RuntimeError(
+                f"{self.key} = True: a step cannot be captured as a CUDA graph: "
+                f"{type(reason).__name__}: {reason}. Set the key to false"
+            ) from error
+        logger.info(
+            f"titan_fp8: {self.key}: forward, loss and backward are a CUDA graph now"
+            f"{', and those that add gradients another one' if adds else ''}; capturing has taken "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
+
+    def free(self) -> None:
+        """Frees the memory of what has been captured."""
+        if not self.captured:
+            return
+        logger.info(
+            f"titan_fp8: {self.key}: this step is observed, or its batch has another shape, so it "
+            "runs without the CUDA graph, and the next step is captured anew"
+        )
+        torch.cuda.synchronize()
+        self.captured.clear()
+        self.pool = None
+        torch.cuda.empty_cache()
