@@ -32,6 +32,8 @@ from titan_fp8.layouts import BLOCK, cdiv
 from titan_fp8.reference import scale_of as reference_scale_of
 
 WARPS = 4
+ONCE = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
+"""Layout of the rows of a tile: one for each thread."""
 LAYOUTS = TileLayouts(
     SHARED, tile_layout((1, 4), (4, 8), (WARPS, 1), (8, 1)), None, *column_layouts(WARPS)
 )
@@ -68,10 +70,9 @@ def gather_1x128_128x1_t_kernel(
         j = word + gl.arange(0, 32, gl.SliceLayout(0, LOAD))
         inside = (source >= 0)[:, None] & (j < KW)[None, :]
         words = gl.load(x + (source.to(gl.int64)[:, None] * KW + j[None, :]), mask=inside, other=0)
-        gl.store(q + (i.to(gl.int64)[:, None] * KW + j[None, :]), words, mask=(j < KW)[None, :])
-        shared = gl.allocate_shared_memory(gl.int32, LOAD.shape, LAYOUTS.shared, words)
 
-        t = row + gl.arange(0, 128, gl.SliceLayout(0, TRANSPOSED))
+        # One thread loads the scale of a row, and shared memory brings it to the others.
+        t = row + gl.arange(0, 128, ONCE)
         source = _source(index, t, R, TOP)
         from_s = s + (source.to(gl.int64) * S_ROW + block.to(gl.int64) * S_BLOCK)
         scale = gl.load(from_s, mask=source >= 0, other=0)
@@ -79,6 +80,9 @@ def gather_1x128_128x1_t_kernel(
             scale *= gl.load(weight + t, mask=source >= 0, other=0)
         scale = gl.where(source >= 0, scale, zero_scale.to(gl.float32, bitcast=True))
         gl.store(s_rows + block.to(gl.int64) * C + t, scale)
+        scale = gl.convert_layout(scale, gl.SliceLayout(0, TRANSPOSED))
+        gl.store(q + (i.to(gl.int64)[:, None] * KW + j[None, :]), words, mask=(j < KW)[None, :])
+        shared = gl.allocate_shared_memory(gl.int32, LOAD.shape, LAYOUTS.shared, words)
 
         # A part of fewer words would cut through the swizzle of the shared tile.
         part = transpose(shared.load(LAYOUTS.columns), TRANSPOSED)
