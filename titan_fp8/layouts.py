@@ -42,6 +42,11 @@ def round_up(a: int, b: int) -> int:
     return cdiv(a, b) * b
 
 
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n > 0. Triton's function takes 2 us."""
+    return 1 << (n - 1).bit_length()
+
+
 def transposed_width(m: int, offs: Tensor | None, aligned: bool, alignment: int) -> int:
     """Mt, the token columns of a transposed copy of M tokens (see the top of this file).
 

@@ -72,4 +72,7 @@ def test_operands_of_experts(compiled, dim, scale_fmt):
             q, s, integers(1024), integers(8), weight, 8, scale_fmt=scale_fmt
         )
     print(*compiled, sep="\n")
-    assert [result.spills for result in compiled] == [0, 0]
+    for result in compiled:
+        assert result.spills == 0 and result.registers <= 96, str(result)
+        # Rows and columns.
+        assert (result.wide("ld"), result.wide("st")) == (8, 8 + 8)

@@ -22,14 +22,13 @@ would get more rows than fit.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.launch import kernel
 from titan_fp8.kernels.permute import COPY_LOADS, COUNTS, WARPS, load_rows, tiling
-from titan_fp8.layouts import cdiv
+from titan_fp8.layouts import cdiv, power_of_two
 
 MAX_RANKS = 32
 FLAG_STRIDE = gl.constexpr(32)
@@ -267,7 +266,7 @@ def barrier(
     experts = 0 if counts is None else len(counts)
     exchange_barrier_kernel[(1,)](
         flags, deltas, failure, counts, table, rank, len(deltas), experts, timeout_ns,
-        triton.next_power_of_2(max(experts, 32)), num_warps=1,
+        power_of_two(max(experts, 32)), num_warps=1,
     )  # fmt: skip
 
 
@@ -280,12 +279,11 @@ def places(
     """
     ranks, experts = table.shape
     local = experts // ranks
-    offset = table.new_empty(experts)
-    ends, filled = table.new_empty(2, local)
+    offset, ends, filled = (table.new_empty(n) for n in (experts, local, local))
     exchange_places_kernel[(ranks,)](
         table, offset, ends, filled, failure, rank, ranks, local, alignment, capacity,
-        triton.next_power_of_2(ranks), triton.next_power_of_2(max(local, 32)),
-        triton.next_power_of_2(max(experts, 32)), num_warps=WARPS,
+        power_of_two(ranks), power_of_two(max(local, 32)),
+        power_of_two(max(experts, 32)), num_warps=WARPS,
     )  # fmt: skip
     return offset, ends, filled
 
@@ -311,7 +309,7 @@ def send(
         (out, torch.int8), out_scales, out_weight, slots,
         t, rank, len(deltas), local, len(out) // len(deltas), tiles, units, blocks,
         scales.stride(1), sections,
-        top, unit, triton.next_power_of_2(sections), tile, num_warps=WARPS,
+        top, unit, power_of_two(sections), tile, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -10,14 +10,13 @@ thread. One load of the index tells a thread its rows, and no program waits for 
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.hopper.quantize_tile import tile_layout
 from titan_fp8.kernels.launch import kernel
-from titan_fp8.layouts import cdiv
+from titan_fp8.layouts import cdiv, power_of_two
 
 WARPS = 4
 COPY_LOADS = 8
@@ -118,7 +117,7 @@ def tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedL
     """
     # Rows that do not start at multiples of 16 bytes are read element by element.
     unit = 16 // itemsize if k * itemsize % 16 == 0 else 1
-    across = min(LOADS_ACROSS, triton.next_power_of_2(cdiv(max(k, 1), 32 * unit)))
+    across = min(LOADS_ACROSS, power_of_two(cdiv(max(k, 1), 32 * unit)))
     return k // unit, unit, tile_layout((1, unit), (1, 32), (WARPS, 1), (loads // across, across))
 
 
@@ -239,6 +238,6 @@ def places_of_tokens(
     )
     permute_places_kernel[(ranks * experts,)](
         counts, of_place, of_token, sizes, experts, ranks, length, alignment,
-        triton.next_power_of_2(ranks), triton.next_power_of_2(experts), num_warps=WARPS,
+        power_of_two(ranks), power_of_two(experts), num_warps=WARPS,
     )  # fmt: skip
     return of_place, of_token, sizes

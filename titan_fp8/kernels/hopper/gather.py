@@ -32,6 +32,8 @@ from titan_fp8.layouts import BLOCK, cdiv
 from titan_fp8.reference import scale_of as reference_scale_of
 
 WARPS = 4
+ONCE = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
+"""Layout of the rows of a tile: one for each thread."""
 LAYOUTS = TileLayouts(
     SHARED, tile_layout((1, 4), (4, 8), (WARPS, 1), (8, 1)), None, *column_layouts(WARPS)
 )
@@ -44,17 +46,19 @@ def zero_scale(fmt: str) -> int:
     return int(reference_scale_of(zero, fmt).view(torch.int32))
 
 
-@kernel(do_not_specialize=["R", "C", "S_ROW", "S_BLOCK", "S", "E", "tiles", "zero_scale"])
+@kernel(do_not_specialize=["R", "S_ROW", "S_BLOCK", "E", "tiles", "zero_scale"])
 def gather_1x128_128x1_t_kernel(
     x, s, index, offs, weight, q, s_rows, q_t, s_t,
-    R, C, K, KW, S_ROW, S_BLOCK, S, E, tiles, zero_scale,
+    R, K, KW, S_ROW, S_BLOCK, E, tiles, zero_scale,
     TOP: gl.constexpr, SCALE_FMT: gl.constexpr, LAYOUTS: gl.constexpr,
 ):  # fmt: skip
     """A tile of 128 rows by 128 channels: its rows, with their scales, and its columns.
 
-    KW: the words of a row. S_ROW, S_BLOCK: the strides of s. S: that between the blocks of s_rows.
-    Tiles past the last of the E groups are left alone.
+    KW: the words of a row. S_ROW, S_BLOCK: the strides of s. tiles: those of 128 rows; counting in
+    these tells the compiler that columns start at multiples of 16 bytes. Tiles past the last of the
+    E groups are left alone.
     """
+    C = tiles * 128
     row = gl.program_id(0) % tiles * 128
     block = gl.program_id(0) // tiles
     if row < gl.load(offs + E - 1):
@@ -66,17 +70,19 @@ def gather_1x128_128x1_t_kernel(
         j = word + gl.arange(0, 32, gl.SliceLayout(0, LOAD))
         inside = (source >= 0)[:, None] & (j < KW)[None, :]
         words = gl.load(x + (source.to(gl.int64)[:, None] * KW + j[None, :]), mask=inside, other=0)
-        gl.store(q + (i.to(gl.int64)[:, None] * KW + j[None, :]), words, mask=(j < KW)[None, :])
-        shared = gl.allocate_shared_memory(gl.int32, LOAD.shape, LAYOUTS.shared, words)
 
-        t = row + gl.arange(0, 128, gl.SliceLayout(0, TRANSPOSED))
+        # One thread loads the scale of a row, and shared memory brings it to the others.
+        t = row + gl.arange(0, 128, ONCE)
         source = _source(index, t, R, TOP)
         from_s = s + (source.to(gl.int64) * S_ROW + block.to(gl.int64) * S_BLOCK)
         scale = gl.load(from_s, mask=source >= 0, other=0)
         if weight is not None:
             scale *= gl.load(weight + t, mask=source >= 0, other=0)
         scale = gl.where(source >= 0, scale, zero_scale.to(gl.float32, bitcast=True))
-        gl.store(s_rows + block.to(gl.int64) * S + t, scale)
+        gl.store(s_rows + block.to(gl.int64) * C + t, scale)
+        scale = gl.convert_layout(scale, gl.SliceLayout(0, TRANSPOSED))
+        gl.store(q + (i.to(gl.int64)[:, None] * KW + j[None, :]), words, mask=(j < KW)[None, :])
+        shared = gl.allocate_shared_memory(gl.int32, LOAD.shape, LAYOUTS.shared, words)
 
         # A part of fewer words would cut through the swizzle of the shared tile.
         part = transpose(shared.load(LAYOUTS.columns), TRANSPOSED)
@@ -89,7 +95,7 @@ def gather_1x128_128x1_t_kernel(
             s_column, r = scale_of(amax_words(values, 1, 1), SCALE_FMT)
             gl.store(scales + (j * 4 + c), s_column, mask=j < KW - word)
             values = cast_columns(values, r[:, None], mask, 0, 1)
-            store_columns(q_t, values, row, C - row, word * 4 + c, 4, K, C)
+            store_columns(q_t, values, row, 128, word * 4 + c, 4, K, C)
 
 
 @gluon.jit
@@ -126,7 +132,7 @@ def gather_1x128_128x1_t(
     if c:
         gather_1x128_128x1_t_kernel[(c // BLOCK * blocks,)](
             (q, torch.int32), s, index, offs, weight, (rows, torch.int32), s_rows,
-            (q_t, torch.int8), s_t, r, c, width, width // 4, *s.stride(), c, len(offs), c // BLOCK,
+            (q_t, torch.int8), s_t, r, width, width // 4, *s.stride(), len(offs), c // BLOCK,
             zero_scale(scale_fmt), k, SCALE_FMTS[scale_fmt], LAYOUTS, num_warps=WARPS,
         )  # fmt: skip
     return rows, s_rows, q_t, s_t

@@ -18,7 +18,7 @@ import functools
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_fp8.layouts import BLOCK, cdiv
+from titan_fp8.layouts import BLOCK, cdiv, power_of_two
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def next_group(group, end, block, blocks, offs_ptr, width, E):
 @functools.cache
 def group_lanes(groups: int) -> int:
     """How many group ends `locate` reads: a power of two of at least 32, or 0 without groups."""
-    return groups and max(32, 1 << (groups - 1).bit_length())
+    return groups and power_of_two(max(groups, 32))
 
 
 @gluon.jit

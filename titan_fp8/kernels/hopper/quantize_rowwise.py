@@ -9,7 +9,6 @@ Rows of more than 32768 words (128 KiB) do not fit into registers and are read t
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
@@ -23,7 +22,7 @@ from titan_fp8.kernels.hopper.quantize_cast import (
 )
 from titan_fp8.kernels.hopper.quantize_tile import load_words, store_rows, tile_layout
 from titan_fp8.kernels.launch import kernel
-from titan_fp8.layouts import E4M3, cdiv
+from titan_fp8.layouts import E4M3, cdiv, power_of_two
 
 MAX_ROW_WORDS = 32768
 """The words of the longest row that a program holds."""
@@ -59,7 +58,7 @@ def quantize_long_row_kernel(x, q, s, R, KW, PACK: gl.constexpr, WORDS: gl.const
 @functools.cache
 def row_layout(words: int) -> tuple[gl.DistributedLinearLayout, int]:
     """Layout of rows of that many words, at least four 16-byte loads per thread, and its warps."""
-    words = max(128, triton.next_power_of_2(words))
+    words = max(128, power_of_two(words))
     across = min(32, max(1, words // 512))
     down = max(1, 4 // across)
     chunks = words // (128 * across)
