@@ -41,6 +41,7 @@ def test_compute_is_counted_once_and_without_collectives():
         event(8, 4),  # overlaps with it
         event(0, 100, "ncclDevKernel_SendRecv"),
         event(50, 5, "multimem_all_reduce_kernel"),
+        event(55, 5, "exchange_barrier_kernel"),
         event(60, 5, "Memcpy HtoD (Pinned -> Device)"),
         event(70, 5, device=DeviceType.CPU),
         event(70, 5, "FSDP::all_gather", is_user_annotation=True),

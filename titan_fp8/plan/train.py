@@ -33,7 +33,7 @@ from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR
 TUNED = "bf16 tuned"  # bf16 with all that speeds a job up and is not FP8
 BLOCKS = "TITAN_FP8_PLAN_BLOCKS"  # an environment variable
 STEPS, WARM_UP, LOG_EVERY = 20, 5, 5
-NO_COMPUTE = re.compile(r"^Mem(cpy|set)|nccl|nvshmem|multimem|symm_mem|_shot_|deep_ep", re.I)
+NO_COMPUTE = re.compile(r"^Mem(cpy|set)|^exchange_|nccl|nvshmem|multimem|symm_mem|_shot_|deep_ep")
 Row = dict[str, Any]
 
 
