@@ -38,7 +38,7 @@ def test_counts_and_places(compiled, ranks, experts):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("dim, top", [(2048, 8), (576, 6)])
+@pytest.mark.parametrize("dim, top", cases((2048, 8), (576, 6)))
 def test_rows(compiled, dim, top):
     q, arrived = (torch.zeros(n, dim).to(torch.float8_e4m3fn) for n in (TOKENS, RANKS * TOKENS))
     s, arrived_s = (torch.zeros(-(-dim // 128), len(t)).t() for t in (q, arrived))
@@ -65,7 +65,7 @@ def test_rows(compiled, dim, top):
 
 @needs_cuobjdump
 @pytest.mark.parametrize("scale_fmt", cases("fp32", "ue8m0"))
-@pytest.mark.parametrize("dim", [2048, 576])
+@pytest.mark.parametrize("dim", cases(2048, 576))
 def test_operands_of_experts(compiled, dim, scale_fmt):
     q, s = torch.zeros(512, dim).to(torch.float8_e4m3fn), torch.zeros(512, -(-dim // 128))
     for weight in (None, torch.zeros(1024)):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compile_utils import Compiler, needs_cuobjdump
+from compile_utils import Compiler, cases, needs_cuobjdump
 from shapes import ODD_ROW_LENGTHS, RANKS_AND_EXPERTS
 
 from titan_fp8.kernels import permute
@@ -11,12 +11,12 @@ from titan_fp8.kernels import permute
 @needs_cuobjdump
 @pytest.mark.parametrize(
     "k, dtype",
-    [
-        (ODD_ROW_LENGTHS[0], torch.bfloat16),
+    cases(
         (2048, torch.bfloat16),
         (2048, torch.float32),
+        (ODD_ROW_LENGTHS[0], torch.bfloat16),
         (ODD_ROW_LENGTHS[-1], torch.bfloat16),
-    ],
+    ),
     ids=str,
 )
 def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):

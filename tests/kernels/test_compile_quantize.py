@@ -26,7 +26,7 @@ MODULES = (
 )
 DTYPES = cases(torch.bfloat16, torch.float32)
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
-GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
+GROUPS = {"unaligned": (OFFS, False), "aligned": (OFFS, True), "dense": ()}
 ROWS = sorted({columns for shape in LINEAR for columns in shape[1:]} | set(LONG_ROWS))
 """Row lengths: the kernels of rows have a layout for each power of two."""
 LONGEST_ROW = 4 * quantize_rowwise_columns.ROW_AMAX_WORDS
@@ -53,8 +53,8 @@ def assert_unspilled(compiled: list, launches: int) -> None:
 
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("shape", [*QUANTIZE, (QUANTIZE[1][0], LONG_ROWS[1])], ids=str)
+@pytest.mark.parametrize("groups", cases(*GROUPS))
+@pytest.mark.parametrize("shape", cases(*QUANTIZE, (QUANTIZE[1][0], LONG_ROWS[1])), ids=str)
 def test_tokens(compiled, shape, groups, dtype):
     x = torch.empty(shape, dtype=dtype)
     hopper.quantize_128x1_t(x, *GROUPS[groups])
@@ -69,7 +69,7 @@ def test_tokens(compiled, shape, groups, dtype):
 
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*QUANTIZE_WEIGHTS, *ODD_WEIGHTS], ids=str)
+@pytest.mark.parametrize("shape", cases(*QUANTIZE_WEIGHTS, *ODD_WEIGHTS), ids=str)
 def test_weights(compiled, shape, dtype):
     w = torch.empty(shape, dtype=dtype)
     hopper.quantize_128x128(w)

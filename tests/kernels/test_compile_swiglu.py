@@ -6,7 +6,7 @@ The tests print registers (`pytest -s`).
 import pytest
 import torch
 from bench.shapes import GROUPED, SWIGLU, uneven_ends
-from compile_utils import Compiler, needs_cuobjdump
+from compile_utils import Compiler, cases, needs_cuobjdump
 from shapes import ODD_SWIGLU
 
 from titan_fp8.kernels.hopper import swiglu_quantize as swiglu
@@ -16,7 +16,7 @@ GROUPS = {"dense": (), "aligned": (OFFS, True), "unaligned": (OFFS, False)}
 SHARED = 228 * 1024 // 2 - 1024
 """Bytes of shared memory for each of two programs on an SM."""
 
-SHAPES = [shape for shape in (*SWIGLU, *ODD_SWIGLU) if shape[0]]
+SHAPES = cases(*(shape for shape in (*SWIGLU, *ODD_SWIGLU) if shape[0]))
 
 
 @pytest.fixture
@@ -54,7 +54,9 @@ def test_gradients_of_scores(compiled, shape):
 @needs_cuobjdump
 @pytest.mark.parametrize(
     "groups, shape",
-    [("dense", SWIGLU[0]), ("aligned", SWIGLU[0]), *(("unaligned", shape) for shape in SHAPES)],
+    cases(
+        ("aligned", SWIGLU[0]), ("dense", SWIGLU[0]), *(("unaligned", shape) for shape in SHAPES)
+    ),
     ids=str,
 )
 def test_backward(compiled, groups, shape):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bench.shapes import DENSE, GROUPED
-from compile_utils import Compiler, needs_cuobjdump
+from compile_utils import Compiler, cases, needs_cuobjdump
 from shapes import ODD_TRANSPOSE
 
 from titan_fp8.kernels import hopper
@@ -14,7 +14,7 @@ EXPERTS, _, N, K = GROUPED[0]
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("shape", [DENSE_WEIGHT, (EXPERTS, N, K), ODD_TRANSPOSE[0]], ids=str)
+@pytest.mark.parametrize("shape", cases(DENSE_WEIGHT, (EXPERTS, N, K), ODD_TRANSPOSE[0]), ids=str)
 def test_transposes_in_registers(monkeypatch, shape):
     compiled = []
     kernel = Compiler(transpose.transpose_fp8_kernel, compiled)
