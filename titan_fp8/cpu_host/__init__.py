@@ -12,6 +12,7 @@ has no sharding strategy, and torchtitan's profiling, which fails without a GPU.
 """
 
 import functools
+import gc
 import importlib
 import importlib.metadata
 import logging
@@ -148,6 +149,7 @@ def main() -> None:
         )
     if torch.cuda.is_available():
         sys.exit("titan_fp8.cpu_host: this machine has a GPU; run `-m torchtitan.train` instead")
+    gc.disable()  # as torchtitan's trainer does, but before the imports
     prepare()
     adapter = _adapter()
     for flag, values in adapter.FLAGS.items():
