@@ -37,7 +37,7 @@ ALL = MODELS | {
 
 VOCABULARY = 512
 """Twice that of the tokenizer in tests, and a quarter of torchtitan's, which only takes time."""
-STEPS = 6
+STEPS = 4
 
 
 def converters(model: str, **fields: Any) -> list[Any]:
