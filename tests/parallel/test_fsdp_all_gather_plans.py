@@ -41,13 +41,12 @@ class LongPlan(Plan):
 
 
 FSDP_PLANS = (
-    (LongPlan("llama3", fsdp=2, pp=2), "blockwise", "bfloat16"),
-    (LongPlan("deepseek_v3", fsdp=4, ep=4), "blockwise_pow2", "bfloat16"),
-    (Plan("deepseek_v3", fsdp=2, tp=2, ep=2, etp=2), "rowwise_with_gw_hp", "bfloat16"),
+    (LongPlan("llama3", fsdp=2, pp=2), "rowwise_with_gw_hp"),
+    (LongPlan("deepseek_v3", fsdp=4, ep=4), "blockwise_pow2"),
 )
-"""Plans for four ranks, recipes and torchtitan's mixed_precision_param.
+"""Plans for four ranks, and recipes, in bf16.
 
-In FP32, and with the other recipes, `test_plans.py` compares FP8 gathers with the oracle.
+In FP32 and under tensor parallelism, `test_plans.py` compares FP8 gathers with the oracle.
 """
 
 
@@ -79,7 +78,7 @@ class Gathers:
 
 
 def compare_plans(rank: int, folder: Path) -> None:
-    for plan, recipe, precision in FSDP_PLANS:
+    for plan, recipe in FSDP_PLANS:
         if rank == 0 and not (folder / plan.model).exists():
             alone = Plan(plan.model)
             model = plan_ranks.build(alone, plan_ranks.configure(alone, "bf16"))
@@ -89,11 +88,11 @@ def compare_plans(rank: int, folder: Path) -> None:
             dcp.save(state, checkpoint_id=folder / plan.model, no_dist=True)
         dist.barrier()
         plan_ranks.fix_routing(plan_ranks.has_whole_router_gradient(plan))
-        results = [run(plan, recipe, folder, precision, on) for on in (False, True)]
+        results = [run(plan, recipe, folder, on) for on in (False, True)]
         assert_same(*results, f"{plan.name}, {recipe}")
 
 
-def run(plan: Plan, recipe: str, folder: Path, precision: str, on: bool) -> plan_ranks.Result:
+def run(plan: Plan, recipe: str, folder: Path, on: bool) -> plan_ranks.Result:
     configure = plan_ranks.configure
 
     def with_key(*args: object) -> JobConfig:
@@ -104,7 +103,7 @@ def run(plan: Plan, recipe: str, folder: Path, precision: str, on: bool) -> plan
 
     text = plan_ranks.batch(plan.sequences)
     with mock.patch.object(plan_ranks, "configure", with_key), Gathers() as gathers:
-        result = plan_ranks.run(plan, recipe, folder, text, precision)
+        result = plan_ranks.run(plan, recipe, folder, text, "bfloat16")
     assert (gathers.count > 0) == on
     return result
 
@@ -209,10 +208,10 @@ def convert_back_and_forth(rank: int, folder: Path, text: Path) -> None:
     """Each run loads the checkpoint of the run before: model, optimizer and all."""
     job = Job(folder / "job", text, "deepseek_v3")
     bf16 = (f"--{LINEAR}.recipe", "bf16")
-    for flags, on in ((bf16, False), ((), True), ((), False), ((), True), (bf16, False)):
+    for flags, on in ((bf16, False), ((), True), (bf16, False)):
         job.losses(*SAVE, *flags, on=on, steps=1)
     if rank == 0:
-        first, *others = (contents(job.folder / "checkpoint" / f"step-{i}") for i in range(1, 6))
+        first, *others = (contents(job.folder / "checkpoint" / f"step-{i}") for i in range(1, 4))
         for part in ("experts.w2", "attention.wo.weight", "exp_avg"):
             assert any(part in name for name in first), part
         assert all(each == first for each in others)
