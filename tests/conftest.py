@@ -33,8 +33,9 @@ def pytest_collection(session):
 
     Here models train on the CPU even if the machine has GPUs.
     """
-    # The controller of pytest-xdist's workers runs no tests, and torchtitan takes 9 s.
-    if session.config.getoption("dist", "no") != "no":
+    # torchtitan takes 9 s. The controller of pytest-xdist's workers runs no tests, and kernels need
+    # no torchtitan.
+    if session.config.getoption("dist", "no") != "no" or session.config.args == ["tests/kernels"]:
         return
     import torch
 
