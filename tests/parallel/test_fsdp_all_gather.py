@@ -1,18 +1,15 @@
 """FSDP2 gathers weights in FP8: bits, training, counts and checkpoints, on gloo ranks."""
 
-import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Iterator
-from unittest import mock
 
 import gloo
 import plans
 import pytest
 import torch
 import torch.distributed as dist
-from all_gathers import count_all_gathers
+from all_gathers import count_all_gathers, counting
 from op_calls import RECIPES
 from titan import GROUPED_MM, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
@@ -190,21 +187,6 @@ def test_a_weight_that_others_read_is_left():
     assert model["b"].weight is model["a"].weight
 
 
-@contextlib.contextmanager
-def counting() -> Iterator[list[int]]:
-    """The number of shards in each call that quantizes some."""
-    calls: list[int] = []
-    quantize = sharded_weight.quantize_shards
-
-    def counted(shards) -> None:
-        shards = list(shards)
-        calls.append(len(shards))
-        quantize(shards)
-
-    with mock.patch.object(sharded_weight, "quantize_shards", counted):
-        yield calls
-
-
 # Training
 
 
@@ -225,7 +207,7 @@ def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = Fals
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    with counting() as calls:
+    with counting() as (_, calls):
         for _ in range(STEPS):
             for _ in range(MICROBATCHES):
                 x = torch.randn(40, widths[0], generator=generator)
@@ -276,7 +258,7 @@ def quantize_when_due(rank: int) -> None:
 
     def calls(training: bool = True) -> list[int]:
         model.train(training)
-        with counting() as counted:
+        with counting() as (_, counted):
             model(torch.ones(8, 64))
         return counted
 

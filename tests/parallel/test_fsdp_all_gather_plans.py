@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from all_gathers import counting
 from plans import GROUPED_MM, LINEAR, Plan
 from titan import (
     CHECKPOINTING,
@@ -29,9 +30,6 @@ if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
 
 import plan_ranks
-
-from titan_fp8.fsdp import sharded_weight
-from titan_fp8.functional.weights import GatheredWeight
 
 
 class LongPlan(Plan):
@@ -52,26 +50,6 @@ In FP32 and under tensor parallelism, `test_plans.py` compares FP8 gathers with 
 
 def flags_for(model: str, on: bool) -> list[str]:
     return [f"--{converter}.no_fsdp_all_gather" for converter in CONVERTERS[model] if not on]
-
-
-class Gathers:
-    """The number of GatheredWeights that FSDP2 has made."""
-
-    count = 0
-
-    def __enter__(self) -> "Gathers":
-        new = GatheredWeight.__new__
-
-        def counted(*args):
-            self.count += 1
-            return new(*args)
-
-        self._patch = mock.patch.object(GatheredWeight, "__new__", counted)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
 
 
 # One forward and backward
@@ -102,9 +80,9 @@ def run(plan: Plan, recipe: str, folder: Path, on: bool) -> plan_ranks.Result:
         return config
 
     text = plan_ranks.batch(plan.sequences)
-    with mock.patch.object(plan_ranks, "configure", with_key), Gathers() as gathers:
+    with mock.patch.object(plan_ranks, "configure", with_key), counting() as (gathered, _):
         result = plan_ranks.run(plan, recipe, folder, text, "bfloat16")
-    assert (gathers.count > 0) == on
+    assert bool(gathered) == on
     return result
 
 
@@ -135,7 +113,10 @@ class Job:
             self.flags += ["--parallelism.expert_parallel_degree", 2]
 
     def losses(self, *flags: object, on: bool, steps: int = 2) -> list[float]:
-        """Losses and norms of gradients; the last checkpoint is loaded first and one is saved."""
+        """Losses and norms of gradients; the last checkpoint is loaded first and one is saved.
+
+        `quantized` then has the number of shards of each quantization.
+        """
         torch._dynamo.reset()
         logged: list[float] = []
 
@@ -143,7 +124,7 @@ class Job:
             logged.extend((loss, norm))
 
         config = self.config(*self.flags, *flags_for(self.model, on), *flags)
-        with trainer(config) as t, Gathers() as gathers:
+        with trainer(config) as t, counting() as (gathered, self.quantized):
             t.checkpointer.load()
             t.metrics_processor.should_log = lambda step: True
             t.metrics_processor.log = log
@@ -152,7 +133,7 @@ class Job:
                 t.step += 1
                 t.train_step(batches)
                 t.checkpointer.save(t.step)
-        assert (gathers.count > 0) == on
+        assert bool(gathered) == on
         return logged
 
 
@@ -179,12 +160,10 @@ def compare_ways(rank: int, folder: Path, text: Path, all_ways: dict) -> None:
         for flags in ways:
             routing = ("--debug.moe_force_load_balance",) if model == "deepseek_v3" else ()
             before = job.losses(*flags, *routing, on=False)
-            quantize = sharded_weight.quantize_shards
-            with mock.patch.object(sharded_weight, "quantize_shards", wraps=quantize) as calls:
-                after = job.losses(*flags, *routing, on=True)
+            after = job.losses(*flags, *routing, on=True)
             assert len(before) == 4 and before == after, (model, flags, before, after)
             # In the second step all weights together, and none again.
-            *_, before_last, last = (len(call.args[0]) for call in calls.call_args_list)
+            *_, before_last, last = job.quantized
             assert before_last == 1 and last > 9, (model, flags)
 
 

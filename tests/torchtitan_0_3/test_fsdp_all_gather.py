@@ -8,12 +8,11 @@ from unittest import mock
 import pytest
 import titan_0_3
 import torch
+from all_gathers import counting
 from gloo import spawn
 from torchtitan.models import gpt_oss, qwen3
 
-import titan_fp8.fsdp.sharded_weight
 from titan_fp8.fsdp.sharded_weight import marks
-from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.health import observer
 from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConverter
 
@@ -23,29 +22,6 @@ PLANS = {"llama3": ("rowwise", MICRO_BATCHES), "deepseek_v3": ("blockwise", EP)}
 STEPS = 3
 
 
-class Counts:
-    """The weights that FSDP2 has gathered in FP8, and the collective quantizations of shards."""
-
-    def __enter__(self) -> "Counts":
-        new, quantize = GatheredWeight.__new__, titan_fp8.fsdp.sharded_weight.quantize_shards
-        self.gathered = 0
-
-        def gather(*args):
-            self.gathered += 1
-            return new(*args)
-
-        self.patches = (
-            mock.patch.object(GatheredWeight, "__new__", gather),
-            mock.patch.object(titan_fp8.fsdp.sharded_weight, "quantize_shards", wraps=quantize),
-        )
-        _, self.quantize = (patch.start() for patch in self.patches)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self.patches:
-            patch.stop()
-
-
 def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) -> None:
     """Writes the losses and the health of runs without and with FP8 gathers, by an override."""
     override = f"titan_fp8.torchtitan_0_3.{recipe}"
@@ -53,17 +29,17 @@ def train(rank: int, folder: Path, model: str, recipe: str, flags: list[str]) ->
         fields = {"fsdp_all_gather": name == "on", "health_freq": STEPS}
         entry = f"{override}={json.dumps(fields)}"
         config = titan_0_3.parse(f"{model}_plain", *flags, "--override.imports", entry)
-        with Counts() as counts, mock.patch.object(observer, "SAMPLED_ROWS", 1 << 30):
+        every_row = mock.patch.object(observer, "SAMPLED_ROWS", 1 << 30)
+        with counting() as (gathered, quantized), every_row:
             recorder = titan_0_3.train(config)
         if name == "off":
-            assert counts.gathered == counts.quantize.call_count == 0
+            assert not gathered and not quantized
         else:
             # In the first step each weight on its own, at each gather; then all together, and once
             # more before the observed step.
-            together = [len(call.args[0]) for call in counts.quantize.call_args_list]
-            together = [weights for weights in together if weights > 1]
+            together = [weights for weights in quantized if weights > 1]
             assert len(together) == STEPS and min(together) == max(together) > 9, together
-            assert counts.gathered >= together[0]
+            assert len(gathered) >= together[0]
         if rank == 0:
             found = {"losses": recorder.losses(), "health": recorder.health()[STEPS]}
             (folder / f"{name}.json").write_text(json.dumps(found))
