@@ -178,19 +178,19 @@ def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
 
 def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    batches = [(seed, 64 if seed == 5 else 96) for seed in range(8)]
+    lengths = 96, 96, 96, 96, 64, 32, 32, 96, 96  # 32 is not captured before it has run.
     runs = []
     for key in ((), KEY):
         with trainer(
             parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
         ) as t:
             Graph.model = t.model_parts[0]
-            runs.append([gradients(t, *each) for each in batches])
+            runs.append([gradients(t, *each) for each in enumerate(lengths)])
     for expected, found in zip(*runs, strict=True):
         assert all(map(torch.equal, expected, found))
-        assert Graph.replays == 4
-    assert caplog.text.count("are a CUDA graph now") == 2
-    assert caplog.text.count("runs without the CUDA graph") == 1
+        assert Graph.replays == 3
+    assert caplog.text.count("are a CUDA graph now") == 3
+    assert caplog.text.count("runs without the CUDA graph") == 2
 
 
 def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog):

@@ -50,9 +50,9 @@ class PeerExchange:
     """A rank's part of the exchange within `group`, whose GPUs can write to each other's memory.
 
     All ranks of the group make it together, with the same arguments, and then call `plan` and any
-    number of times `arrive` and `deliver`, in turns and on one stream each. What these two return
-    holds until the next call of the same one; kernels read it that are launched before the next
-    call of any.
+    number of times `arrive` and `deliver`, in turns and on one stream each: none is called twice in
+    a row, `plan` neither. What the last two return holds until the next call of the same one;
+    kernels read it that are launched before the next call of any.
 
     Args:
         group: NCCL ranks of one host, at most 32.

@@ -15,7 +15,7 @@ for them, so they belong to the capture, too. The optimizer stays on the default
 
 The memory of a captured step stays reserved for it. A training step that cannot be replayed,
 because health_freq observes it or its batch has another shape, frees this memory before it runs,
-and the next step is captured anew. Evaluations run beside the graph.
+and the next step of its shape is captured anew. Evaluations run beside the graph.
 """
 
 import contextlib
@@ -63,7 +63,6 @@ class Batch:
     """The arguments of a step, in memory that stays."""
 
     def __init__(self, inputs: dict[str, Any], labels: Tensor, tokens: Any):
-        self.form = form_of(inputs, labels, tokens)
         self.inputs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
         self.labels = labels.clone()
         # torchtitan counts tokens in a tensor if there is one rank, and otherwise in a number.
@@ -199,6 +198,9 @@ class StepGraph:
         self.key, self.stream, self.job_config = key, stream, job_config
         self.steps = 0
         self.can_capture = True
+        self.form: list[Any] = []
+        """That of the batch that has run last. A shape that has not run yet cannot be captured: it
+        may compile, load kernels and make an exchange."""
         self.parameters: list[nn.Parameter] = []
         """Those that get gradients."""
         self.units: list[FSDPModule] = []
@@ -237,13 +239,13 @@ class StepGraph:
         """One batch, with these arguments of a `Step`. Returns the loss."""
         adds = any(p.grad is not None for p in self.parameters)
         self.steps += not adds
+        before, self.form = self.form, form_of(*arguments)
         if self.steps <= WARM_UP:
             loss = self.warm_up(step, *arguments)
             self.parameters = [p for p in model.parameters() if p.grad is not None]
             self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
             return loss
-        form = form_of(*arguments)
-        if is_observed() or any(form != each.batch.form for each in self.captured.values()):
+        if is_observed() or self.form != before:
             self.free()
             return step(*arguments)
         # The second graph adds to the gradients of the first.
