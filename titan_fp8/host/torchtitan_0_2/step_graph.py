@@ -122,7 +122,6 @@ class CapturedStep:
         pool: Any,
     ):
         self.batch = batch
-        forget_evaluations(units)
 
         def run() -> None:
             self.loss = step(*batch.arguments()).detach()
@@ -141,8 +140,14 @@ class CapturedStep:
 
 
 def forget_evaluations(units: list[FSDPModule]) -> None:
-    """FSDP2 keeps the order of all forwards since the last backward, which gathers ahead by it."""
+    """Has the next step gather what a captured one gathers, also on a rank that runs it eagerly.
+
+    FSDP2 keeps the order of all forwards since the last backward, which gathers ahead by it. An
+    evaluation also leaves some weights gathered. A captured step must gather its own, and none may
+    be left that was gathered before a replay, since the optimizer changes it after that.
+    """
     for unit in units:
+        unit.reshard()
         state = unit._get_fsdp_state()
         state._comm_ctx.post_forward_order.clear()
         if (group := state._fsdp_param_group) is not None:
@@ -245,16 +250,13 @@ class StepGraph:
             self.parameters = [p for p in model.parameters() if p.grad is not None]
             self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
             return loss
+        forget_evaluations(self.units)
         if is_observed() or self.form != before:
             self.free()
             return step(*arguments)
         # The second graph adds to the gradients of the first.
         if not self.can_capture or (adds and False not in self.captured):
             return step(*arguments)
-        # An evaluation leaves some weights gathered. A captured step must gather its own, and none
-        # may be left that was gathered before a replay, since the optimizer changes it after that.
-        for unit in self.units:
-            unit.reshard()
         check_all()  # A replay calls no method of an exchange.
         if adds not in self.captured:
             self.capture(step, adds, Batch(*arguments))
