@@ -51,7 +51,8 @@ class Graph:
     replays = 0
 
     def __init__(self, run, stream, pool):
-        self.run, self.parameters = run, [*Graph.model.parameters()]
+        self.run = run
+        self.parameters = [p for p in Graph.model.parameters() if p.requires_grad]
         before = [p.grad if p.grad is None else p.grad.clone() for p in self.parameters]
         self.adds = before[0] is not None
         run()
@@ -169,12 +170,14 @@ def test_sharded_training_is_the_same(tmp_path, text):
 
 
 def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
+    """The loss, and what it adds to each parameter that is trained."""
     inputs, labels = batch(t, seed)
     inputs, labels = {"input": inputs["input"][:, :length]}, labels[:, :length]
     t.optimizers.zero_grad()
     tokens = torch.tensor(float(labels.numel()))
     loss = t.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
-    return [loss.detach(), *(p.grad.clone() for p in t.model_parts[0].parameters())]
+    gradients = [p.grad for p in t.model_parts[0].parameters()]
+    return [loss.detach(), *(g.clone() for g in gradients if g is not None)]
 
 
 def step_of_another_form(rank: int, folder: Path, text: Path) -> None:
@@ -218,6 +221,35 @@ def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
         assert Graph.replays == 3
     assert caplog.text.count("are a CUDA graph now") == 3
     assert caplog.text.count("runs without the CUDA graph") == 2
+
+
+def test_parameters_may_be_frozen_and_moved(waiting, text, tmp_path):
+    runs = []
+    for key in ((), KEY):
+        with trainer(
+            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
+        ) as t:
+            Graph.model = model = t.model_parts[0]
+            weight, found = next(model.parameters()), []
+            for seed in range(10):
+                if seed == 4:
+                    weight.requires_grad_(False)
+                if seed == 7:
+                    weight.data = weight.data.clone()
+                found.append(gradients(t, seed))
+            runs.append(found)
+    assert Graph.replays == 5  # Steps 3, 5, 6, 8 and 9.
+    for expected, found in zip(*runs, strict=True):
+        assert len(found) == len(expected) and all(map(torch.equal, expected, found))
+
+
+def test_only_plain_values_let_a_batch_be_captured():
+    labels = torch.zeros(2, 3)
+    forms = [
+        [step_graph.form_of([], {"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
+        for extra in (True, "name", [torch.ones(2)], {})
+    ]
+    assert [a == b for a, b in forms] == [True, True, False, False]
 
 
 def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog):

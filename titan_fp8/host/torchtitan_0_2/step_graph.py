@@ -14,8 +14,9 @@ autograd and FSDP2 come back to the stream where they began. FSDP2's streams wai
 for them, so they belong to the capture, too. The optimizer stays on the default stream.
 
 The memory of a captured step stays reserved for it. A training step that cannot be replayed,
-because health_freq observes it or its batch has another shape, frees this memory before it runs,
-and the next step of its shape is captured anew. Evaluations run beside the graph.
+because health_freq observes it or it is of another form, frees this memory before it runs, and the
+next step of its form is captured anew. A form is the shape of a batch, and which parameters are
+trained. Evaluations run beside the graph.
 """
 
 import contextlib
@@ -35,6 +36,9 @@ from titan_fp8.ops import is_observed
 
 WARM_UP = 3
 """The steps before the first that is captured."""
+
+PLAIN = {type(None), bool, int, float, str}
+"""Types of values in a batch that are equal if nothing else about the step differs."""
 
 Step = Callable[[dict[str, Any], Tensor, Any], Tensor]
 """The trainer's step: the loss of (input_dict, labels, global_valid_tokens)."""
@@ -82,14 +86,22 @@ class Batch:
         self.tokens.copy_(tokens)
 
 
-def form_of(inputs: dict[str, Any], labels: Tensor, tokens: Any) -> list[Any]:
-    """All of a batch that a graph cannot change: what is not the values of tensors."""
-    values = *sorted(inputs.items()), ("labels", labels)
-    form: list[Any] = [
-        (name, v.shape, v.dtype, v.device) if isinstance(v, Tensor) else (name, v)
-        for name, v in values
-    ]
-    return [*form, isinstance(tokens, Tensor)]
+def form_of(
+    parameters: list[nn.Parameter], inputs: dict[str, Any], labels: Tensor, tokens: Any
+) -> list[Any]:
+    """All that a graph cannot change: what is not the values of tensors.
+
+    A batch with other values than tensors and PLAIN ones has a form that equals no other.
+    """
+    form: list[Any] = [isinstance(tokens, Tensor)]
+    for name, v in (*sorted(inputs.items()), ("labels", labels)):
+        if isinstance(v, Tensor):
+            form.append((name, v.shape, v.dtype, v.device))
+        else:
+            form.append((name, v if type(v) in PLAIN else object()))
+    for p in parameters:
+        form.append((p.requires_grad, getattr(p, "_local_tensor", p).data_ptr()))
+    return form
 
 
 class Graph:
@@ -109,7 +121,7 @@ class Graph:
 class CapturedStep:
     """A step that has been captured, and runs when it is replayed.
 
-    `parameters` are those that get gradients, and `units` those of FSDP2.
+    `parameters` are the model's, and `units` those of FSDP2.
     """
 
     def __init__(
@@ -128,7 +140,7 @@ class CapturedStep:
             join(stream, units)
 
         self.graph = Graph(run, stream, pool)
-        self.gradients = [(p, p.grad) for p in parameters]
+        self.gradients = [(p, p.grad) for p in parameters if p.grad is not None]
 
     def replay(self, *arguments: Any) -> Tensor:
         """Runs the step for the arguments of a `Step`, and returns the loss."""
@@ -204,10 +216,9 @@ class StepGraph:
         self.steps = 0
         self.can_capture = True
         self.form: list[Any] = []
-        """That of the batch that has run last. A shape that has not run yet cannot be captured: it
+        """That of the batch that has run last. A form that has not run yet cannot be captured: it
         may compile, load kernels and make an exchange."""
         self.parameters: list[nn.Parameter] = []
-        """Those that get gradients."""
         self.units: list[FSDPModule] = []
         self.captured: dict[bool, CapturedStep] = {}
         """By whether gradients are added to those of an earlier batch of the step."""
@@ -244,10 +255,10 @@ class StepGraph:
         """One batch, with these arguments of a `Step`. Returns the loss."""
         adds = any(p.grad is not None for p in self.parameters)
         self.steps += not adds
-        before, self.form = self.form, form_of(*arguments)
+        before, self.form = self.form, form_of(self.parameters, *arguments)
         if self.steps <= WARM_UP:
             loss = self.warm_up(step, *arguments)
-            self.parameters = [p for p in model.parameters() if p.grad is not None]
+            self.parameters = [*model.parameters()]
             self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
             return loss
         forget_evaluations(self.units)
@@ -300,8 +311,8 @@ class StepGraph:
         if not self.captured:
             return
         logger.info(
-            f"titan_fp8: {self.key}: this step is observed, or its batch has another shape, so it "
-            "runs without the CUDA graph, and the next step is captured anew"
+            f"titan_fp8: {self.key}: this step is observed, or is of another form, as with another "
+            "shape of the batch. So it runs without the CUDA graph; a later one is captured anew"
         )
         torch.cuda.synchronize()
         self.captured.clear()
