@@ -8,6 +8,7 @@ where the captured step has left them. tests/gpu/test_step_graph.py has CUDA gra
 import contextlib
 import logging
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -262,6 +263,17 @@ def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog
     (warning,) = [r.getMessage() for r in caplog.records if "cuda_graph" in r.getMessage()]
     assert warning.startswith(f"titan_fp8: [{LINEAR}] cuda_graph changes nothing")
     assert warning.endswith("the CPU waits for the GPU at moe.py:7")
+
+
+def test_looking_for_waits_keeps_the_debug_mode(monkeypatch):
+    modes = [2]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with step_graph.waits() as places:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert modes == [2, "warn", 2]
+    assert len(places) == 1 and "test_step_graph.py:" in places[0]
 
 
 def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp_path, monkeypatch):

@@ -181,13 +181,14 @@ def join(stream: torch.cuda.Stream, units: list[FSDPModule]) -> None:
 def waits() -> Iterator[list[str]]:
     """Lists, at the end, the places of the code where the CPU has waited for the GPU."""
     places: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(mode)
     found = [w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
     places += dict.fromkeys(f"{w.filename}:{w.lineno}" for w in found)
 
