@@ -6,9 +6,11 @@ where the captured step has left them. tests/gpu/test_step_graph.py has CUDA gra
 """
 
 import contextlib
+import gc
 import logging
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -320,7 +322,12 @@ def test_closing_frees_the_graph(waiting, text, tmp_path):
             for seed in range(4):
                 gradients(t, seed)
             assert made[0].captured
+            weight = weakref.ref(next(Graph.model.parameters()))
+    Graph.model = None
     assert not made[0].captured
+    del t
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_number_of_tokens_divides_as_on_a_gpu():

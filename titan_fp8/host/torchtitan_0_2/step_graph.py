@@ -248,6 +248,7 @@ class StepGraph:
         def close(self_: Any) -> None:
             if self_.job_config is self.job_config:
                 self.captured.clear()
+                self.parameters, self.units = [], []  # The patch holds this object.
             original(self_)
 
         return close
