@@ -278,6 +278,14 @@ def test_looking_for_waits_keeps_the_debug_mode(monkeypatch):
     assert len(places) == 1 and "test_step_graph.py:" in places[0]
 
 
+def test_a_trainer_may_take_inputs_from_a_batch():
+    inputs, labels = {"input": torch.ones(2), "positions": torch.ones(2)}, torch.ones(2)
+    batch = step_graph.Batch(inputs, labels, torch.tensor(4.0))
+    batch.arguments()[0].pop("positions")
+    batch.copy_({**inputs, "positions": torch.zeros(2)}, labels, torch.tensor(4.0))
+    assert torch.equal(batch.arguments()[0]["positions"], torch.zeros(2))
+
+
 def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp_path, monkeypatch):
     def fail(*args):
         try:

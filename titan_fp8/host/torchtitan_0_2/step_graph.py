@@ -75,7 +75,7 @@ class Batch:
 
     def arguments(self) -> tuple[dict[str, Any], Tensor, Any]:
         """As `Step` takes them."""
-        return self.inputs, self.labels, self.tokens
+        return {**self.inputs}, self.labels, self.tokens  # A trainer may take what it has read.
 
     def copy_(self, inputs: dict[str, Any], labels: Tensor, tokens: Any) -> None:
         """Takes the values of a batch of the same form."""
