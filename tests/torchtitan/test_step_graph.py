@@ -316,6 +316,15 @@ def test_every_step_checks_the_exchanges(waiting, text, tmp_path, monkeypatch):
             gradients(t, 5)
 
 
+def test_a_checkpoint_comes_after_the_step(monkeypatch):
+    calls = []
+    stream = SimpleNamespace(synchronize=lambda: calls.append("the step ends"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    save = step_graph.StepGraph("key", None, None).save(lambda self, *args: calls.append(args))
+    save(None, {}, "step-4")
+    assert calls == ["the step ends", ({}, "step-4")]
+
+
 def test_closing_frees_the_graph(waiting, text, tmp_path):
     made = []
     with pytest.MonkeyPatch.context() as patch:

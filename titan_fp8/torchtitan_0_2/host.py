@@ -85,7 +85,7 @@ def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     stream = torch.cuda.Stream()
     fsdp.runs_on(stream)
     steps = StepGraph(key, stream, job_config)
-    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close)
+    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, steps.save)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
         "CUDA graph, if nothing in them waits for the CPU"

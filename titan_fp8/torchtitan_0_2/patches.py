@@ -67,6 +67,10 @@ STEP_GRAPH = Patch(
             ("self", "input_dict", "labels", "global_valid_tokens"),
         ),
         Target("torchtitan.train:Trainer.close", ("self",)),
+        Target(
+            "torchtitan.components.checkpoint:CheckpointManager.dcp_save",
+            ("self", "state_dict", "checkpoint_id", ...),
+        ),
     ),
     why="`cuda_graph` can do nothing.",
     until="torchtitan 0.2 need not be supported: 0.3 captures its steps.",
