@@ -144,6 +144,18 @@ def swiglu_backward_1x128_128x1_t(
     )
 
 
+def swiglu_dscores(dh: Tensor, a: Tensor, b: Tensor, scores: Tensor, before: bool) -> Tensor:
+    """The gradients (M,) FP32 of the scores (M,) FP32 of an expert's rows; dh, a, b (M, H).
+
+    The scores are factors of the rows of x if `before`, so of a and b; else of those of y, and so
+    dh has them, too. A score of zero has the gradient zero.
+    """
+    products = dh.float() * swiglu(a, b).float()
+    if before:  # db · b is dh · h.
+        products += swiglu_backward(dh, a, b)[0].float() * a.float()
+    return torch.where(scores == 0, 0, products.sum(1) / scores)
+
+
 # Rowwise quantizers
 
 

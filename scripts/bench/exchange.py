@@ -9,7 +9,7 @@ differ from those of copies in bf16.
 - dispatch: from tokens to the operands of the experts' GEMMs, quantizing and counts included.
 - combine: from the experts' outputs to weighted sums.
 - backward: of both, from the gradient of the sums to the operands of dgrad and wgrad, and from the
-  gradients of the experts' inputs to that of the tokens.
+  gradients of the experts' inputs to that of the tokens; the gradients of the scores included.
 
 A call starts on all ranks at once. "us" is the median from its first launch to the end of its last
 kernel, waiting of the CPU included; "CPU us" is the time until the call returns. Bytes are those
@@ -37,35 +37,33 @@ from titan_fp8.host.torchtitan_0_2.token_exchange import all_to_all, exchange_co
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import call
 
-TOKENS, TOP_K, DIM, EXPERTS = 8192, 8, 2048, 128
+TOKENS, TOP_K, DIM, EXPERTS, HIDDEN = 8192, 8, 2048, 128, 768
 CAPACITY, CALLS = 1.25, 20
 TITLE = "Exchange of tokens"
 
 Step = Callable[[], Any]
 
 
-def operands(x: torch.Tensor, way: Any, plan: Any, weight: torch.Tensor | None = None) -> Any:
-    """What GEMMs read of tokens x that travel in FP8."""
-    arrived = way.arrive(*hopper.quantize_1x128(x), weight, plan)
-    read = arrived.q, arrived.s, arrived.slots, plan.ends, arrived.weight, arrived.k
-    return hopper.gather_1x128_128x1_t(*read)
-
-
 def in_fp8(way: Any, routing: tuple, x: Any, g: Any, scores: Any, y: Any) -> dict[str, Step]:
+    def operands(x: Any, plan: Any, weighted: bool) -> tuple:  # and the scores of rows
+        arrived = way.arrive(*hopper.quantize_1x128(x), scores, plan)
+        read = *arrived[:3], plan.ends, arrived.weight if weighted else None, arrived.k
+        return *hopper.gather_1x128_128x1_t(*read), arrived.weight
+
     plan = way.plan(*routing)
-    y = y[: len(operands(x, way, plan)[0])]
+    y = y[: len(operands(x, plan, False)[0])]
+    hidden = [y[:, HIDDEN * i : HIDDEN * (i + 1)].contiguous() for i in range(2)]
 
     def combine() -> torch.Tensor:
-        return call("combine_rows", way.deliver(y, plan), plan.rows, scores)
-
-    kept = way.kept(way.deliver(y, plan))
+        return call("combine_rows", way.deliver(y, plan, scores)[0], plan.rows)
 
     def backward() -> tuple:
-        of_rows = operands(g, way, plan, scores)
-        dx = call("combine_rows", way.deliver(y, plan), plan.rows, None)
-        return of_rows, dx, call("dot_rows", g, kept, plan.rows)
+        *of_rows, weight = operands(g, plan, True)
+        dscores = hopper.swiglu_dscores(hidden[0], *hidden, weight, False)
+        sums, dscores = way.deliver(y, plan, None, dscores)
+        return of_rows, call("combine_rows", sums, plan.rows), dscores
 
-    dispatch = lambda: operands(x, way, way.plan(*routing))  # noqa: E731
+    dispatch = lambda: operands(x, way.plan(*routing), False)  # noqa: E731
     return {"dispatch": dispatch, "combine": combine, "backward": backward}
 
 
@@ -112,8 +110,9 @@ def check_equal(ways: dict[str, dict[str, Step]], end: int) -> None:
     bf16, fp8, peers = ({what: step() for what, step in way.items()} for way in ways.values())
     for what, got, want in (("FP8", fp8, bf16), ("peers", peers, fp8)):
         pairs = [(a[:end], b[:end]) for a, b in zip(got["dispatch"][:2], want["dispatch"][:2])]
-        pairs += [(got["combine"], want["combine"])]
-        pairs += zip(got["backward"][1:], want["backward"][1:])
+        if want is fp8:
+            pairs += [(got["combine"], want["combine"])]
+            pairs += zip(got["backward"][1:], want["backward"][1:])
         if not all(torch.equal(a.float(), b.float()) for a, b in pairs):
             raise SystemExit(f"{what}: the exchange is wrong")
 
@@ -159,14 +158,15 @@ def measure_rank(rank: int, ranks: int, store: str, results: Any) -> None:
         "peers, FP8": in_fp8(peers, *tensors),
     }
     check_equal(ways, int(peers.plan(*routing).ends[-1]))
-    # Each token goes once to a rank, however many of its experts are there; what returns does not.
+    # Between peers a token goes once to a rank, and returns once, for all of its experts there.
     away = chosen // (EXPERTS // ranks) != rank
     owners = torch.zeros(TOKENS, ranks, device=device).scatter_(1, chosen * ranks // EXPERTS, 1.0)
     copies, once = int(away.sum()), int(owners.sum() - owners[:, rank].sum())
-    in_bytes, back = {"bf16": 2 * DIM, "FP8": DIM + DIM // 32}, copies * 2 * DIM
+    in_bytes = {"bf16": 2 * DIM, "FP8": DIM + DIM // 32}
     rows: list[Row] = []
     for way, steps in ways.items():
-        sent = (once if way.startswith("peers") else copies) * in_bytes[way.split()[-1]]
+        rows_sent = once if way.startswith("peers") else copies
+        sent, back = rows_sent * in_bytes[way.split()[-1]], rows_sent * 2 * DIM
         moved = {"dispatch": sent, "combine": back, "backward": sent + back}
         for what, step in steps.items():
             times = measure_step(step)

@@ -127,10 +127,11 @@ def make_exchange(dim: int, local: int, top_k: int, most: int, **options: float)
 
 
 def poison(exchange: PeerExchange) -> None:
-    for buffer in (exchange.back, exchange.s, exchange.weight):
+    for buffer in (exchange.back, exchange.s, exchange.weight, exchange.dscores):
         buffer.fill_(float("nan"))
     exchange.q.view(torch.uint8).fill_(0x7F)
     exchange.slots.fill_(77)
+    exchange.places.fill_(5)
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -166,17 +167,19 @@ def compare(rank: int, *shape: int) -> None:
         arrived = []
         for way in (other, exchange):
             plan = way.plan(*batch.routing)
-            q_of, s_of, slots, weight, k = way.arrive(q, s, batch.scores if before else None, plan)
-            read = q_of, s_of, slots, plan.ends, weight, k
+            q_of, s_of, slots, weight, k = way.arrive(q, s, batch.scores, plan)
+            read = q_of, s_of, slots, plan.ends, weight if before else None, k
             operands = hopper.gather_1x128_128x1_t(*read, scale_fmt=fmt)
             if way is other:
                 arrived.append(
                     in_groups(reference.gather_1x128_128x1_t(*read, scale_fmt=fmt), plan)
                 )
-            # What is sent returns.
-            back = way.deliver(reference.dequantize_1x128(*operands[:2]).bfloat16(), plan)
-            returned = reference.gather_rows(back, plan.rows.flatten())
-            arrived.append({**in_groups(operands, plan), "returned": returned})
+            # What is sent returns, the scores as if they were their gradients.
+            rows = reference.dequantize_1x128(*operands[:2]).bfloat16()
+            sums, returned = way.deliver(rows, plan, None if before else batch.scores, weight)
+            assert_same("scores", returned, torch.where(batch.order < 0, 0, batch.scores))
+            sums = reference.gather_rows(sums, plan.rows.flatten())
+            arrived.append({**in_groups(operands, plan), "sums": sums})
         wanted, by_all_to_alls, by_peers = arrived
         for name, want in wanted.items():
             assert_same(f"{name}, kernel", by_all_to_alls[name], want)
@@ -236,7 +239,7 @@ def fail(rank: int, how: str) -> None:
         order = reference.invert_index(slots, slots.numel()).view_as(chosen)
         counts = chosen.flatten().bincount(minlength=8 * RANKS)
         plan = exchange.plan(order, chosen, counts, slots)
-        exchange.arrive(*hopper.quantize_1x128(x), None, plan)
+        exchange.arrive(*hopper.quantize_1x128(x), torch.ones(512, 4, device="cuda"), plan)
         torch.cuda.synchronize()
 
     send(False)

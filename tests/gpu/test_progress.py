@@ -141,6 +141,7 @@ def quantizer_inputs(offs: Tensor | None) -> dict[str, tuple]:
         "quantize_shard_col": (w, w.abs().amax(-2).float(), torch.bfloat16),
         "swiglu_1x128": (x, normal(M, K)),
         "swiglu_backward_1x128_128x1_t": (x, normal(M, K), normal(M, K), offs),
+        "swiglu_dscores": (x, normal(M, K), normal(M, K), torch.rand(M, device="cuda"), True),
         "transpose_fp8": (w.to(torch.float8_e4m3fn),),
         "gather_1x128_128x1_t": (
             *hopper.quantize_1x128(x), torch.arange(-8, 1016).int().cuda(),

@@ -134,6 +134,21 @@ def test_every_a(exponent):
         assert torch.equal(rows.view(-1, 128), columns.t()), "rows and columns differ"
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("shape", ODD_SWIGLU, ids=str)
+def test_gradients_of_scores(shape, before):
+    """To one bf16 ulp of h and da."""
+    tensors = *swiglu_inputs(shape), torch.rand(shape[0], device="cuda")
+    with poisoned_outputs():
+        got = kernels.swiglu_dscores(*tensors, before)
+    dh, a, b, scores = (t.double() for t in tensors)
+    terms = (dh * reference.swiglu(a, b).double()).abs().sum(1)
+    terms += before * (dh * a * b).abs().sum(1)
+    error = (got - reference.swiglu_dscores(*tensors, before)).abs()
+    assert (error <= 2**-7 * terms / scores).all()
+    assert not kernels.swiglu_dscores(*tensors[:3], 0 * tensors[3], before).any()
+
+
 def test_the_scales_are_nearly_all_the_same():
     """If h, da or db were rounded twice, a tenth of the scales would differ."""
     dh, a, b = swiglu_inputs((8192, 1408))

@@ -53,6 +53,7 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
             yield from row_calls(x, torch.tensor(index, dtype=torch.int32))
         a, b = torch.randn(2, m, k, dtype=dtype)
         yield ops.swiglu_1x128, (a, b)
+        yield ops.swiglu_dscores, (x, a, b, torch.rand(m), m % 2 == 0)
         for offs, aligned in LAYOUTS.values():
             if m > 256 or not aligned:
                 for op in token_ops():

@@ -46,19 +46,20 @@ def test_rows(compiled, dim, top):
     order, chosen = integers(TOKENS, top), integers(TOKENS, top, dtype=torch.int64)
     offset, ends, slots = integers(RANKS * LOCAL), integers(LOCAL), integers(CAPACITY)
     deltas, weights = integers(RANKS, dtype=torch.int64), torch.zeros(CAPACITY)
-    for weight in (None, torch.zeros(TOKENS, top)):
-        exchange.send(
-            q, s, weight, order, chosen, offset, ends, ends, deltas, 1,
-            arrived, arrived_s.contiguous(), weights, slots,
-        )  # fmt: skip
-    exchange.deliver(y, slots, ends, deltas, back)
+    scores, places = torch.zeros(TOKENS, top), integers(RANKS * TOKENS, top)
+    exchange.send(
+        q, s, scores, order, chosen, offset, ends, ends, deltas, 1,
+        arrived, arrived_s.contiguous(), weights, slots, places, order,
+    )  # fmt: skip
+    for weight, dscores in ((weights, None), (None, weights)):
+        exchange.deliver(y, weight, dscores, slots, places, ends, deltas, back, scores)
     print(*compiled, sep="\n")
     assert not any(result.spills for result in compiled)
-    loads = exchange.COPY_LOADS
+    copies, sums = exchange.COPY_LOADS, exchange.SUM_LOADS
     accesses = [(r.name, r.wide("ld"), r.wide("st")) for r in compiled]
     assert accesses == [
-        *[("exchange_send_kernel", loads, loads)] * 2,
-        ("exchange_deliver_kernel", loads, loads),
+        ("exchange_send_kernel", copies, copies),
+        *[("exchange_deliver_kernel", top * sums, sums)] * 2,
     ]
 
 

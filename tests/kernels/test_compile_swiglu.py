@@ -23,7 +23,7 @@ SHAPES = [shape for shape in (*SWIGLU, *ODD_SWIGLU) if shape[0]]
 def compiled(monkeypatch):
     """Collects what the ops of a test compile."""
     results = []
-    for name in ("swiglu_forward_kernel", "swiglu_backward_kernel"):
+    for name in ("swiglu_forward_kernel", "swiglu_backward_kernel", "swiglu_dscores_kernel"):
         monkeypatch.setattr(swiglu, name, Compiler(getattr(swiglu, name), results))
     return results
 
@@ -36,6 +36,19 @@ def test_forward(compiled, shape):
     (kernel,) = compiled
     print(kernel)
     assert kernel.spills == 0, str(kernel)
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_of_scores(compiled, shape):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    for before in (False, True):
+        swiglu.swiglu_dscores(x, x, x, torch.empty(len(x)), before)
+    print(*compiled, sep="\n")
+    for kernel in compiled:
+        assert kernel.spills == 0, str(kernel)
+        if shape[1] % 32 == 0:
+            assert kernel.wide("ld") == 3 * 4
 
 
 @needs_cuobjdump

@@ -72,19 +72,27 @@ def exchanged(batch: dict, weights: list[Tensor], recipe: str, before: bool) -> 
 
 
 def by_copies_in_bf16(batch: dict, weights: list, recipe: str, before: bool) -> list[Tensor]:
-    """The same of experts whose rows travel in bf16."""
+    """The same of experts whose rows travel in bf16, with a sum for each rank, rounded to bf16."""
     x, scores, *weights = (
         t.clone().requires_grad_() for t in (batch["x"], batch["scores"], *weights)
     )
-    group, (slots, rows) = dist.group.WORLD, (batch["slots"], batch["rows"])
-    copies = Expand.call(x, slots, rows, scores if before else None)
+    group, rows = dist.group.WORLD, batch["rows"]
+    # Slots are sorted by expert, and so by rank.
+    sizes = batch["counts"].view(-1, LOCAL).sum(1).tolist()
+    begins = itertools.accumulate([0, *sizes[:-1]])
+    of_rank = [(rows >= 0) & (batch["chosen"] // LOCAL == rank) for rank in range(len(sizes))]
+    rows_of = [torch.where(of, rows - begin, -1) for of, begin in zip(of_rank, begins)]
+    parts = [*zip(batch["slots"].split(sizes), rows_of, strict=True)]
+    copies = torch.cat([Expand.call(x, *part, scores if before else None) for part in parts])
     received, (sent, arriving) = exchange_counts(batch["counts"], group)
     copies = ExchangeRows.apply(copies, arriving, sent, group.group_name)
-    copies, permutation, sizes = sort_by_expert(copies, received, group.size(), 128)
-    ends = sizes.cumsum(0, dtype=torch.int32)
+    copies, permutation, padded = sort_by_expert(copies, received, group.size(), 128)
+    ends = padded.cumsum(0, dtype=torch.int32)
     y = sort_back(fp8_swiglu(copies, *weights, ends, recipe=recipe, aligned=True), permutation)
     y = ExchangeRows.apply(y, sent, arriving, group.group_name)
-    out = Combine.call(y, slots, rows, None if before else scores)
+    # A token has two experts, so two of the sums are not zero, and bf16 adds these exactly.
+    sums = zip(y.split(sizes), parts, strict=True)
+    out = sum(Combine.call(y, *part, None if before else scores) for y, part in sums)
     out.backward(batch["g"])
     return [out.detach(), x.grad, scores.grad]
 
@@ -105,12 +113,18 @@ def places_of(rank: int, batches: list[dict]) -> tuple[list[tuple[int, int]], Te
     return places, torch.tensor(ends, dtype=torch.int32)
 
 
-def weight_gradients(
-    rank: int, batches: list[dict], weights: list[Tensor], recipe: str, before: bool
-) -> list[Tensor]:
-    """Those of w1, w2 and w3, by the reference, from rows that have been quantized once."""
+def gradients_at_experts(
+    rank: int, batches: list[dict], recipe: str, before: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """By the reference, from rows that have been quantized once.
+
+    The gradients of the scores of all ranks, zero where the experts are on another rank than this,
+    and those of w1, w2 and w3.
+    """
     options = {"scale_fmt": RECIPES[recipe].scale_fmt}
-    places, ends = places_of(rank, batches)
+    (places, ends), weights = places_of(rank, batches), draw_weights(rank)
+    flat = [batch["scores"].flatten().tolist() for batch in batches]
+    scores = [flat[source][slot] if slot >= 0 else 1.0 for source, slot in places]
 
     def rows_and_columns(name: str, weighted: bool) -> tuple[list[Tensor], list[Tensor]]:
         # The last row of each is padding, at index -1.
@@ -136,8 +150,13 @@ def weight_gradients(
     )
     dh = reference.blockwise_mm(*g_rows, *reference.quantize_128x128_t(w2, **options), *layout)
     parts = reference.swiglu_backward_1x128_128x1_t(dh, a, b, *layout, **options)
+    of_rows = reference.swiglu_dscores(dh, a, b, torch.tensor(scores), before)
+    dscores = [torch.zeros_like(batch["scores"]) for batch in batches]
+    for (source, slot), gradient in zip(places, of_rows, strict=True):
+        if slot >= 0:
+            dscores[source].view(-1)[slot] = gradient
     wgrad = reference.blockwise_wgrad
-    return [
+    return dscores, [
         wgrad(*parts[2:4], *x_columns, *layout),
         wgrad(*g_columns, *parts[8:], *layout),
         wgrad(*parts[6:8], *x_columns, *layout),
@@ -151,7 +170,10 @@ def compare(rank: int, ranks: int) -> None:
         got = exchanged(batches[rank], weights, recipe, before)
         # The scores are powers of two, so copies in bf16 are quantized to the same rows.
         want = by_copies_in_bf16(batches[rank], weights, recipe, before)
-        want += weight_gradients(rank, batches, weights, recipe, before)
+        by_dot_products = want.pop()
+        at_experts = [gradients_at_experts(r, batches, recipe, before) for r in range(ranks)]
+        want += [sum(dscores[rank] for dscores, _ in at_experts), *at_experts[rank][1]]
+        assert (got[2] - by_dot_products).norm() <= 0.05 * by_dot_products.norm()
         for name, a, b in zip(("out", "x", "scores", "w1", "w2", "w3"), got, want, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b), (name, kind, recipe, before)
 

@@ -50,7 +50,9 @@ def train_both_ways(
         assert want.keys() == got.keys()
         # Unless they are weighted first, tokens in FP8 are what experts would have made of them.
         assert model == "llama4" or torch.equal(got["loss"], want["loss"])
-        errors = {n: float((got[n] - t).norm() / t.norm()) for n, t in want.items() if t.any()}
+        # Equal experts have equal scores, whose gradient, normalized, is rounding errors.
+        large = {n: t for n, t in want.items() if t.norm() > 1e-9}
+        errors = {n: float((got[n] - t).norm() / t.norm()) for n, t in large.items()}
         assert max(errors.values()) < 0.1, errors
         assert all(e > 0 for n, e in errors.items() if ".experts." in n), errors
 

@@ -50,6 +50,26 @@ def test_swiglu_ops_are_their_parts(name, dtype):
         assert_codes_equal(ops.swiglu_backward_1x128_128x1_t(dh, a, b, *layout), want)
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_scores_are_those_of_fp64(before, dtype):
+    """To the rounding of operands, h and da; the gradient of a score of zero is zero."""
+    g, a, b = (t.double() for t in swiglu_case(dtype))
+    scores = 0.5 + torch.rand(len(a), dtype=torch.float64)
+    factor = scores[:, None].requires_grad_()
+    rows = (a * factor, b * factor) if before else (a, b)
+    h = F.silu(rows[0]) * rows[1]
+    (want,) = torch.autograd.grad(h if before else h * factor, factor, g)
+    dh = g if before else g * factor
+    operands = [t.detach().to(dtype) for t in (dh, *rows)]
+    terms = (dh * h).abs().sum(1) + before * (dh * rows[0] * rows[1]).abs().sum(1)
+    got = ops.swiglu_dscores(*operands, scores.float(), before)
+    assert got.dtype == torch.float32
+    unit = 2**-6 if dtype == torch.bfloat16 else 2**-19
+    assert ((got - want[:, 0]).abs() <= unit * terms / scores).all()
+    assert not ops.swiglu_dscores(*operands, 0 * scores.float(), before).any()
+
+
 def assert_codes_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
     for x, y in zip(got, want, strict=True):
         assert x.shape == y.shape and torch.equal(x.float(), y.float())

@@ -176,15 +176,21 @@ def feed_forward(
 
 def feed_forward_backward(
     ops: Any, g_MN: Tensor | Operand, offs: Tensor | None, dtypes: DTypes, spec: ProductSpec,
-    *weights_and_saved: Any,
+    *weights_and_saved: Any, scores: Tensor | None = None, before: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of dx, dW1, dW2 and dW3 those that have a dtype in `dtypes`."""
+    """Of dx, dW1, dW2 and dW3 those that have a dtype in `dtypes`; with `scores` their gradients.
+
+    scores (M,): factors of the rows of x if `before`, else of those of y, which g has already.
+    """
     w1, s1, w2, s2, w3, s3, a_MH, b_MH, *x_columns = weights_and_saved
     dx_dtype, dtype1, dtype2, dtype3 = dtypes
     layout = offs, spec.aligned
     # Large tensors are deleted as soon as they have been read, to save memory.
     rows, columns = quantize(ops, g_MN, offs, True, dtype2 is not None, spec)
     dh_MH = dgrad(ops, rows, (w2, s2), offs, spec, spec.dtype)
+    dscores = None
+    if scores is not None:
+        dscores = ops.swiglu_dscores(dh_MH, a_MH, b_MH, scores, before)
     parts = spec.feed_forward.swiglu_backward.on(ops, dh_MH, a_MH, b_MH, *layout)
     del rows, dh_MH
     da, da_columns, db, db_columns, h_columns = zip(parts[::2], parts[1::2])
@@ -198,7 +204,7 @@ def feed_forward_backward(
     if dx_dtype is not None:
         pair = *da, w1, *db, w3, *layout, dx_dtype, spec.dtype, s1, s3
         dx = spec.feed_forward.dgrad_pair.on(ops, *pair)
-    return _given(dx, dw1, dw2, dw3)
+    return _given(dx, dw1, dw2, dw3, dscores)
 
 
 BODIES: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {

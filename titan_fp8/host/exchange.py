@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
     q: Tensor  # (R, K) FP8
     s: Tensor  # (R, ⌈K/128⌉)
     slots: Tensor  # (C,) int32: row c of the experts is row ⌊slots[c] / k⌋; negative for padding
-    weight: Tensor | None  # (C,) FP32, of the experts' rows
+    weight: Tensor  # (C,) FP32: the scores of the experts' rows
     k: int
 
 
@@ -40,7 +40,7 @@ class PeerPlan(NamedTuple):
 
     order: Tensor  # (T, k) integers: where each copy is among this rank's; -1 if not sent
     chosen: Tensor  # (T, k) integers: its expert
-    rows: Tensor  # (T, k) int32: its row in what comes back; -1 if not sent
+    rows: Tensor  # (T, k) int32: the row of its rank's sum, -1 but for the first; by `arrive`
     offset: Tensor  # (experts,) int32: `order` plus this is its row at its receiver
     ends: Tensor  # (local experts,) int32: of the padded groups that arrive
     filled: Tensor  # (local experts,) int32: where the padding of each group begins
@@ -105,6 +105,8 @@ class PeerExchange:
             "table": ((self.ranks, experts), i32),
             "slots": ((self.capacity,), i32),
             "weight": ((self.capacity,), f32),
+            "places": ((self.ranks * tokens, top_k), i32),
+            "dscores": ((tokens, top_k), f32),
             "s": ((self.ranks * tokens, cdiv(dim, BLOCK)), f32),
             "q": ((self.ranks * tokens, dim), E4M3),
             "back": ((tokens * top_k, dim), torch.bfloat16),
@@ -118,7 +120,8 @@ class PeerExchange:
             for (name, (shape, dtype)), piece, size in pieces
         }
         self.flags, self.table, self.slots = views["flags"], views["table"], views["slots"]
-        self.weight, self.back = views["weight"], views["back"]
+        self.weight, self.places = views["weight"], views["places"]
+        self.back, self.dscores = views["back"], views["dscores"]
         self.q, self.s = views["q"], views["s"]
         self.flags.zero_()
         torch.cuda.synchronize()
@@ -128,8 +131,6 @@ class PeerExchange:
         deltas = [(address + shift - begin) // 16 for address in addresses]
         self.deltas = torch.tensor(deltas, dtype=torch.int64, device=self.device)
         self.failure = torch.zeros(2, dtype=i32, pin_memory=True)
-        self.identity = torch.arange(tokens * top_k, dtype=i32, device=self.device)
-        self.identity = self.identity.view(tokens, top_k)
         dist.barrier(group, device_ids=[self.device.index])
         _exchanges.add(self)
         _report_failures(self)
@@ -176,42 +177,49 @@ class PeerExchange:
         offset, ends, filled = self.kernels.places(
             self.table, self.failure, self.rank, BLOCK, self.capacity
         )
-        rows = torch.where(order < 0, -1, self.identity[:t])
+        rows = order.new_empty(order.shape, dtype=torch.int32)
         return PeerPlan(order.contiguous(), chosen.contiguous(), rows, offset, ends, filled)
 
-    def arrive(self, q: Tensor, s: Tensor, weight: Tensor | None, plan: PeerPlan) -> Arrived:
+    def arrive(self, q: Tensor, s: Tensor, scores: Tensor, plan: PeerPlan) -> Arrived:
         """What comes to this rank's experts of all ranks' tokens in FP8, in symmetric memory.
 
         Args:
             q, s: (T, dim) and (T, ⌈dim/128⌉), as quantize_1x128 returns them.
-            weight: (T, k) FP32 of the copies, or None.
+            scores: (T, k) FP32, which become the weights of rows.
         """
-        if weight is not None:
-            if weight.dtype != torch.float32:
-                raise ValueError(f"weights of copies are {weight.dtype}: allowed is torch.float32")
-            weight = weight.contiguous()
+        if scores.dtype != torch.float32:
+            raise ValueError(f"scores are {scores.dtype}: allowed is torch.float32")
         self.kernels.send(
-            q, s, weight, plan.order, plan.chosen, plan.offset, plan.ends, plan.filled,
-            self.deltas, self.rank, self.q, self.s, self.weight, self.slots,
+            q, s, scores.contiguous(), plan.order, plan.chosen, plan.offset, plan.ends, plan.filled,
+            self.deltas, self.rank, self.q, self.s, self.weight, self.slots, self.places, plan.rows,
         )  # fmt: skip
         self._barrier()
-        weights = None if weight is None else self.weight
-        return Arrived(self.q, self.s, self.slots, weights, self.top_k)
+        return Arrived(self.q, self.s, self.slots, self.weight, self.top_k)
 
-    def deliver(self, y: Tensor, plan: PeerPlan) -> Tensor:
-        """Sends rows y (capacity, dim) bf16 back: (T · k, dim), symmetric memory, at `plan.rows`.
+    def deliver(
+        self, y: Tensor, plan: PeerPlan, scores: Tensor | None, dscores: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sums the rows y of a token that this rank has, in FP32, and sends the sums back.
 
-        y are of what has arrived last.
+        Args:
+            y: (capacity, dim) bf16, of what has arrived last.
+            scores: the factors of the rows, which have arrived with them; None for sums without.
+            dscores: (capacity,) FP32, which return as they are; or None.
+
+        Returns:
+            Sums (T · k, dim), in symmetric memory, at `plan.rows`; dscores (T, k), or None.
         """
         if y.dtype != self.back.dtype:
             raise ValueError(f"rows that return are {y.dtype}: allowed is {self.back.dtype}")
-        self.kernels.deliver(y, self.slots, plan.ends, self.deltas, self.back)
+        self.kernels.deliver(
+            y, None if scores is None else self.weight, dscores, self.slots, self.places,
+            plan.ends, self.deltas, self.back, self.dscores,
+        )  # fmt: skip
         self._barrier()
-        return self.back[: plan.rows.numel()]
-
-    def kept(self, back: Tensor) -> Tensor:
-        """What `deliver` has returned, in memory of its own."""
-        return back.clone()
+        t = len(plan.rows)
+        if dscores is not None:
+            dscores = torch.where(plan.order < 0, 0, self.dscores[:t])
+        return self.back[: plan.rows.numel()], dscores
 
     # `arrive` and `deliver` take turns, and what they return is read by kernels that are launched
     # before the next barrier. So every barrier also says that all ranks have read what the exchange

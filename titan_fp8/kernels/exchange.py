@@ -8,11 +8,12 @@ knows that it is a multiple of 16.
     barrier    tells all ranks that this one is here, and waits for them; may carry the counts
     places     where the copies of this rank go, and the group ends of what arrives
     send       each token in FP8 once to every rank that has one of its experts
-    deliver    each row from expert order back to its token's owner
+    deliver    the sum of a token's rows on this rank, and 4 bytes of each, back to its owner
 
 A slot is a copy of a token: slot (rank · tokens + t) · k + i is choice i of token t of that rank,
 which has room for so many `tokens`. Rows arrive at row rank · tokens + t, so ⌊slot / k⌋ is the row
-of a slot's token.
+of a slot's token. The place of a slot is its row in expert order. A sum returns to row t · k + i of
+its owner, for the first choice i that is on this rank.
 
 One kernel ends before the next begins, so the release of a barrier covers what earlier kernels have
 written to other GPUs, and what later kernels read comes after its acquire. A barrier that waits
@@ -27,7 +28,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels.launch import kernel
-from titan_fp8.kernels.permute import COPY_LOADS, COUNTS, WARPS, load_rows, tiling
+from titan_fp8.kernels.permute import (
+    COPY_LOADS,
+    COUNTS,
+    SUM_LOADS,
+    WARPS,
+    add_rows,
+    load_rows,
+    tiling,
+)
 from titan_fp8.layouts import cdiv, power_of_two
 
 MAX_RANKS = 32
@@ -167,7 +176,7 @@ def exchange_places_kernel(
 @kernel(do_not_specialize=["T", "rank", "ranks", "local", "tokens", "tiles", "S"])
 def exchange_send_kernel(
     x, scales, weight, index, chosen, offset, deltas, ends, filled,
-    out, out_scales, out_weight, slots,
+    out, out_scales, out_weight, slots, places, rows,
     T, rank, ranks, local, tokens, tiles, units, blocks, S, sections,
     TOP: gl.constexpr, UNIT: gl.constexpr, SECTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
@@ -175,8 +184,10 @@ def exchange_send_kernel(
 
     index (T, TOP): where a copy is among this rank's, sorted by expert; -1 if it has none. chosen
     (T, TOP): its expert. Its place there is the sum of index and offset[expert]. At the place
-    arrive its slot and its weight (T, TOP), if there are weights. The last programs write the slots
-    of the padding of this rank's own groups: -1.
+    arrive its slot and its weight (T, TOP), and at its slot of `places` its place. The last
+    programs write the slots of the padding of this rank's own groups: -1.
+
+    rows (T, TOP): where sums return on this rank, -1 if a choice is not the first for its rank.
     """
     K = units * UNIT
     column = gl.program_id(0) % blocks * TILE.shape[1]
@@ -186,18 +197,23 @@ def exchange_send_kernel(
         t = tile * TILE.shape[0] + i
         values = load_rows(x, t, T, column, K, TILE)
         targets = i * 0
+        here = column == 0  # What is small is sent once, not for each block of columns.
         for k in gl.static_range(TOP):
             copy = gl.load(index + (t * TOP + k), mask=t < T, other=-1).to(gl.int32)
             expert = gl.load(chosen + (t * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
             owner = expert // local
+            first = (copy >= 0) & ((targets >> owner) & 1 == 0)
+            gl.store(rows + (t * TOP + k), gl.where(first, t * TOP + k, -1), mask=here & (t < T))
             targets |= gl.where(copy >= 0, 1 << owner, 0)
-            # 4-byte words of what comes with a copy; once, not for each block of columns.
-            first = (copy >= 0) & (column == 0)
-            word = gl.load(deltas + owner) * 4 + copy + gl.load(offset + expert)
-            gl.store(slots + word, (rank * tokens + t) * TOP + k, mask=first)
-            if weight is not None:
-                w = gl.load(weight + (t * TOP + k), mask=first, other=0)
-                gl.store(out_weight + word, w, mask=first)
+            # 4-byte words of what comes with a copy.
+            sent = (copy >= 0) & here
+            delta = gl.load(deltas + owner) * 4
+            slot = (rank * tokens + t) * TOP + k
+            place = copy + gl.load(offset + expert)
+            gl.store(slots + (delta + place), slot, mask=sent)
+            gl.store(places + (delta + slot), place, mask=sent)
+            w = gl.load(weight + (t * TOP + k), mask=sent, other=0)
+            gl.store(out_weight + (delta + place), w, mask=sent)
         j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
         row = (rank * tokens + t).to(gl.int64)
         for owner in range(0, ranks):
@@ -210,7 +226,7 @@ def exchange_send_kernel(
         targets = gl.convert_layout(targets, gl.SliceLayout(1, SCALES))
         t_s = tile * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
         j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))[None, :]
-        inside = (t_s < T)[:, None] & (j_s < sections) & (column == 0)
+        inside = (t_s < T)[:, None] & (j_s < sections) & here
         s = gl.load(scales + (j_s.to(gl.int64) * S + t_s[:, None]), mask=inside)
         row_s = (rank * tokens + t_s).to(gl.int64)[:, None] * sections
         for owner in range(0, ranks):
@@ -225,31 +241,59 @@ def exchange_send_kernel(
                 gl.store(slots + (place + i), -1, mask=place + i < end)
 
 
-@kernel(do_not_specialize=["C", "local", "copies"])
-def exchange_deliver_kernel(
-    y, slots, ends, deltas, out, C, local, copies, units, blocks,
-    UNIT: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """Sends row r of y (C, K) to row slots[r] % copies of `out` of rank slots[r] // copies.
+@gluon.jit
+def _send_words(words, slots, deltas, out, end, copies):
+    """Sends words[row] to the copy of row, at its owner, for all rows to `end`: some per program.
 
     copies: the slots of a rank.
     """
-    row = gl.program_id(0) // blocks * TILE.shape[0]
-    column = gl.program_id(0) % blocks * TILE.shape[1]
-    end = gl.load(ends + local - 1)
-    if row < end:
-        K = units * UNIT
-        i = row + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
-        slot = gl.load(slots + i, mask=i < end, other=-1)
+    STEP: gl.constexpr = 32 * gl.num_warps()
+    for begin in range(gl.program_id(0) * STEP, end, gl.num_programs(0) * STEP):
+        row = begin + gl.arange(0, STEP, FOUR_WARPS)
+        slot = gl.load(slots + row, mask=row < end, other=-1)
         real = slot >= 0
-        owner = gl.where(real, slot // copies, 0)
-        copy = gl.where(real, slot % copies, 0)
-        values = load_rows(y, gl.where(real, i, -1), C, column, K, TILE)
-        j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
-        to = (gl.load(deltas + owner) * UNIT)[:, None] + (
-            copy.to(gl.int64)[:, None] * K + j[None, :]
-        )
-        gl.store(out + to, values, mask=real[:, None] & (j < K)[None, :])
+        word = gl.load(words + row, mask=real, other=0)
+        delta = gl.load(deltas + slot // copies, mask=real, other=0)
+        gl.store(out + (delta * 4 + slot % copies), word, mask=real)
+
+
+@kernel(do_not_specialize=["C", "local", "tokens", "ranks"])
+def exchange_deliver_kernel(
+    y, weight, dscores, slots, places, ends, deltas, out, out_dscores,
+    C, local, tokens, ranks, units, blocks,
+    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Sends the sums of rows of y (C, K) for each token, times weight (C,), and dscores (C,).
+
+    weight, dscores: or None. `places` may hold what earlier batches have left.
+    """
+    column = gl.program_id(0) % blocks * TILE.shape[1]
+    tile = gl.program_id(0) // blocks
+    owner = tile % ranks  # Neighboring programs write to different ranks.
+    t = tile // ranks * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, TILE))
+    end = gl.load(ends + local - 1)
+    delta = gl.load(deltas + owner)
+    if dscores is not None:
+        _send_words(dscores, slots, deltas, out_dscores, end, tokens * TOP)
+    K = units * UNIT
+    total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
+    row = t * 0 - 1
+    for k in gl.static_range(TOP):
+        copy = t * TOP + k
+        slot = owner * tokens * TOP + copy
+        place = gl.load(places + slot, mask=t < tokens, other=-1)
+        inside = (place >= 0) & (place < end)
+        there = inside & (gl.load(slots + place, mask=inside, other=-1) == slot)
+        row = gl.where(there & (row < 0), copy, row)
+        source = gl.where(there, place, -1)
+        if weight is None:
+            total = add_rows(total, y, source, None, C, column, K, TILE)
+        else:
+            w = gl.load(weight + place, mask=there, other=0)
+            total = add_rows(total, y, source, w, C, column, K, TILE)
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
+    to = out + delta * UNIT + (row.to(gl.int64)[:, None] * K + j[None, :])
+    gl.store(to, total.to(out.dtype.element_ty), mask=(row >= 0)[:, None] & (j < K)[None, :])
 
 
 def barrier(
@@ -289,39 +333,48 @@ def places(
 
 
 def send(
-    q: Tensor, scales: Tensor, weight: Tensor | None, index: Tensor, chosen: Tensor, offset: Tensor,
+    q: Tensor, scales: Tensor, weight: Tensor, index: Tensor, chosen: Tensor, offset: Tensor,
     ends: Tensor, filled: Tensor, deltas: Tensor, rank: int, out: Tensor, out_scales: Tensor,
-    out_weight: Tensor, slots: Tensor,
+    out_weight: Tensor, slots: Tensor, places: Tensor, rows: Tensor,
 ) -> None:  # fmt: skip
     """Sends each row of q (T, K) FP8 to the ranks of its experts: to `out` (ranks · tokens, K).
 
     Args:
-        scales: (T, sections) FP32, laid out as 1x128 scales. weight: (T, k) FP32, or None.
+        scales: (T, sections) FP32, laid out as 1x128 scales. weight: (T, k) FP32.
         index, chosen: (T, k) integers, as in `exchange_send_kernel`.
         offset, ends, filled: what `places` has returned.
-        out, out_scales (ranks · tokens, sections), out_weight, slots (capacity,): symmetric.
+        out, out_scales (ranks · tokens, sections), out_weight, slots (capacity,), places
+            (ranks · tokens, k): symmetric.
+        rows: (T, k) int32, which gets the rows of what returns.
     """
     (t, k), top, sections = q.shape, index.shape[1], scales.shape[1]
     units, unit, tile = tiling(k, 1, COPY_LOADS)
     blocks, tiles, local = cdiv(k, tile.shape[1]), cdiv(t, tile.shape[0]), len(ends)
     exchange_send_kernel[((tiles + local) * blocks,)](
         (q, torch.int8), scales, weight, index, chosen, offset, deltas, ends, filled,
-        (out, torch.int8), out_scales, out_weight, slots,
+        (out, torch.int8), out_scales, out_weight, slots, places, rows,
         t, rank, len(deltas), local, len(out) // len(deltas), tiles, units, blocks,
         scales.stride(1), sections,
         top, unit, power_of_two(sections), tile, num_warps=WARPS,
     )  # fmt: skip
 
 
-def deliver(y: Tensor, slots: Tensor, ends: Tensor, deltas: Tensor, out: Tensor) -> None:
-    """Sends each row of y (capacity, K) to the row of its copy of its owner's `out`, symmetric.
+def deliver(
+    y: Tensor, weight: Tensor | None, dscores: Tensor | None, slots: Tensor, places: Tensor,
+    ends: Tensor, deltas: Tensor, out: Tensor, out_dscores: Tensor,
+) -> None:  # fmt: skip
+    """Sends sums of the rows of y (capacity, K) that belong to a token to its owner's `out`.
 
-    out (tokens · k, K). slots (capacity,) int32: what `send` has brought.
+    Args:
+        weight: (capacity,) FP32, which multiplies the rows; or None.
+        dscores: (capacity,) FP32, of which each element goes to its copy's place; or None.
+        slots, places: what `send` has brought.
+        out, out_dscores: (tokens · k, K) and (tokens, k) FP32, symmetric.
     """
-    c, k = y.shape
-    units, unit, tile = tiling(k, y.element_size(), COPY_LOADS)
+    (c, k), (tokens, top), ranks = y.shape, out_dscores.shape, len(deltas)
+    units, unit, tile = tiling(k, y.element_size(), SUM_LOADS)
     blocks = cdiv(k, tile.shape[1])
-    exchange_deliver_kernel[(cdiv(c, tile.shape[0]) * blocks,)](
-        y, slots, ends, deltas, out, c, len(ends), len(out), units, blocks, unit, tile,
-        num_warps=WARPS,
+    exchange_deliver_kernel[(ranks * cdiv(tokens, tile.shape[0]) * blocks,)](
+        y, weight, dscores, slots, places, ends, deltas, out, out_dscores,
+        c, len(ends), tokens, ranks, units, blocks, top, unit, tile, num_warps=WARPS,
     )  # fmt: skip

@@ -43,6 +43,13 @@ def _store_rows(out, values, i, valid, column, K, TILE: gl.constexpr):
     gl.store(out + (i.to(gl.int64)[:, None] * K + j[None, :]), values, mask=inside)
 
 
+@gluon.jit
+def add_rows(total, y, source, weight, M, column, K, TILE: gl.constexpr):
+    """total + rows `source` of y (M, K), times weight (rows,) if it is not None, in FP32."""
+    values = load_rows(y, source, M, column, K, TILE).to(gl.float32)
+    return total + (values if weight is None else values * weight[:, None])
+
+
 # The kernels get K as `units` of UNIT elements, 16 bytes each, so that the compiler knows that rows
 # start at multiples of 16 bytes.
 
@@ -77,14 +84,13 @@ def permute_combine_kernel(
     total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
     for k in gl.static_range(TOP):
         source = gl.load(index + (i * TOP + k), mask=i < T, other=-1)
-        values = load_rows(y, source, M, column, units * UNIT, TILE)
         if weight is None:
-            total += values.to(gl.float32)
+            total = add_rows(total, y, source, None, M, column, units * UNIT, TILE)
         else:
             # A row that y does not have counts as zero, even if its weight is NaN.
             w = gl.load(weight + (i * TOP + k), mask=i < T, other=0)
             w = gl.where((source >= 0) & (source < M), w, 0)
-            total += values.to(gl.float32) * w[:, None]
+            total = add_rows(total, y, source, w, M, column, units * UNIT, TILE)
     _store_rows(out, total.to(out.dtype.element_ty), i, i < T, column, units * UNIT, TILE)
 
 

@@ -57,6 +57,14 @@ primitive(
     a=_AS_FIRST,
     b=_AS_FIRST,
 )
+primitive(
+    reference.swiglu_dscores,
+    fp32(M),
+    dh=high(M, H),
+    a=_AS_FIRST,
+    b=_AS_FIRST,
+    scores=fp32(M),
+)
 
 # Blockwise, of rows that have been quantized before they were sent to their experts
 

@@ -3,7 +3,8 @@
 A token is quantized once, before it is copied for its experts, and so is the gradient of the
 output. fprop and dgrad read what travels; the columns that wgrad reads are quantized again from
 that (the op `gather_1x128_128x1_t`). Scores multiply the scales. The experts' outputs and the
-gradients of the tokens return in bf16.
+gradients of the tokens return in bf16, summed over the experts of a rank. The gradients of scores
+are computed where the experts are (the op `swiglu_dscores`).
 
 torchtitan exchanges tokens in hooks on the experts. Here the experts do it: `GatherMoE` calls them
 with its tokens, and an `Exchanged` in place of the counts, which the hooks let pass. GPUs of one
@@ -43,7 +44,9 @@ class AllToAllPlan(NamedTuple):
     """As `PeerPlan`, of an AllToAllExchange."""
 
     slots: Tensor  # (R,) int64: the copies that this rank sends, sorted by expert
-    rows: Tensor  # (T, k): the row of each copy in what comes back, -1 if not sent
+    order: Tensor  # (T, k): the row of each copy in what comes back, -1 if not sent
+    summands: Tensor  # (T · k, k): those of each sum
+    rows: Tensor  # (T, k): the sum of a rank, at its first copy; -1 elsewhere
     ends: Tensor  # (local experts,) int32: of the padded groups that arrive
     permutation: Permutation  # of what arrives
     sent: list[int]  # the copies for each rank
@@ -66,31 +69,44 @@ class AllToAllExchange:
             received, self.group.size(), sum(arriving), BLOCK
         )
         ends = sizes.cumsum(0, dtype=torch.int32)
-        return AllToAllPlan(slots, order, ends, permutation, sent, arriving)
+        # The copies (T, k, k) that go to the same rank as copy (T, k), if it is the first of them.
+        owner = chosen // (len(counts) // self.group.size())
+        owner = torch.where(order < 0, -1, owner)
+        same = owner[:, :, None] == owner[:, None, :]
+        first = ~same.tril(-1).any(2) & (order >= 0)
+        summands = torch.where(same & first[:, :, None], order[:, None, :], -1)
+        identity = torch.arange(order.numel(), device=order.device).view_as(order)
+        rows = torch.where(first, identity, -1)
+        summands = summands.view(-1, order.shape[1])
+        return AllToAllPlan(slots, order, summands, rows, ends, permutation, sent, arriving)
 
-    def arrive(self, q: Tensor, s: Tensor, weight: Tensor | None, plan: AllToAllPlan) -> Arrived:
+    def arrive(self, q: Tensor, s: Tensor, scores: Tensor, plan: AllToAllPlan) -> Arrived:
         """As `PeerExchange.arrive`, in one all-to-all of bytes."""
         parts = [_bytes(t)[plan.slots // plan.rows.shape[1]] for t in (q, s)]
-        if weight is not None:
-            parts.append(_bytes(weight.flatten()[plan.slots, None]))
+        parts.append(_bytes(scores.flatten()[plan.slots, None]))
         widths = [part.shape[1] for part in parts]
         sent = torch.cat(parts, 1)
         arrived = wait_for(all_to_all(sent, plan.received, plan.sent, self.group.group_name))
-        q, s, *weights = (part.contiguous() for part in arrived.split(widths, 1))
+        q, s, weight = (part.contiguous() for part in arrived.split(widths, 1))
         places = plan.permutation.tokens
-        weight = None
-        if weights:
-            weight = call("gather_rows", weights[0].view(torch.float32), places).flatten()
+        weight = call("gather_rows", weight.view(torch.float32), places).flatten()
         return Arrived(q.view(E4M3), s.view(torch.float32), places, weight, 1)
 
-    def deliver(self, y: Tensor, plan: AllToAllPlan) -> Tensor:
-        """As `PeerExchange.deliver`, the rows that have been sent: (R, dim)."""
-        rows = call("gather_rows", y, plan.permutation.places)
-        return wait_for(all_to_all(rows, plan.sent, plan.received, self.group.group_name))
+    def deliver(
+        self, y: Tensor, plan: AllToAllPlan, scores: Tensor | None, dscores: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `PeerExchange.deliver`, but rows are summed by their owner."""
+        weight = None if scores is None else scores.repeat_interleave(scores.shape[1], 0)
+        sums = call("combine_rows", self._back(y, plan), plan.summands, weight)
+        if dscores is not None:
+            back = self._back(dscores[:, None], plan)
+            dscores = call("gather_rows", back, plan.order.flatten()).view(plan.order.shape)
+        return sums, dscores
 
-    def kept(self, back: Tensor) -> Tensor:
-        """As `PeerExchange.kept`."""
-        return back
+    def _back(self, rows: Tensor, plan: AllToAllPlan) -> Tensor:
+        """Rows in expert order, at those who have sent the tokens: (R, dim)."""
+        rows = call("gather_rows", rows, plan.permutation.places)
+        return wait_for(all_to_all(rows, plan.sent, plan.received, self.group.group_name))
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -102,19 +118,23 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _forward(
-    ops: Any, q: Tensor, s: Tensor, slots: Tensor, weight: Tensor | None, k: int, offs: Tensor,
-    for_wgrad: bool, spec: ProductSpec, *weights: Tensor | None,
+    ops: Any, q: Tensor, s: Tensor, slots: Tensor, scores: Tensor, k: int, offs: Tensor,
+    before: bool, for_wgrad: bool, spec: ProductSpec, *weights: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    weight = scores if before else None
     operands = spec.feed_forward.gather.on(ops, q, s, slots, offs, weight, k)
     return feed_forward(ops, operands, offs, for_wgrad, spec, *weights)
 
 
 def _backward(
-    ops: Any, q: Tensor, s: Tensor, slots: Tensor, weight: Tensor | None, k: int, offs: Tensor,
-    dtypes: DTypes, spec: ProductSpec, *saved: Any,
+    ops: Any, q: Tensor, s: Tensor, slots: Tensor, scores: Tensor, k: int, offs: Tensor,
+    before: bool, dtypes: DTypes, spec: ProductSpec, *saved: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    weight = None if before else scores
     operands = spec.feed_forward.gather.on(ops, q, s, slots, offs, weight, k)
-    return feed_forward_backward(ops, operands, offs, dtypes, spec, *saved)
+    return feed_forward_backward(
+        ops, operands, offs, dtypes, spec, *saved, scores=scores, before=before
+    )
 
 
 class _ExchangedSwiGLU(Function):
@@ -138,49 +158,39 @@ class _ExchangedSwiGLU(Function):
     ) -> Tensor:
         x = x.detach().contiguous()
         operands = [operands_of(w, spec.dtype) for w in weights]
-        arrived = _arrive(x, scores if before else None, exchange, plan, spec)
+        arrived = _arrive(x, scores, exchange, plan, spec)
         for_fprop = [t for w, _ in operands for t in w]
-        arguments = *arrived, plan.ends, for_wgrad, spec, *for_fprop
+        arguments = *arrived, plan.ends, before, for_wgrad, spec, *for_fprop
         y, *saved = run(_forward, *arguments, emulate=spec.emulate)
-        back = exchange.deliver(y, plan)
+        sums, _ = exchange.deliver(y, plan, None if before else scores)
         ctx.exchange, ctx.plan, ctx.before, ctx.spec = exchange, plan, before, spec
         ctx.dtypes = [w.dtype for w in weights]
-        kept = None  # of which the gradients of scores are made
-        if ctx.needs_input_grad[1]:
-            kept = x if before else exchange.kept(back)
         for_dgrad = [t for _, w in operands for t in w]
         ctx.x_dtype = x.dtype
-        ctx.save_for_backward(scores, kept, *for_dgrad, *saved)
-        return call("combine_rows", back, plan.rows, None if before else scores)
+        ctx.save_for_backward(scores, *for_dgrad, *saved)
+        return call("combine_rows", sums, plan.rows)
 
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, g: Tensor) -> Any:
         exchange, plan, before, spec = ctx.exchange, ctx.plan, ctx.before, ctx.spec
-        scores, kept, *saved = ctx.saved_tensors
-        _, needs_scores, _, _, _, _, _, *needs = ctx.needs_input_grad
-        g = g.contiguous()
-        arrived = _arrive(g, None if before else scores, exchange, plan, spec)
-        # All ranks must deliver, whether they need dx or not.
+        scores, *saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[7:]
+        arrived = _arrive(g.contiguous(), scores, exchange, plan, spec)
+        # All ranks must deliver, whether they need dx and dscores or not.
         dtypes = spec.dtype, *[d if need else None for d, need in zip(ctx.dtypes, needs)]
-        arguments = *arrived, plan.ends, dtypes, spec, *saved
-        dx, *gradients = run(_backward, *arguments, emulate=spec.emulate)
-        back = exchange.deliver(dx, plan)
-        dscores = None
-        if needs_scores:
-            a, b = (kept, back) if before else (g, kept)
-            dscores = call("dot_rows", a, b, plan.rows)
-        dx = call("combine_rows", back, plan.rows, scores if before else None).to(ctx.x_dtype)
+        arguments = *arrived, plan.ends, before, dtypes, spec, *saved
+        dx, *gradients, dscores = run(_backward, *arguments, emulate=spec.emulate)
+        sums, dscores = exchange.deliver(dx, plan, scores if before else None, dscores)
+        dx = call("combine_rows", sums, plan.rows).to(ctx.x_dtype)
         dws = [gradients.pop(0) if need else None for need in needs]
         return dx, dscores, None, None, None, None, None, *dws
 
 
-def _arrive(
-    x: Tensor, weight: Tensor | None, exchange: Any, plan: Any, spec: ProductSpec
-) -> Arrived:
+def _arrive(x: Tensor, scores: Tensor, exchange: Any, plan: Any, spec: ProductSpec) -> Arrived:
     """Quantizes tokens, and exchanges them."""
     q, s = run(quantized, x.to(spec.dtype), None, False, spec, emulate=spec.emulate)
-    return exchange.arrive(q, s, weight, plan)
+    return exchange.arrive(q, s, scores, plan)
 
 
 def exchanged_swiglu(

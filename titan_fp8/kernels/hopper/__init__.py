@@ -23,7 +23,11 @@ from titan_fp8.kernels.hopper.quantize_rowwise_columns import (
     quantize_weight_col_t,
 )
 from titan_fp8.kernels.hopper.quantize_shard import quantize_shard_col, quantize_shard_row
-from titan_fp8.kernels.hopper.swiglu_quantize import swiglu_1x128, swiglu_backward_1x128_128x1_t
+from titan_fp8.kernels.hopper.swiglu_quantize import (
+    swiglu_1x128,
+    swiglu_backward_1x128_128x1_t,
+    swiglu_dscores,
+)
 from titan_fp8.kernels.hopper.transpose import transpose_fp8
 
 __all__ = [
@@ -47,5 +51,6 @@ __all__ = [
     "rowwise_wgrad",
     "swiglu_1x128",
     "swiglu_backward_1x128_128x1_t",
+    "swiglu_dscores",
     "transpose_fp8",
 ]

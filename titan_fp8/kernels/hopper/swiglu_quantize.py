@@ -96,6 +96,8 @@ LAYOUTS = TileLayouts(
 )
 """For backward. Each warp loads whole lines."""
 MAXNREG = 128
+DSCORES = tile_layout((1, 4), (1, 32), (4, 1), (4, 1))
+"""Layout of a tile of 16 rows, of which the gradients of scores are sums."""
 PACK = gl.constexpr(2)
 
 
@@ -182,6 +184,32 @@ def swiglu_backward_kernel(
     )  # fmt: skip
 
 
+@gluon.jit
+def _dot(x, y):
+    """The products of two words of two bf16 channels, added, in FP32."""
+    low = (x << 16).to(gl.float32, bitcast=True) * (y << 16).to(gl.float32, bitcast=True)
+    high = (x & -65536).to(gl.float32, bitcast=True) * (y & -65536).to(gl.float32, bitcast=True)
+    return low + high
+
+
+@kernel(do_not_specialize=["M"])
+def swiglu_dscores_kernel(dh, a, b, scores, out, M, KW, BEFORE: gl.constexpr, WORDS: gl.constexpr):
+    """The gradients of the scores of some rows, as in the reference."""
+    row = gl.program_id(0) * WORDS.shape[0]
+    i = gl.arange(0, WORDS.shape[0], gl.SliceLayout(1, WORDS))
+    products = gl.full(WORDS.shape, 0.0, gl.float32, WORDS)
+    for word in range(0, KW, WORDS.shape[1]):
+        g = load_words(dh, row, M - row, word, KW, WORDS)
+        a_words = load_words(a, row, M - row, word, KW, WORDS)
+        h, da, _ = _swiglu_backward(g, a_words, load_words(b, row, M - row, word, KW, WORDS))
+        products += _dot(g, h)
+        if BEFORE:
+            products += _dot(da, a_words)
+    total = gl.sum(products, 1)
+    score = gl.load(scores + row + i, mask=i < M - row, other=0)
+    gl.store(out + row + i, gl.where(score == 0, 0.0, total / score), mask=i < M - row)
+
+
 def _words(x: Tensor) -> tuple[Tensor, torch.dtype]:
     return as_words(x.contiguous())
 
@@ -248,3 +276,19 @@ def swiglu_backward_1x128_128x1_t(
             num_warps=8, maxnreg=MAXNREG,
         )  # fmt: skip
     return da_q, da_s, da_q_t, da_s_t, db_q, db_s, db_q_t, db_s_t, h_q_t, h_s_t
+
+
+def swiglu_dscores(dh: Tensor, a: Tensor, b: Tensor, scores: Tensor, before: bool) -> Tensor:
+    """The gradients (M,) FP32 of the scores of rows, for dh, a, b (M, H); see the reference.
+
+    bf16 takes one kernel; FP32 is left to PyTorch.
+    """
+    if not dh.dtype == a.dtype == b.dtype == torch.bfloat16:
+        return reference.swiglu_dscores(dh, a, b, scores, before)
+    m, k = a.shape
+    out = torch.empty_like(scores)
+    if m:
+        swiglu_dscores_kernel[(cdiv(m, DSCORES.shape[0]),)](
+            _words(dh), _words(a), _words(b), scores, out, m, k // 2, before, DSCORES, num_warps=4
+        )
+    return out
