@@ -34,7 +34,6 @@ def train(folder: Path, model: str, ranks: int, *flags: object) -> tuple[str, di
     command += ["--training.steps", STEPS, "--lr_scheduler.warmup_steps", 2]
     command += ["--activation_checkpoint.mode", "selective"]
     command += ["--activation_checkpoint.selective_ac_option", "op"]
-    command += ["--activation_checkpoint.no_preserve_rng_state"]
     command += ["--validation.enable", "--validation.freq", 4, "--validation.steps", 2]
     command += ["--validation.dataset", "c4_test", "--validation.seq_len", 192]
     command += ["--validation.dataset_path", "./data/corpus/validation"]

@@ -274,8 +274,6 @@ PP = ("--parallelism.pipeline_parallel_degree", 2)
         (("--parallelism.data_parallel_replicate_degree", 2), "data_parallel_shard_degree must"),
         (("--training.enable_cpu_offload",), "training.enable_cpu_offload must be false"),
         (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
-        ((f"{AC}.mode", "full"), "activation_checkpoint.preserve_rng_state must be false"),
-        ((f"{AC}.mode", "full", f"{AC}.no_preserve_rng_state"), None),
     ],
 )
 def test_settings_that_forbid_it(waiting, tmp_path, flags, words):
@@ -287,6 +285,22 @@ def test_settings_that_forbid_it(waiting, tmp_path, flags, words):
     if words:
         assert str(caught.value).startswith(f"[{LINEAR}] cuda_graph = True: ")
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("p, preserve", [(0.0, True), (0.1, True), (0.1, False)])
+def test_checkpoints_preserve_no_state_of_random_numbers(waiting, tmp_path, caplog, p, preserve):
+    caplog.set_level(logging.INFO)
+    flags = (f"{AC}.mode", "full", f"{AC}.{'' if preserve else 'no_'}preserve_rng_state")
+    config = job(tmp_path, "llama3", *KEY, *flags, converters=(LINEAR,))
+    model = build(config)
+    model.dropout = torch.nn.Dropout(p)
+    if p and preserve:
+        with pytest.raises(ValueError, match=r"cuda_graph = True: .*preserve_rng_state must be"):
+            convert(config, model)
+        return
+    convert(config, model)
+    assert not config.activation_checkpoint.preserve_rng_state
+    assert ("preserve_rng_state is false now" in caplog.text) == preserve
 
 
 def test_a_gpu_is_needed(tmp_path):

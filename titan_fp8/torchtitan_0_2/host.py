@@ -41,7 +41,7 @@ def speed_up(
         torch.autograd.set_multithreading_enabled(False)
         if uses_fsdp2:
             speed_up_fsdp2()
-    _capture_steps(job_config, parallel_dims)
+    _capture_steps(model, job_config, parallel_dims)
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
@@ -67,8 +67,10 @@ def speed_up(
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
-def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     """Has the trainer capture its steps, if `cuda_graph` says so.
+
+    Then checkpoints preserve no state of a random number generator: a capture cannot read it.
 
     Raises:
         ValueError: no step of this job can be captured.
@@ -78,8 +80,15 @@ def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fsdp.runs_on(None)
         return
     key = f"{section.where} cuda_graph"
-    if reason := _why_not_captured(job_config, parallel_dims):
+    if reason := _why_not_captured(model, job_config, parallel_dims):
         raise ValueError(f"{key} = True: {reason}")
+    without = ""
+    if _preserves_rng_state(job_config):
+        job_config.activation_checkpoint.preserve_rng_state = False
+        without = (
+            ". activation_checkpoint.preserve_rng_state is false now, which changes nothing "
+            "without dropout"
+        )
     # Another thread's work would belong to no capture.
     torch.autograd.set_multithreading_enabled(False)
     stream = torch.cuda.Stream()
@@ -88,13 +97,22 @@ def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
-        "CUDA graph, if nothing in them waits for the CPU"
+        f"CUDA graph, if nothing in them waits for the CPU{without}"
     )
 
 
-def _why_not_captured(job_config: JobConfig, dims: ParallelDims) -> str | None:
+def _preserves_rng_state(job_config: JobConfig) -> bool:
+    checkpoint = job_config.activation_checkpoint
+    return checkpoint.mode in ("full", "selective") and checkpoint.preserve_rng_state
+
+
+def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str | None:
     """Which setting forbids a CUDA graph of a step, and what is allowed; None if none does."""
-    experts, checkpoint = job_config.quantize.grouped_mm.titan_fp8, job_config.activation_checkpoint
+    experts = job_config.quantize.grouped_mm.titan_fp8
+    has_dropout = any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        for module in model.modules()
+    )
     in_fp8 = experts.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16
     reasons = {
         "needs a CUDA GPU": utils.device_type != "cuda",
@@ -108,9 +126,9 @@ def _why_not_captured(job_config: JobConfig, dims: ParallelDims) -> str | None:
         "optimizer.early_step_in_backward must be false": (
             job_config.optimizer.early_step_in_backward
         ),
-        # No state of a random number generator can be read in a capture.
-        "activation_checkpoint.preserve_rng_state must be false, which changes nothing without "
-        "dropout": checkpoint.mode in ("full", "selective") and checkpoint.preserve_rng_state,
+        "activation_checkpoint.preserve_rng_state must be false, or the model without dropout": (
+            has_dropout and _preserves_rng_state(job_config)
+        ),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
