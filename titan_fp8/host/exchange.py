@@ -58,8 +58,7 @@ class PeerPlan(NamedTuple):
 class PeerExchange:
     """A rank's part of the exchange within `group`, whose GPUs can write to each other's memory.
 
-    Tokens travel in FP8, and sums of rows return in bf16; or both travel as they are, unsummed. All
-    ranks of the group make it together, with the same arguments, and then call `plan` and any
+    All ranks of the group make it together, with the same arguments, and then call `plan` and any
     number of times `arrive` and `deliver`, in turns and on one stream each. What these two return
     holds until the next call of the same one; kernels read it that are launched before the next
     call of any.
@@ -71,7 +70,8 @@ class PeerExchange:
         dim: the channels of a token, a multiple of 16.
         experts: of all ranks; a multiple of the ranks. Rank r has the r-th part of them.
         capacity: the rows that a rank can receive, padding included. `rows_for` computes it.
-        dtype: of what travels: FP8, bf16 or FP32.
+        dtype: of the tokens: FP8, for which sums return in bf16; or bf16 or FP32, for which rows
+            return in the same.
         alignment: to whose multiples the rows of each expert are padded, at most 128.
         timeout_s: how long a GPU waits for the others.
         key: the setting of the capacity, for errors.

@@ -12,6 +12,7 @@ from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.host.torchtitan_0_2.peer_exchange import reach_each_other
 from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
@@ -58,6 +59,11 @@ def speed_up(
         has_hooks = patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
     if section.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16:
         _exchange_in_fp8(model, section, parallel_dims.ep_enabled, has_hooks)
+    if job_config.quantize.linear.titan_fp8.cuda_graph and has_hooks:
+        for module in model.modules():
+            if isinstance(module, GatherMoE) and module.exchange_capacity is None:
+                module.exchange_capacity = section.exchange_capacity
+                module.exchanges_in_fp8 = False
     # Under TP, MoE blocks have hooks that forbid it.
     if not (layers and on and compiles) or parallel_dims.tp_enabled:
         return
@@ -113,15 +119,15 @@ def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDim
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         for module in model.modules()
     )
-    in_fp8 = experts.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16
+    permutation = permutation_of(experts.permutation, host_speedups_of(job_config))
     reasons = {
         "needs a CUDA GPU": utils.device_type != "cuda",
         "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
         "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
             dims.dp_replicate_enabled and not dims.fsdp_enabled
         ),
-        "under expert parallelism the CPU waits for the GPU, unless tokens are exchanged with "
-        f'{experts.where} exchange = "fp8"': dims.ep_enabled and not in_fp8,
+        f'under expert parallelism {experts.where} permutation must be "gather", as with '
+        "host_speedups = True": dims.ep_enabled and permutation != "gather",
         "training.enable_cpu_offload must be false": job_config.training.enable_cpu_offload,
         "optimizer.early_step_in_backward must be false": (
             job_config.optimizer.early_step_in_backward
@@ -130,7 +136,12 @@ def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDim
             has_dropout and _preserves_rng_state(job_config)
         ),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    if dims.ep_enabled and not reach_each_other(dims.get_mesh("ep").get_group()):
+        return "under expert parallelism GPUs must reach each other's memory, and they do not"
+    return None
 
 
 def _exchange_in_fp8(
