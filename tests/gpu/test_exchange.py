@@ -1,10 +1,13 @@
 """The exchange of tokens between GPUs equals that by all-to-alls bit for bit, and fails loudly.
 
+In FP8 as in bf16, whatever the routing.
+
 tests/parallel/test_exchange.py compares all-to-alls with the reference. Symmetric memory holds NaN
 before each exchange.
 """
 
 import datetime
+import functools
 import os
 import signal
 import tempfile
@@ -17,13 +20,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gpu_utils import no_sync
+from rows import exchanged_rows
 from torch import Tensor
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 pytest.importorskip("torchtitan")
 
+from torchtitan.models.moe.moe import _run_experts_grouped_mm
+
 from titan_fp8 import reference
+from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.host.exchange import PeerExchange, rows_for
 from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
 from titan_fp8.kernels import hopper
@@ -119,7 +126,7 @@ def draw_batch(rank: int, seed: int, dim: int, local: int, top_k: int, most: int
     return Batch(x, g, scores, order, chosen, counts, slots)
 
 
-def make_exchange(dim: int, local: int, top_k: int, most: int, **options: float) -> PeerExchange:
+def make_exchange(dim: int, local: int, top_k: int, most: int, **options: object) -> PeerExchange:
     factor = options.pop("factor", RANKS)
     capacity = rows_for(most, top_k, RANKS * local, RANKS, factor)
     sizes = {"tokens": most, "top_k": top_k, "dim": dim, "experts": RANKS * local}
@@ -129,7 +136,7 @@ def make_exchange(dim: int, local: int, top_k: int, most: int, **options: float)
 def poison(exchange: PeerExchange) -> None:
     for buffer in (exchange.back, exchange.s, exchange.weight, exchange.dscores):
         buffer.fill_(float("nan"))
-    exchange.q.view(torch.uint8).fill_(0x7F)
+    exchange.q.view(torch.uint8).fill_(0xFF)  # NaN in FP8 and in bf16
     exchange.slots.fill_(77)
     exchange.places.fill_(5)
     torch.cuda.synchronize()
@@ -204,16 +211,63 @@ def test_all_routings_equal_all_to_alls(shape):
     assert run_ranks(compare, *shape) == [0] * RANKS
 
 
-def train_without_waiting(rank: int, *shape: int) -> None:
-    exchange, batch = make_exchange(*shape, timeout_s=60.0), draw_batch(rank, 0, *shape)
+def in_bf16(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
+    return _run_experts_grouped_mm(w1, w2, w3, x, sizes)
+
+
+def in_fp8(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    return fp8_swiglu(x, w1, w2, w3, ends, recipe="blockwise", aligned=True)
+
+
+def compare_rows(rank: int, *shape: int) -> None:
+    """What experts and their gradients are if rows travel in bf16, against all-to-alls."""
     dim, local, *_ = shape
+    ways = [
+        (run, n, make_exchange(*shape, timeout_s=60.0, dtype=torch.bfloat16, alignment=n))
+        for run, n in ((in_bf16, 8), (in_fp8, 128))
+    ]
+    generator = torch.Generator("cuda").manual_seed(rank)
+    draw = {"generator": generator, "device": "cuda"}
+    w1, w3 = (torch.randn(2, local, HIDDEN, dim, **draw) / dim**0.5).bfloat16()
+    w2 = (torch.randn(local, dim, HIDDEN, **draw) / 16).bfloat16()
+    for seed in range(ROUTINGS):
+        batch, before = draw_batch(rank, seed, *shape), bool(seed // len(KINDS) % 2)
+        run, alignment, exchange = ways[seed // len(KINDS) // 2 % 2]
+        poison(exchange)
+        results = []
+        for peers in (exchange, None):
+            x, scores, *weights = (
+                t.clone().requires_grad_() for t in (batch.x, batch.scores, w1, w2, w3)
+            )
+            experts = functools.partial(run, *weights)
+            out = exchanged_rows(x, scores, batch.routing, experts, before, alignment, peers)
+            out.backward(batch.g)
+            results.append([out.detach(), *(leaf.grad for leaf in (x, scores, *weights))])
+        for name, got, want in zip(("out", "x", "scores", "w1", "w2", "w3"), *results, strict=True):
+            assert_same(f"{name}, {KINDS[seed % len(KINDS)]}, {run.__name__}", got, want)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_routings_of_rows_equal_all_to_alls(shape):
+    assert run_ranks(compare_rows, *shape) == [0] * RANKS
+
+
+def train_without_waiting(rank: int, rows: bool, *shape: int) -> None:
+    options = {"dtype": torch.bfloat16, "alignment": 8} if rows else {}
+    exchange = make_exchange(*shape, timeout_s=60.0, **options)
+    batch, (dim, local, *_) = draw_batch(rank, 0, *shape), shape
     w1, w3 = torch.randn(2, local, HIDDEN, dim, device="cuda").bfloat16()
     w2 = torch.randn(local, dim, HIDDEN, device="cuda").bfloat16()
     leaves = [t.requires_grad_() for t in (batch.x, batch.scores, w1, w2, w3)]
 
     def step() -> None:
-        plan = exchange.plan(*batch.routing)
-        exchanged_swiglu(*leaves, exchange, plan).backward(batch.g)
+        if rows:
+            experts = functools.partial(in_bf16, *leaves[2:])
+            out = exchanged_rows(*leaves[:2], batch.routing, experts, False, 8, exchange)
+        else:
+            out = exchanged_swiglu(*leaves, exchange, exchange.plan(*batch.routing))
+        out.backward(batch.g)
 
     for _ in range(3):  # compiles the kernels, and records the launches
         step()
@@ -221,8 +275,9 @@ def train_without_waiting(rank: int, *shape: int) -> None:
         step()
 
 
-def test_nothing_waits_for_the_device():
-    assert run_ranks(train_without_waiting, *SHAPES[0]) == [0] * RANKS
+@pytest.mark.parametrize("rows", [False, True], ids=["fp8", "bf16"])
+def test_nothing_waits_for_the_device(rows):
+    assert run_ranks(train_without_waiting, rows, *SHAPES[0]) == [0] * RANKS
 
 
 def fail(rank: int, how: str) -> None:

@@ -24,7 +24,9 @@ STEPS, TIMEOUT = 14, 300
 LINEAR, GROUPED_MM = "--quantize.linear.titan_fp8", "--quantize.grouped_mm.titan_fp8"
 COMPILED = ("--compile.enable",)
 ACCUMULATED = ("--training.global_batch_size", 8)
-EP_2 = ("--parallelism.expert_parallel_degree", 2, f"{GROUPED_MM}.exchange", "fp8")
+EP_2 = ("--parallelism.expert_parallel_degree", 2)
+IN_FP8 = (f"{GROUPED_MM}.exchange", "fp8")
+BF16 = (f"{LINEAR}.recipe", "bf16", f"{LINEAR}.host_speedups", "True")
 
 
 def train(folder: Path, model: str, ranks: int, *flags: object) -> tuple[str, dict[str, dict]]:
@@ -34,7 +36,6 @@ def train(folder: Path, model: str, ranks: int, *flags: object) -> tuple[str, di
     command += ["--training.steps", STEPS, "--lr_scheduler.warmup_steps", 2]
     command += ["--activation_checkpoint.mode", "selective"]
     command += ["--activation_checkpoint.selective_ac_option", "op"]
-    command += ["--activation_checkpoint.no_preserve_rng_state"]
     command += ["--validation.enable", "--validation.freq", 4, "--validation.steps", 2]
     command += ["--validation.dataset", "c4_test", "--validation.seq_len", 192]
     command += ["--validation.dataset_path", "./data/corpus/validation"]
@@ -52,10 +53,12 @@ def train(folder: Path, model: str, ranks: int, *flags: object) -> tuple[str, di
     [
         ("llama3", 1, ACCUMULATED, 6),
         ("llama3", 2, COMPILED, 3),
-        ("llama3", 2, (f"{LINEAR}.recipe", "bf16", f"{LINEAR}.host_speedups", "True"), 1),
+        ("llama3", 2, BF16, 1),
+        ("deepseek_v3", 2, (*COMPILED, *EP_2, *IN_FP8), 3),
         ("deepseek_v3", 2, (*COMPILED, *EP_2), 3),
+        ("deepseek_v3", 2, (*COMPILED, *EP_2, *BF16), 1),
     ],
-    ids=["one GPU, accumulation", "FSDP, compiled", "bf16", "EP, compiled"],
+    ids=["one GPU, accumulation", "FSDP, compiled", "bf16", "EP, FP8", "EP", "EP, bf16"],
 )
 def test_the_same_training(tmp_path, model, ranks, flags, graphs):
     if torch.cuda.device_count() < ranks:
@@ -65,7 +68,7 @@ def test_the_same_training(tmp_path, model, ranks, flags, graphs):
     _, expected = train(tmp_path / "eager", model, ranks, *flags)
     log, found = train(tmp_path / "graph", model, ranks, *flags, f"{LINEAR}.cuda_graph")
     assert log.count("are a CUDA graph now") == graphs, log[-5000:]
-    assert ("GPUs exchange tokens by writing" in log) == ("fp8" in flags)
+    assert ("GPUs exchange tokens by writing" in log) == (EP_2[0] in flags)
     assert expected["loss"].keys() == set(range(1, STEPS + 1))
     assert expected["validation loss"].keys() == {1, 4, 8, 12}
     assert found == expected

@@ -52,7 +52,7 @@ def test_rows(compiled, dim, top):
         arrived, arrived_s.contiguous(), weights, slots, places, order,
     )  # fmt: skip
     for weight, dscores in ((weights, None), (None, weights)):
-        exchange.deliver(y, weight, dscores, slots, places, ends, deltas, back, scores)
+        exchange.deliver(y, weight, dscores, slots, places, ends, deltas, back, scores, True)
     print(*compiled, sep="\n")
     assert not any(result.spills for result in compiled)
     copies, sums = exchange.COPY_LOADS, exchange.SUM_LOADS
@@ -60,6 +60,33 @@ def test_rows(compiled, dim, top):
     assert accesses == [
         ("exchange_send_kernel", copies, copies),
         *[("exchange_deliver_kernel", top * sums, sums)] * 2,
+    ]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dim, top", [(2048, 8), (576, 6)])
+def test_rows_in_bf16(compiled, dim, top):
+    x, arrived, y, back = (
+        torch.zeros(n, dim, dtype=torch.bfloat16)
+        for n in (TOKENS, RANKS * TOKENS, CAPACITY, TOKENS * top)
+    )
+    order, chosen = integers(TOKENS, top), integers(TOKENS, top, dtype=torch.int64)
+    offset, ends, slots = integers(RANKS * LOCAL), integers(LOCAL), integers(CAPACITY)
+    deltas, places = integers(RANKS, dtype=torch.int64), integers(RANKS * TOKENS, top)
+    scores, weights = torch.zeros(TOKENS, top), torch.zeros(RANKS * TOKENS, top)
+    for weight in (None, scores):
+        exchange.send(
+            x, None, weight, order, chosen, offset, ends, ends, deltas, 1,
+            arrived, None, weights, slots, places, order,
+        )  # fmt: skip
+    exchange.deliver(y, None, None, slots, places, ends, deltas, back, scores, False)
+    print(*compiled, sep="\n")
+    assert not any(result.spills for result in compiled)
+    copies = exchange.COPY_LOADS
+    accesses = [(r.name, r.wide("ld"), r.wide("st")) for r in compiled]
+    assert accesses == [
+        *[("exchange_send_kernel", copies, copies)] * 2,
+        ("exchange_deliver_kernel", top * copies, top * copies),
     ]
 
 

@@ -1,6 +1,7 @@
 """Experts that get their tokens in FP8 compute what the numerics of the exchange say; on gloo.
 
-Each rank draws the tokens of all ranks, so it computes by itself what must arrive.
+Each rank draws the tokens of all ranks, so it computes by itself what must arrive. Rows that peers
+exchange in high precision give what all-to-alls do.
 """
 
 import itertools
@@ -9,6 +10,8 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from peers import Peers
+from rows import exchanged_rows
 from torch import Tensor
 
 from titan_fp8 import reference
@@ -181,6 +184,42 @@ def compare(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_travel_as_experts_would_quantize_them(ranks):
     gloo.spawn(compare, ranks, ranks)
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, sizes: Tensor) -> Tensor:
+    """In FP32, each row by itself; rows past the groups are NaN, in forward and backward."""
+    experts = torch.arange(LOCAL).repeat_interleave(sizes)
+    w1, w2, w3 = (w.float()[experts] for w in (w1, w2, w3))
+    nan = torch.full((len(x) - len(experts), 1), float("nan"))
+    x, rest = x[: len(experts), :, None].float(), x[len(experts) :] * nan
+    y = w2 @ (torch.nn.functional.silu(w1 @ x) * (w3 @ x))
+    return torch.cat((y.squeeze(2).to(rest.dtype), rest)).bfloat16()
+
+
+def compare_rows(rank: int, ranks: int) -> None:
+    weights, most = draw_weights(rank), TOKENS + ranks
+    sizes = {"tokens": most, "top_k": TOP_K, "dim": DIM, "experts": ranks * LOCAL}
+    capacity = rows_for(most, TOP_K, ranks * LOCAL, ranks, float(ranks))
+    options = {"capacity": capacity, "dtype": torch.bfloat16, "alignment": 8}
+    peers = Peers(dist.group.WORLD, **sizes, **options)
+    for seed, (kind, before) in enumerate(itertools.product(KINDS, (False, True))):
+        batch, results = draw(ranks, kind, seed)[rank], []
+        routing = tuple(batch[name] for name in ("rows", "chosen", "counts", "slots"))
+        scores = torch.rand(batch["scores"].shape)
+        for way in (None, peers):
+            leaves = [t.clone().requires_grad_() for t in (batch["x"], scores)]
+            out = exchanged_rows(
+                *leaves, routing, lambda x, sizes: swiglu(x, *weights, sizes), before, 8, way
+            )
+            out.backward(batch["g"])
+            results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+        for name, want, got in zip(("out", "x", "scores"), *results, strict=True):
+            assert want.dtype == got.dtype and torch.equal(want, got), (name, kind, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rows_by_peers_are_those_of_all_to_alls(ranks):
+    gloo.spawn(compare_rows, ranks, ranks)
 
 
 def test_capacity_of_all_ranks_is_enough_for_any_routing():

@@ -1,6 +1,8 @@
 """`exchange = "fp8"` in torchtitan: trains nearly as the all-to-alls in bf16 do, under any plan.
 
-The CPU has all-to-alls in place of GPUs that write to each other's memory.
+The CPU has all-to-alls in place of GPUs that write to each other's memory. With `cuda_graph` tokens
+in high precision travel by such writes, too, and train as by all-to-alls, bit for bit; here
+`peers.py` stands in for them.
 """
 
 import logging
@@ -9,6 +11,7 @@ from pathlib import Path
 import gloo
 import pytest
 import torch
+from peers import use_peers
 from titan import (
     BOTH,
     CHECKPOINTING,
@@ -71,6 +74,45 @@ def train_both_ways(
 )  # fmt: skip
 def test_training_hardly_changes(tmp_path, text, model, ranks, flags):
     gloo.spawn(train_both_ways, ranks, ranks, tmp_path, text, model, *flags)
+
+
+def train_rows(rank: int, ranks: int, folder: Path, text: Path, model: str, *flags: object) -> None:
+    """The same by all-to-alls and by peers in high precision."""
+    folder = folder / str(rank)
+    folder.mkdir()
+    flags = (*training(text, folder), "--debug.deterministic", *flags)
+    results = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_peers(monkeypatch)
+        for key in ((), (f"--{LINEAR}.cuda_graph", f"--{GROUPED_MM}.exchange_capacity", ranks)):
+            with trainer(parse(folder, toml(model, BOTH), *flags, *key)) as t:
+                layers = of_type(t.model_parts[0], GatherMoE).values()
+                assert all((x.exchange_capacity is not None) == bool(key) for x in layers)
+                results.append([loss_and_gradients(t, seed) for seed in range(2)])
+    for want, got in zip(*results, strict=True):
+        assert want.keys() == got.keys()
+        assert not [n for n, t in want.items() if not torch.equal(got[n], t)]
+
+
+BF16 = (f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.host_speedups", "True")
+ROWWISE = (f"--{LINEAR}.recipe", "rowwise")
+
+
+@pytest.mark.parametrize(
+    "model, ranks, flags",
+    [
+        ("deepseek_v3", 2, (*EP, *TRACE_BLOCKS, *ONE_BLOCK, *CHECKPOINTING["op"])),
+        ("deepseek_v3", 2, (*EP, *ONE_BLOCK, *CHECKPOINTING["op"], *BF16)),
+        ("qwen3", 2, (*EP, "--model.flavor", "tiny_moe", *ROWWISE)),
+        ("qwen3", 4, (*EP, "--model.flavor", "tiny_moe", *CHECKPOINTING["early stop"], *BF16)),
+        ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 1)),
+        ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 2)),
+        ("llama4", 2, (*EP, *ONE_BLOCK, *CHECKPOINTING["early stop"])),
+    ],
+    ids=["op, compiled", "op, bf16", "rowwise", "bf16", "expert TP 1", "expert TP 2", "llama4"],
+)  # fmt: skip
+def test_rows_by_peers_train_the_same(tmp_path, text, model, ranks, flags):
+    gloo.spawn(train_rows, ranks, ranks, tmp_path, text, model, *flags)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import gloo
 import pytest
 import torch
 from health_runs import Recorder
+from peers import use_peers
 from titan import (
     AC,
     BOTH,
@@ -34,6 +35,7 @@ from titan import (
     trainer,
     training,
 )
+from torchtitan.distributed import ParallelDims
 
 from titan_fp8.fsdp import runs_on
 from titan_fp8.host import exchange
@@ -78,13 +80,11 @@ class Graph:
 def simulate(monkeypatch) -> list[str]:
     """Lets steps be captured; returns the list of the places where the CPU waits."""
     places: list[str] = []
+    use_peers(monkeypatch)
     monkeypatch.setattr(step_graph, "Graph", Graph)
-    monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
-    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
-    monkeypatch.setattr(host, "utils", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(Graph, "replays", 0)
     return places
 
@@ -144,7 +144,7 @@ EP = ("--parallelism.expert_parallel_degree", 2, *FSDP)
 FP8 = (f"--{GROUPED_MM}.exchange", "fp8")
 
 
-def train_ranks(rank: int, folder: Path, text: Path) -> None:
+def train_ranks(rank: int, folder: Path, text: Path, *exchange: str) -> None:
     """On one of two ranks, with evaluations, after which FSDP2 leaves weights gathered."""
     folder = folder / str(rank)
     folder.mkdir()
@@ -152,7 +152,7 @@ def train_ranks(rank: int, folder: Path, text: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulate(monkeypatch)
         for key in ((), KEY):
-            flags = (*training(text, folder), *EP, *FP8, *key, *ONE_BLOCK)
+            flags = (*training(text, folder), *EP, *exchange, *key, *ONE_BLOCK)
             with trainer(parse(folder, toml("deepseek_v3"), *flags)) as t:
                 Graph.model = model = t.model_parts[0]
                 batches, found = t.batch_generator(t.dataloader), []
@@ -168,8 +168,9 @@ def train_ranks(rank: int, folder: Path, text: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
 
 
-def test_sharded_training_is_the_same(tmp_path, text):
-    gloo.spawn(train_ranks, 2, tmp_path, text)
+@pytest.mark.parametrize("exchange", [(), FP8], ids=["bf16", "fp8"])
+def test_sharded_training_is_the_same(tmp_path, text, exchange):
+    gloo.spawn(train_ranks, 2, tmp_path, text, *exchange)
 
 
 def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
@@ -364,16 +365,16 @@ PP = ("--parallelism.pipeline_parallel_degree", 2)
     "flags, words",
     [
         (PP, "parallelism.pipeline_parallel_degree must be 1"),
-        (EP, f'exchanged with [{GROUPED_MM}] exchange = "fp8"'),
+        (EP, None),
         ((*EP, *FP8), None),
+        ((*EP, f"--{GROUPED_MM}.permutation", "host"), 'permutation must be "gather"'),
         (("--parallelism.data_parallel_replicate_degree", 2), "data_parallel_shard_degree must"),
         (("--training.enable_cpu_offload",), "training.enable_cpu_offload must be false"),
         (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
-        ((f"{AC}.mode", "full"), "activation_checkpoint.preserve_rng_state must be false"),
-        ((f"{AC}.mode", "full", f"{AC}.no_preserve_rng_state"), None),
     ],
 )
-def test_settings_that_forbid_it(waiting, tmp_path, flags, words):
+def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
+    monkeypatch.setattr(ParallelDims, "get_mesh", lambda *args: SimpleNamespace(get_group=object))
     config = job(tmp_path, "deepseek_v3", f"{AC}.mode", "none", *KEY, *flags, converters=BOTH)
     ranks = 2 if EP[0] in flags or PP[0] in flags or "replicate" in str(flags) else 1
     expected = pytest.raises(ValueError) if words else contextlib.nullcontext()
@@ -382,6 +383,31 @@ def test_settings_that_forbid_it(waiting, tmp_path, flags, words):
     if words:
         assert str(caught.value).startswith(f"[{LINEAR}] cuda_graph = True: ")
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("exchange", [(), FP8], ids=["bf16", "fp8"])
+def test_gpus_of_experts_must_reach_each_other(waiting, tmp_path, monkeypatch, exchange):
+    monkeypatch.setattr(ParallelDims, "get_mesh", lambda *args: SimpleNamespace(get_group=object))
+    monkeypatch.setattr(host, "reach_each_other", lambda group: False)
+    config = job(tmp_path, "deepseek_v3", *KEY, *EP, *exchange)
+    with pytest.raises(ValueError, match="cuda_graph = True: .* must reach each other's memory"):
+        convert(config, build(config), 2)
+
+
+@pytest.mark.parametrize("p, preserve", [(0.0, True), (0.1, True), (0.1, False)])
+def test_checkpoints_preserve_no_state_of_random_numbers(waiting, tmp_path, caplog, p, preserve):
+    caplog.set_level(logging.INFO)
+    flags = (f"{AC}.mode", "full", f"{AC}.{'' if preserve else 'no_'}preserve_rng_state")
+    config = job(tmp_path, "llama3", *KEY, *flags, converters=(LINEAR,))
+    model = build(config)
+    model.dropout = torch.nn.Dropout(p)
+    if p and preserve:
+        with pytest.raises(ValueError, match=r"cuda_graph = True: .*preserve_rng_state must be"):
+            convert(config, model)
+        return
+    convert(config, model)
+    assert not config.activation_checkpoint.preserve_rng_state
+    assert ("preserve_rng_state is false now" in caplog.text) == preserve
 
 
 def test_a_gpu_is_needed(tmp_path):

@@ -35,12 +35,21 @@ class Arrived(NamedTuple):
     k: int
 
 
+class ArrivedRows(NamedTuple):
+    """The same in high precision, as `gather_rows` takes them."""
+
+    x: Tensor  # (R, K)
+    slots: Tensor  # (C,) int32, as in `Arrived`; -1 past the last group, too
+    weight: Tensor | None  # (R, k) FP32: the scores by slot, if they have been sent
+    k: int
+
+
 class PeerPlan(NamedTuple):
     """Where the copies of a batch's tokens go, and what arrives; made by `PeerExchange.plan`."""
 
     order: Tensor  # (T, k) integers: where each copy is among this rank's; -1 if not sent
     chosen: Tensor  # (T, k) integers: its expert
-    rows: Tensor  # (T, k) int32: the row of its rank's sum, -1 but for the first; by `arrive`
+    rows: Tensor  # (T, k) int32: where it returns, or its rank's sum at the first; by `arrive`
     offset: Tensor  # (experts,) int32: `order` plus this is its row at its receiver
     ends: Tensor  # (local experts,) int32: of the padded groups that arrive
     filled: Tensor  # (local experts,) int32: where the padding of each group begins
@@ -61,6 +70,9 @@ class PeerExchange:
         dim: the channels of a token, a multiple of 16.
         experts: of all ranks; a multiple of the ranks. Rank r has the r-th part of them.
         capacity: the rows that a rank can receive, padding included. `rows_for` computes it.
+        dtype: of the tokens: FP8, for which sums return in bf16; or bf16 or FP32, for which rows
+            return in the same.
+        alignment: to whose multiples the rows of each expert are padded, at most 128.
         timeout_s: how long a GPU waits for the others.
         key: the setting of the capacity, for errors.
 
@@ -78,6 +90,8 @@ class PeerExchange:
         dim: int,
         experts: int,
         capacity: int,
+        dtype: torch.dtype = E4M3,
+        alignment: int = BLOCK,
         timeout_s: float = TIMEOUT_S,
         key: str = "exchange_capacity",
     ):
@@ -95,7 +109,8 @@ class PeerExchange:
             raise ValueError(f"{experts} experts on {self.ranks} ranks: allowed are multiples")
         if tokens * top_k * self.ranks >= 2**31:
             raise ValueError(f"{tokens} tokens x {top_k} x {self.ranks} ranks: at most 2^31 - 1")
-        self.tokens, self.top_k, self.experts = tokens, top_k, experts
+        self.tokens, self.top_k, self.experts, self.alignment = tokens, top_k, experts, alignment
+        self.in_fp8 = dtype == E4M3
         self.capacity = round_up(capacity, BLOCK)
         self.timeout_ns = int(timeout_s * 1e9)
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -104,12 +119,12 @@ class PeerExchange:
             "flags": ((kernels.FLAG_WORDS,), i32),
             "table": ((self.ranks, experts), i32),
             "slots": ((self.capacity,), i32),
-            "weight": ((self.capacity,), f32),
+            "weight": ((self.capacity,) if self.in_fp8 else (self.ranks * tokens, top_k), f32),
             "places": ((self.ranks * tokens, top_k), i32),
             "dscores": ((tokens, top_k), f32),
-            "s": ((self.ranks * tokens, cdiv(dim, BLOCK)), f32),
-            "q": ((self.ranks * tokens, dim), E4M3),
-            "back": ((tokens * top_k, dim), torch.bfloat16),
+            "s": ((self.ranks * tokens if self.in_fp8 else 0, cdiv(dim, BLOCK)), f32),
+            "q": ((self.ranks * tokens, dim), dtype),
+            "back": ((tokens * top_k, dim), torch.bfloat16 if self.in_fp8 else dtype),
         }
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values()]
         padded = [round_up(size, ALIGN_BYTES) for size in sizes]
@@ -131,6 +146,7 @@ class PeerExchange:
         deltas = [(address + shift - begin) // 16 for address in addresses]
         self.deltas = torch.tensor(deltas, dtype=torch.int64, device=self.device)
         self.failure = torch.zeros(2, dtype=i32, pin_memory=True)
+        self.index = torch.arange(self.capacity, dtype=i32, device=self.device)
         dist.barrier(group, device_ids=[self.device.index])
         _exchanges.add(self)
         _report_failures(self)
@@ -175,7 +191,7 @@ class PeerExchange:
             raise ValueError(f"counts has shape {tuple(counts.shape)}: not ({self.experts},)")
         self._barrier(counts.contiguous(), self.table)
         offset, ends, filled = self.kernels.places(
-            self.table, self.failure, self.rank, BLOCK, self.capacity
+            self.table, self.failure, self.rank, self.alignment, self.capacity
         )
         rows = order.new_empty(order.shape, dtype=torch.int32)
         return PeerPlan(order.contiguous(), chosen.contiguous(), rows, offset, ends, filled)
@@ -187,33 +203,47 @@ class PeerExchange:
             q, s: (T, dim) and (T, ⌈dim/128⌉), as quantize_1x128 returns them.
             scores: (T, k) FP32, which become the weights of rows.
         """
-        if scores.dtype != torch.float32:
+        self._send(q, s, scores, plan)
+        return Arrived(self.q, self.s, self.slots, self.weight, self.top_k)
+
+    def arrive_rows(self, x: Tensor, scores: Tensor | None, plan: PeerPlan) -> ArrivedRows:
+        """As `arrive`, of tokens x (T, dim) as they are, and of scores if any."""
+        self._send(x, None, scores, plan)
+        slots = torch.where(self.index < plan.ends[-1], self.slots, -1)
+        return ArrivedRows(self.q, slots, None if scores is None else self.weight, self.top_k)
+
+    def _send(self, q: Tensor, s: Tensor | None, scores: Tensor | None, plan: PeerPlan) -> None:
+        if q.dtype != self.q.dtype:
+            raise ValueError(f"tokens are {q.dtype}: allowed is {self.q.dtype}")
+        if scores is not None and scores.dtype != torch.float32:
             raise ValueError(f"scores are {scores.dtype}: allowed is torch.float32")
         self.kernels.send(
-            q, s, scores.contiguous(), plan.order, plan.chosen, plan.offset, plan.ends, plan.filled,
-            self.deltas, self.rank, self.q, self.s, self.weight, self.slots, self.places, plan.rows,
+            q, s, None if scores is None else scores.contiguous(), plan.order, plan.chosen,
+            plan.offset, plan.ends, plan.filled, self.deltas, self.rank,
+            self.q, None if s is None else self.s, self.weight, self.slots, self.places, plan.rows,
         )  # fmt: skip
         self._barrier()
-        return Arrived(self.q, self.s, self.slots, self.weight, self.top_k)
 
     def deliver(
         self, y: Tensor, plan: PeerPlan, scores: Tensor | None, dscores: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Sums the rows y of a token that this rank has, in FP32, and sends the sums back.
 
+        After `arrive_rows` it sends the rows as they are; scores and dscores must be None.
+
         Args:
-            y: (capacity, dim) bf16, of what has arrived last.
+            y: (capacity, dim) of what has arrived last, in the dtype in which it returns.
             scores: the factors of the rows, which have arrived with them; None for sums without.
             dscores: (capacity,) FP32, which return as they are; or None.
 
         Returns:
-            Sums (T · k, dim), in symmetric memory, at `plan.rows`; dscores (T, k), or None.
+            What returns (T · k, dim), in symmetric memory, at `plan.rows`; dscores (T, k), or None.
         """
         if y.dtype != self.back.dtype:
             raise ValueError(f"rows that return are {y.dtype}: allowed is {self.back.dtype}")
         self.kernels.deliver(
             y, None if scores is None else self.weight, dscores, self.slots, self.places,
-            plan.ends, self.deltas, self.back, self.dscores,
+            plan.ends, self.deltas, self.back, self.dscores, self.in_fp8,
         )  # fmt: skip
         self._barrier()
         t = len(plan.rows)

@@ -7,13 +7,15 @@ knows that it is a multiple of 16.
 
     barrier    tells all ranks that this one is here, and waits for them; may carry the counts
     places     where the copies of this rank go, and the group ends of what arrives
-    send       each token in FP8 once to every rank that has one of its experts
-    deliver    the sum of a token's rows on this rank, and 4 bytes of each, back to its owner
+    send       each token once to every rank that has one of its experts
+    deliver    a token's rows on this rank back to its owner; or their sum, and 4 bytes of each
 
 A slot is a copy of a token: slot (rank · tokens + t) · k + i is choice i of token t of that rank,
 which has room for so many `tokens`. Rows arrive at row rank · tokens + t, so ⌊slot / k⌋ is the row
-of a slot's token. The place of a slot is its row in expert order. A sum returns to row t · k + i of
-its owner, for the first choice i that is on this rank.
+of a slot's token. The place of a slot is its row in expert order. A row returns to row t · k + i of
+its owner. So does a sum, for the first choice i that is on this rank.
+
+Tokens in FP8 come with scales, and sums of rows return. Those in high precision return unsummed.
 
 One kernel ends before the next begins, so the release of a barrier covers what earlier kernels have
 written to other GPUs, and what later kernels read comes after its acquire. A barrier that waits
@@ -180,14 +182,16 @@ def exchange_send_kernel(
     T, rank, ranks, local, tokens, tiles, units, blocks, S, sections,
     TOP: gl.constexpr, UNIT: gl.constexpr, SECTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Sends row t of x (T, K) and of scales (T, sections) to each rank with its experts.
+    """Sends row t of x (T, K) and of scales (T, sections) or None to each rank with its experts.
 
     index (T, TOP): where a copy is among this rank's, sorted by expert; -1 if it has none. chosen
     (T, TOP): its expert. Its place there is the sum of index and offset[expert]. At the place
-    arrive its slot and its weight (T, TOP), and at its slot of `places` its place. The last
-    programs write the slots of the padding of this rank's own groups: -1.
+    arrives its slot, and at its slot of `places` its place. Its weight (T, TOP), if not None,
+    arrives at its place, or without scales at its slot. The last programs write the slots of the
+    padding of this rank's own groups: -1.
 
     rows (T, TOP): where sums return on this rank, -1 if a choice is not the first for its rank.
+    Without scales, where rows return, -1 for a choice without a copy.
     """
     K = units * UNIT
     column = gl.program_id(0) % blocks * TILE.shape[1]
@@ -202,8 +206,10 @@ def exchange_send_kernel(
             copy = gl.load(index + (t * TOP + k), mask=t < T, other=-1).to(gl.int32)
             expert = gl.load(chosen + (t * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
             owner = expert // local
-            first = (copy >= 0) & ((targets >> owner) & 1 == 0)
-            gl.store(rows + (t * TOP + k), gl.where(first, t * TOP + k, -1), mask=here & (t < T))
+            returns = copy >= 0
+            if scales is not None:
+                returns &= (targets >> owner) & 1 == 0
+            gl.store(rows + (t * TOP + k), gl.where(returns, t * TOP + k, -1), mask=here & (t < T))
             targets |= gl.where(copy >= 0, 1 << owner, 0)
             # 4-byte words of what comes with a copy.
             sent = (copy >= 0) & here
@@ -212,8 +218,10 @@ def exchange_send_kernel(
             place = copy + gl.load(offset + expert)
             gl.store(slots + (delta + place), slot, mask=sent)
             gl.store(places + (delta + slot), place, mask=sent)
-            w = gl.load(weight + (t * TOP + k), mask=sent, other=0)
-            gl.store(out_weight + (delta + place), w, mask=sent)
+            if weight is not None:
+                w = gl.load(weight + (t * TOP + k), mask=sent, other=0)
+                to_w = out_weight + delta
+                gl.store(to_w + (slot if scales is None else place), w, mask=sent)
         j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
         row = (rank * tokens + t).to(gl.int64)
         for owner in range(0, ranks):
@@ -223,16 +231,17 @@ def exchange_send_kernel(
                 to + (row[:, None] * K + j[None, :]), values,
                 mask=needs[:, None] & (j < K)[None, :],
             )  # fmt: skip
-        targets = gl.convert_layout(targets, gl.SliceLayout(1, SCALES))
-        t_s = tile * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
-        j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))[None, :]
-        inside = (t_s < T)[:, None] & (j_s < sections) & here
-        s = gl.load(scales + (j_s.to(gl.int64) * S + t_s[:, None]), mask=inside)
-        row_s = (rank * tokens + t_s).to(gl.int64)[:, None] * sections
-        for owner in range(0, ranks):
-            needs = ((targets >> owner) & 1 != 0)[:, None] & inside
-            to_s = out_scales + gl.load(deltas + owner) * 4
-            gl.store(to_s + (row_s + j_s), s, mask=needs)
+        if scales is not None:
+            targets = gl.convert_layout(targets, gl.SliceLayout(1, SCALES))
+            t_s = tile * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
+            j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))[None, :]
+            inside = (t_s < T)[:, None] & (j_s < sections) & here
+            s = gl.load(scales + (j_s.to(gl.int64) * S + t_s[:, None]), mask=inside)
+            row_s = (rank * tokens + t_s).to(gl.int64)[:, None] * sections
+            for owner in range(0, ranks):
+                needs = ((targets >> owner) & 1 != 0)[:, None] & inside
+                to_s = out_scales + gl.load(deltas + owner) * 4
+                gl.store(to_s + (row_s + j_s), s, mask=needs)
     else:
         group = tile - tiles
         end = gl.load(ends + group)
@@ -261,9 +270,9 @@ def _send_words(words, slots, deltas, out, end, copies):
 def exchange_deliver_kernel(
     y, weight, dscores, slots, places, ends, deltas, out, out_dscores,
     C, local, tokens, ranks, units, blocks,
-    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr,
+    TOP: gl.constexpr, UNIT: gl.constexpr, TILE: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Sends the sums of rows of y (C, K) for each token, times weight (C,), and dscores (C,).
+    """Sends the rows of y (C, K) for each token, or their SUMS times weight (C,); dscores (C,).
 
     weight, dscores: or None. `places` may hold what earlier batches have left.
     """
@@ -276,6 +285,8 @@ def exchange_deliver_kernel(
     if dscores is not None:
         _send_words(dscores, slots, deltas, out_dscores, end, tokens * TOP)
     K = units * UNIT
+    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))[None, :]
+    out += delta * UNIT
     total = gl.full(TILE.shape, 0.0, gl.float32, TILE)
     row = t * 0 - 1
     for k in gl.static_range(TOP):
@@ -284,16 +295,20 @@ def exchange_deliver_kernel(
         place = gl.load(places + slot, mask=t < tokens, other=-1)
         inside = (place >= 0) & (place < end)
         there = inside & (gl.load(slots + place, mask=inside, other=-1) == slot)
-        row = gl.where(there & (row < 0), copy, row)
         source = gl.where(there, place, -1)
-        if weight is None:
+        if not SUMS:
+            values = load_rows(y, source, C, column, K, TILE)
+            to = out + (copy.to(gl.int64)[:, None] * K + j)
+            gl.store(to, values, mask=there[:, None] & (j < K))
+        elif weight is None:
             total = add_rows(total, y, source, None, C, column, K, TILE)
         else:
             w = gl.load(weight + place, mask=there, other=0)
             total = add_rows(total, y, source, w, C, column, K, TILE)
-    j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
-    to = out + delta * UNIT + (row.to(gl.int64)[:, None] * K + j[None, :])
-    gl.store(to, total.to(out.dtype.element_ty), mask=(row >= 0)[:, None] & (j < K)[None, :])
+        row = gl.where(there & (row < 0), copy, row)
+    if SUMS:
+        to = out + (row.to(gl.int64)[:, None] * K + j)
+        gl.store(to, total.to(out.dtype.element_ty), mask=(row >= 0)[:, None] & (j < K))
 
 
 def barrier(
@@ -333,48 +348,50 @@ def places(
 
 
 def send(
-    q: Tensor, scales: Tensor, weight: Tensor, index: Tensor, chosen: Tensor, offset: Tensor,
-    ends: Tensor, filled: Tensor, deltas: Tensor, rank: int, out: Tensor, out_scales: Tensor,
-    out_weight: Tensor, slots: Tensor, places: Tensor, rows: Tensor,
+    q: Tensor, scales: Tensor | None, weight: Tensor | None, index: Tensor, chosen: Tensor,
+    offset: Tensor, ends: Tensor, filled: Tensor, deltas: Tensor, rank: int, out: Tensor,
+    out_scales: Tensor | None, out_weight: Tensor, slots: Tensor, places: Tensor, rows: Tensor,
 ) -> None:  # fmt: skip
-    """Sends each row of q (T, K) FP8 to the ranks of its experts: to `out` (ranks · tokens, K).
+    """Sends each row of q (T, K) to the ranks of its experts: to `out` (ranks · tokens, K).
 
     Args:
-        scales: (T, sections) FP32, laid out as 1x128 scales. weight: (T, k) FP32.
+        scales: (T, sections) FP32, laid out as 1x128 scales, if q is FP8; else None.
+        weight: (T, k) FP32, or None.
         index, chosen: (T, k) integers, as in `exchange_send_kernel`.
         offset, ends, filled: what `places` has returned.
-        out, out_scales (ranks · tokens, sections), out_weight, slots (capacity,), places
-            (ranks · tokens, k): symmetric.
+        out, out_scales (ranks · tokens, sections), slots (capacity,), places (ranks · tokens, k),
+            out_weight, of the shape of slots with scales, otherwise of places: symmetric.
         rows: (T, k) int32, which gets the rows of what returns.
     """
-    (t, k), top, sections = q.shape, index.shape[1], scales.shape[1]
-    units, unit, tile = tiling(k, 1, COPY_LOADS)
+    (t, k), top = q.shape, index.shape[1]
+    stride, sections = (1, 1) if scales is None else (scales.stride(1), scales.shape[1])
+    units, unit, tile = tiling(k, q.element_size(), COPY_LOADS)
+    x, to = (q, out) if scales is None else ((q, torch.int8), (out, torch.int8))
     blocks, tiles, local = cdiv(k, tile.shape[1]), cdiv(t, tile.shape[0]), len(ends)
     exchange_send_kernel[((tiles + local) * blocks,)](
-        (q, torch.int8), scales, weight, index, chosen, offset, deltas, ends, filled,
-        (out, torch.int8), out_scales, out_weight, slots, places, rows,
+        x, scales, weight, index, chosen, offset, deltas, ends, filled,
+        to, out_scales, out_weight, slots, places, rows,
         t, rank, len(deltas), local, len(out) // len(deltas), tiles, units, blocks,
-        scales.stride(1), sections,
-        top, unit, power_of_two(sections), tile, num_warps=WARPS,
+        stride, sections, top, unit, power_of_two(sections), tile, num_warps=WARPS,
     )  # fmt: skip
 
 
 def deliver(
     y: Tensor, weight: Tensor | None, dscores: Tensor | None, slots: Tensor, places: Tensor,
-    ends: Tensor, deltas: Tensor, out: Tensor, out_dscores: Tensor,
+    ends: Tensor, deltas: Tensor, out: Tensor, out_dscores: Tensor, sums: bool,
 ) -> None:  # fmt: skip
-    """Sends sums of the rows of y (capacity, K) that belong to a token to its owner's `out`.
+    """Sends the rows of y (capacity, K), or with `sums` those of a token, to its owner's `out`.
 
     Args:
-        weight: (capacity,) FP32, which multiplies the rows; or None.
+        weight: (capacity,) FP32, which multiplies the rows that are summed; or None.
         dscores: (capacity,) FP32, of which each element goes to its copy's place; or None.
         slots, places: what `send` has brought.
         out, out_dscores: (tokens · k, K) and (tokens, k) FP32, symmetric.
     """
     (c, k), (tokens, top), ranks = y.shape, out_dscores.shape, len(deltas)
-    units, unit, tile = tiling(k, y.element_size(), SUM_LOADS)
+    units, unit, tile = tiling(k, y.element_size(), SUM_LOADS if sums else COPY_LOADS)
     blocks = cdiv(k, tile.shape[1])
     exchange_deliver_kernel[(ranks * cdiv(tokens, tile.shape[0]) * blocks,)](
         y, weight, dscores, slots, places, ends, deltas, out, out_dscores,
-        c, len(ends), tokens, ranks, units, blocks, top, unit, tile, num_warps=WARPS,
+        c, len(ends), tokens, ranks, units, blocks, top, unit, tile, sums, num_warps=WARPS,
     )  # fmt: skip

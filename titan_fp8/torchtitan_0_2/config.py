@@ -77,8 +77,8 @@ class TitanFP8GroupedMM(ExpertsSettings):
 
     exchange_capacity: float = 2.0
     """The rows that a rank's experts can get, relative to balanced routing, where GPUs exchange
-    tokens in FP8 by writing to each other's memory. More rows are an error; the number of the ranks
-    is enough for any routing. It costs memory."""
+    tokens by writing to each other's memory: in FP8, or with cuda_graph. More rows are an error;
+    the number of the ranks is enough for any routing. It costs memory."""
 
 
 @dataclass

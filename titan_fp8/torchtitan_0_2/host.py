@@ -12,6 +12,7 @@ from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.host.torchtitan_0_2.peer_exchange import reach_each_other
 from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
@@ -41,7 +42,7 @@ def speed_up(
         torch.autograd.set_multithreading_enabled(False)
         if uses_fsdp2:
             speed_up_fsdp2()
-    _capture_steps(job_config, parallel_dims)
+    _capture_steps(model, job_config, parallel_dims)
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
@@ -58,6 +59,11 @@ def speed_up(
         has_hooks = patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
     if section.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16:
         _exchange_in_fp8(model, section, parallel_dims.ep_enabled, has_hooks)
+    if job_config.quantize.linear.titan_fp8.cuda_graph and has_hooks:
+        for module in model.modules():
+            if isinstance(module, GatherMoE) and module.exchange_capacity is None:
+                module.exchange_capacity = section.exchange_capacity
+                module.exchanges_in_fp8 = False
     # Under TP, MoE blocks have hooks that forbid it.
     if not (layers and on and compiles) or parallel_dims.tp_enabled:
         return
@@ -67,8 +73,10 @@ def speed_up(
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
-def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     """Has the trainer capture its steps, if `cuda_graph` says so.
+
+    Then checkpoints preserve no state of a random number generator: a capture cannot read it.
 
     Raises:
         ValueError: no step of this job can be captured.
@@ -78,8 +86,15 @@ def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         fsdp.runs_on(None)
         return
     key = f"{section.where} cuda_graph"
-    if reason := _why_not_captured(job_config, parallel_dims):
+    if reason := _why_not_captured(model, job_config, parallel_dims):
         raise ValueError(f"{key} = True: {reason}")
+    without = ""
+    if _preserves_rng_state(job_config):
+        job_config.activation_checkpoint.preserve_rng_state = False
+        without = (
+            ". activation_checkpoint.preserve_rng_state is false now, which changes nothing "
+            "without dropout"
+        )
     # Another thread's work would belong to no capture.
     torch.autograd.set_multithreading_enabled(False)
     stream = torch.cuda.Stream()
@@ -88,31 +103,45 @@ def _capture_steps(job_config: JobConfig, parallel_dims: ParallelDims) -> None:
     patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, steps.save)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
-        "CUDA graph, if nothing in them waits for the CPU"
+        f"CUDA graph, if nothing in them waits for the CPU{without}"
     )
 
 
-def _why_not_captured(job_config: JobConfig, dims: ParallelDims) -> str | None:
+def _preserves_rng_state(job_config: JobConfig) -> bool:
+    checkpoint = job_config.activation_checkpoint
+    return checkpoint.mode in ("full", "selective") and checkpoint.preserve_rng_state
+
+
+def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str | None:
     """Which setting forbids a CUDA graph of a step, and what is allowed; None if none does."""
-    experts, checkpoint = job_config.quantize.grouped_mm.titan_fp8, job_config.activation_checkpoint
-    in_fp8 = experts.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16
+    experts = job_config.quantize.grouped_mm.titan_fp8
+    has_dropout = any(
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        for module in model.modules()
+    )
+    permutation = permutation_of(experts.permutation, host_speedups_of(job_config))
     reasons = {
         "needs a CUDA GPU": utils.device_type != "cuda",
         "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
         "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
             dims.dp_replicate_enabled and not dims.fsdp_enabled
         ),
-        "under expert parallelism the CPU waits for the GPU, unless tokens are exchanged with "
-        f'{experts.where} exchange = "fp8"': dims.ep_enabled and not in_fp8,
+        f'under expert parallelism {experts.where} permutation must be "gather", as with '
+        "host_speedups = True": dims.ep_enabled and permutation != "gather",
         "training.enable_cpu_offload must be false": job_config.training.enable_cpu_offload,
         "optimizer.early_step_in_backward must be false": (
             job_config.optimizer.early_step_in_backward
         ),
-        # No state of a random number generator can be read in a capture.
-        "activation_checkpoint.preserve_rng_state must be false, which changes nothing without "
-        "dropout": checkpoint.mode in ("full", "selective") and checkpoint.preserve_rng_state,
+        "activation_checkpoint.preserve_rng_state must be false, or the model without dropout": (
+            has_dropout and _preserves_rng_state(job_config)
+        ),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    if dims.ep_enabled and not reach_each_other(dims.get_mesh("ep").get_group()):
+        return "under expert parallelism GPUs must reach each other's memory, and they do not"
+    return None
 
 
 def _exchange_in_fp8(

@@ -21,7 +21,7 @@ class Routed(NamedTuple):
     """The tokens of a batch, and their copies for the experts."""
 
     tokens: Tensor  # (T, dim)
-    copies: Tensor | None  # (R, dim), sorted by expert; None if the experts exchange the tokens
+    copies: Tensor | None  # (R, dim), sorted by expert; None if tokens are exchanged
     counts: Tensor  # (experts,), the copies for each
     slots: Tensor  # (R,), of each copy, as in `permute.Expand`
     rows: Tensor  # (T, k), of each slot, as there
@@ -33,8 +33,10 @@ class GatherMoE(MoE):
     """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
 
     exchange_capacity: float | None = None
-    """Tokens travel to their experts in FP8, and a rank can get so many, relative to balanced
-    routing (`peer_exchange.py`). None: copies of them travel as they are."""
+    """Tokens travel to their experts, and a rank can get so many, relative to balanced routing
+    (`peer_exchange.py`). None: copies of them travel as they are."""
+    exchanges_in_fp8 = True
+    """If tokens travel: the experts exchange them in FP8. Otherwise the hooks do, as they are."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, seq, dim) to the same shape."""
@@ -66,8 +68,8 @@ class GatherMoE(MoE):
         tokens, copies, counts, slots, rows, scores, chosen = routed
         if copies is None:
             assert scores is not None and self.exchange_capacity is not None
-            how = scores, self.score_before_experts, self.exchange_capacity
-            out = self.experts(tokens, Exchanged(rows, chosen, counts, slots, *how))
+            how = self.score_before_experts, self.exchange_capacity, self.exchanges_in_fp8
+            out = self.experts(tokens, Exchanged(rows, chosen, counts, slots, scores, *how))
         else:
             copies = self.experts(copies, counts)
         # Computed here to overlap with the all-to-all that returns the copies.

@@ -9,6 +9,9 @@ are computed where the experts are (the op `swiglu_dscores`).
 torchtitan exchanges tokens in hooks on the experts. Here the experts do it: `GatherMoE` calls them
 with its tokens, and an `Exchanged` in place of the counts, which the hooks let pass. GPUs of one
 host write to each other's memory (`PeerExchange`). Elsewhere all-to-alls move the same bytes.
+
+An `Exchanged` can also have the hooks exchange tokens in high precision without waiting for the CPU
+(`row_exchange.py`), for steps that are captured as a CUDA graph.
 """
 
 import functools
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8.functional.bodies import (
@@ -35,6 +39,7 @@ from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.weights import Weight, check_weight, operands_of
 from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
 from titan_fp8.host.permute import Permutation, permutation_by_expert
+from titan_fp8.host.torchtitan_0_2.row_exchange import ReturnRows, SendRows, group_sizes
 from titan_fp8.host.torchtitan_0_2.token_exchange import all_to_all, exchange_counts, wait_for
 from titan_fp8.layouts import BLOCK, E4M3
 from titan_fp8.ops import call, run
@@ -234,6 +239,7 @@ class Exchanged:
         scores: (T, k) FP32.
         before: the scores weight the copies of the tokens, not the outputs.
         capacity: the rows that a rank can get, relative to balanced routing.
+        in_fp8: the experts exchange the tokens, in FP8; otherwise the hooks do.
     """
 
     def __init__(
@@ -245,13 +251,17 @@ class Exchanged:
         scores: Tensor,
         before: bool,
         capacity: float,
+        in_fp8: bool,
     ):
         self.routing = order, chosen, counts, slots
-        self.scores, self.before, self.capacity = scores, before, capacity
+        self.scores, self.before, self.capacity, self.in_fp8 = scores, before, capacity, in_fp8
         self.group: ProcessGroup | None = None
 
-    def pass_dispatch(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        """Notes between which ranks tokens are exchanged; torchtitan's hook calls it."""
+    def dispatch(self, x: Tensor, experts: nn.Module, mesh: DeviceMesh) -> tuple[Tensor, Any]:
+        """The arguments of the experts, for tokens x (T, dim); the hook before them calls it.
+
+        In FP8 they are the tokens and this; otherwise rows (C, dim) and the sizes of their groups.
+        """
         self.group = mesh.get_group()
         weight: Any = next(experts.parameters())
         whole = weight.device_mesh
@@ -260,17 +270,28 @@ class Exchanged:
             # the same to the tokens.
             scores = DTensor.from_local(self.scores, whole["etp"], (Replicate(),))
             self.scores = scores.to_local(grad_placements=(Partial(),))
+        if self.in_fp8:
+            return x, self
+        self.exchange = self._by_peers(x, x.dtype, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+        self.plan = self.exchange.plan(*self.routing)
+        scores_before = self.scores if self.before else None
+        rows = SendRows.call(x, scores_before, self.exchange, self.plan)
+        return rows, group_sizes(self.plan)
+
+    def combine(self, y: Tensor) -> Tensor:
+        """The tokens' outputs (T, dim), from what experts return; the hook after them calls it."""
+        if self.in_fp8:
+            return y
+        return ReturnRows.call(y, None if self.before else self.scores, self.exchange, self.plan)
 
     def run(
         self, x: Tensor, w1: Weight, w2: Weight, w3: Weight, recipe: str, emulate: bool
     ) -> Tensor:
         """The experts' outputs for tokens x, combined: (T, dim)."""
-        order, _, counts, slots = self.routing
         assert self.group is not None, "only the hooks of expert parallelism say which ranks"
         exchange: PeerExchange | AllToAllExchange
-        if x.is_cuda and x.dtype == torch.bfloat16 and _reach_each_other(self.group):
-            sizes = *x.shape, order.shape[1], len(counts), len(slots), self.capacity
-            exchange = _peer_exchange(self.group, *sizes)
+        if x.is_cuda and x.dtype == torch.bfloat16 and reach_each_other(self.group):
+            exchange = self._by_peers(x, E4M3, BLOCK)
         else:
             exchange = AllToAllExchange(self.group)
         plan = exchange.plan(*self.routing)
@@ -279,9 +300,15 @@ class Exchanged:
             recipe=recipe, emulate=emulate, score_before_experts=self.before,
         )  # fmt: skip
 
+    def _by_peers(self, x: Tensor, dtype: torch.dtype, alignment: int) -> PeerExchange:
+        order, _, counts, slots = self.routing
+        sizes = *x.shape, order.shape[1], len(counts), len(slots), self.capacity
+        assert self.group is not None
+        return _peer_exchange(self.group, *sizes, dtype, alignment)
+
 
 @functools.cache
-def _reach_each_other(group: ProcessGroup) -> bool:
+def reach_each_other(group: ProcessGroup) -> bool:
     """Whether each rank's GPU can write to the memory of the others; a collective at first."""
     mine = here, device = socket.gethostname(), torch.cuda.current_device()
     all_ranks: list[Any] = [None] * group.size()
@@ -304,11 +331,14 @@ def _peer_exchange(
     experts: int,
     copies: int,
     factor: float,
+    dtype: torch.dtype,
+    alignment: int,
 ) -> PeerExchange:
     """The exchange of batches of this size. The layers of a model use it one after the other."""
     exchange = PeerExchange(
         group, tokens=tokens, top_k=top_k, dim=dim, experts=experts,
         capacity=rows_for(tokens, top_k, experts, group.size(), factor, copies),
+        dtype=dtype, alignment=alignment,
         key="[quantize.grouped_mm.titan_fp8] exchange_capacity",
     )  # fmt: skip
     logger.info(

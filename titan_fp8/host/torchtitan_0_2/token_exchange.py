@@ -23,7 +23,7 @@ from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.compile.activation_checkpointing import inside_checkpoint
 from titan_fp8.functional.function import no_double_backward
-from titan_fp8.host.permute import sort_back, sort_by_expert
+from titan_fp8.host.permute import Permutation, sort_back, sort_by_expert
 
 _c10d = torch.ops._c10d_functional
 
@@ -93,14 +93,13 @@ def token_dispatch(
         inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
 
     Returns:
-        The rows of the local experts, padded, and the padded sizes of the groups; or the inputs, if
-        the experts exchange their tokens by themselves.
+        The rows of the local experts, padded, and the padded sizes of the groups; or what
+        `Exchanged.dispatch` returns.
     """
     rows, counts = inputs
     if not isinstance(counts, Tensor):  # an `Exchanged` of peer_exchange.py
-        counts.pass_dispatch(mod, device_mesh)
-        self.permuted_indices = None
-        return inputs
+        self.permuted_indices = counts
+        return counts.dispatch(rows, mod, device_mesh)
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
     received, (self.input_splits, self.output_splits) = exchange_counts(counts, group)
     splits = self.output_splits, self.input_splits
@@ -114,7 +113,8 @@ def token_combine(
     self: expert_parallel.ExpertParallel, mod: Any, rows: Tensor, device_mesh: DeviceMesh
 ) -> Tensor:
     """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
-    if self.permuted_indices is None:  # The experts have sent them back.
-        return rows
-    rows, group = sort_back(rows, self.permuted_indices), device_mesh.get_group()
+    permutation, self.permuted_indices = self.permuted_indices, None
+    if not isinstance(permutation, Permutation):
+        return permutation.combine(rows)
+    rows, group = sort_back(rows, permutation), device_mesh.get_group()
     return ExchangeRows.apply(rows, self.input_splits, self.output_splits, group.group_name)
