@@ -369,6 +369,8 @@ PP = ("--parallelism.pipeline_parallel_degree", 2)
         ((*EP, *FP8), None),
         ((*EP, f"--{GROUPED_MM}.permutation", "host"), 'permutation must be "gather"'),
         (("--parallelism.data_parallel_replicate_degree", 2), "data_parallel_shard_degree must"),
+        (("--parallelism.enable_async_tensor_parallel",), "async_tensor_parallel must be false"),
+        (("--fault_tolerance.enable",), "fault_tolerance.enable must be false"),
         (("--training.enable_cpu_offload",), "training.enable_cpu_offload must be false"),
         (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
     ],
@@ -410,10 +412,11 @@ def test_checkpoints_preserve_no_state_of_random_numbers(waiting, tmp_path, capl
     assert ("preserve_rng_state is false now" in caplog.text) == preserve
 
 
-def test_a_gpu_is_needed(tmp_path):
+def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):
     config = job(tmp_path, "llama3", *KEY, converters=(LINEAR,))
-    with pytest.raises(ValueError, match="cuda_graph = True: needs a CUDA GPU"):
-        convert(config, build(config))
+    convert(config, build(config))
+    assert "cuda_graph changes nothing without a CUDA GPU" in caplog.text
+    assert config.activation_checkpoint.preserve_rng_state
 
 
 def test_the_trainer_that_runs_as_the_program_is_patched(monkeypatch):

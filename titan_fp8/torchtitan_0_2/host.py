@@ -82,10 +82,12 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
         ValueError: no step of this job can be captured.
     """
     section = job_config.quantize.linear.titan_fp8
-    if not section.cuda_graph:
+    key, on_gpu = f"{section.where} cuda_graph", utils.device_type == "cuda"
+    if not (section.cuda_graph and on_gpu):
+        if section.cuda_graph:
+            logger.warning(f"titan_fp8: {key} changes nothing without a CUDA GPU")
         fsdp.runs_on(None)
         return
-    key = f"{section.where} cuda_graph"
     if reason := _why_not_captured(model, job_config, parallel_dims):
         raise ValueError(f"{key} = True: {reason}")
     without = ""
@@ -114,20 +116,27 @@ def _preserves_rng_state(job_config: JobConfig) -> bool:
 
 def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str | None:
     """Which setting forbids a CUDA graph of a step, and what is allowed; None if none does."""
-    experts = job_config.quantize.grouped_mm.titan_fp8
+    experts, parallelism = job_config.quantize.grouped_mm.titan_fp8, job_config.parallelism
     has_dropout = any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         for module in model.modules()
     )
     permutation = permutation_of(experts.permutation, host_speedups_of(job_config))
     reasons = {
-        "needs a CUDA GPU": utils.device_type != "cuda",
         "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
         "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
             dims.dp_replicate_enabled and not dims.fsdp_enabled
         ),
         f'under expert parallelism {experts.where} permutation must be "gather", as with '
         "host_speedups = True": dims.ep_enabled and permutation != "gather",
+        'parallelism.expert_parallel_comm_backend must be "standard"': (
+            dims.ep_enabled and parallelism.expert_parallel_comm_backend != "standard"
+        ),
+        # Its workspace is replaced when an evaluation needs more.
+        "parallelism.enable_async_tensor_parallel must be false": (
+            parallelism.enable_async_tensor_parallel
+        ),
+        "fault_tolerance.enable must be false": job_config.fault_tolerance.enable,
         "training.enable_cpu_offload must be false": job_config.training.enable_cpu_offload,
         "optimizer.early_step_in_backward must be false": (
             job_config.optimizer.early_step_in_backward
