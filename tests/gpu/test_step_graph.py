@@ -76,7 +76,7 @@ def test_the_same_training(tmp_path, model, ranks, flags, graphs):
 
 def test_a_step_that_waits_for_the_gpu_is_not_captured(tmp_path):
     """Bf16 experts in a loop read the sizes of their groups."""
-    flags = (f"{LINEAR}.recipe", "bf16", f"{LINEAR}.cuda_graph")
+    flags = (f"{LINEAR}.recipe", "bf16", f"{LINEAR}.host_speedups", "True", f"{LINEAR}.cuda_graph")
     flags += ("--parallelism.expert_parallel_degree", 1, "--experimental.custom_import", "loops")
     (tmp_path / "loops.py").write_text(
         "from torchtitan.models.deepseek_v3 import deepseekv3_args\n"

@@ -119,7 +119,7 @@ def results(recorder: Recorder) -> list[tuple[float, ...]]:
     [
         ((), 5),
         (("--training.global_batch_size", 4), 10),
-        ((f"--{LINEAR}.recipe", "bf16"), 5),
+        ((f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.host_speedups", "True"), 5),
         ((f"--{LINEAR}.health_freq", 6), 4),
     ],
     ids=["", "accumulation", "bf16", "health_freq"],
@@ -417,6 +417,12 @@ def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):
     convert(config, build(config))
     assert "cuda_graph changes nothing without a CUDA GPU" in caplog.text
     assert config.activation_checkpoint.preserve_rng_state
+
+
+def test_the_baseline_of_a_file_is_stock_torchtitan(waiting, tmp_path, caplog):
+    config = job(tmp_path, "llama3", *KEY, f"--{LINEAR}.recipe", "bf16", converters=(LINEAR,))
+    convert(config, build(config))
+    assert "cuda_graph changes nothing without host_speedups" in caplog.text
 
 
 def test_the_trainer_that_runs_as_the_program_is_patched(monkeypatch):

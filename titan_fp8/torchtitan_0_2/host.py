@@ -82,10 +82,12 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
         ValueError: no step of this job can be captured.
     """
     section = job_config.quantize.linear.titan_fp8
-    key, on_gpu = f"{section.where} cuda_graph", utils.device_type == "cuda"
-    if not (section.cuda_graph and on_gpu):
+    key = f"{section.where} cuda_graph"
+    has = {"a CUDA GPU": utils.device_type == "cuda", "host_speedups": host_speedups_of(job_config)}
+    lacking = [name for name, is_there in has.items() if not is_there]
+    if lacking or not section.cuda_graph:
         if section.cuda_graph:
-            logger.warning(f"titan_fp8: {key} changes nothing without a CUDA GPU")
+            logger.warning(f"titan_fp8: {key} changes nothing without {lacking[0]}")
         fsdp.runs_on(None)
         return
     if reason := _why_not_captured(model, job_config, parallel_dims):
