@@ -84,7 +84,10 @@ def train_rows(rank: int, ranks: int, folder: Path, text: Path, model: str, *fla
     results = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_peers(monkeypatch)
-        for key in ((), (f"--{LINEAR}.cuda_graph", f"--{GROUPED_MM}.exchange_capacity", ranks)):
+        for key in (
+            (),
+            (f"--{LINEAR}.cuda_graph", "True", f"--{GROUPED_MM}.exchange_capacity", ranks),
+        ):
             with trainer(parse(folder, toml(model, BOTH), *flags, *key)) as t:
                 layers = of_type(t.model_parts[0], GatherMoE).values()
                 assert all((x.exchange_capacity is not None) == bool(key) for x in layers)

@@ -46,7 +46,8 @@ from titan_fp8.torchtitan_0_2 import host
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
-KEY = (f"--{LINEAR}.cuda_graph",)
+KEY = (f"--{LINEAR}.cuda_graph", "True")
+NEVER = (f"--{LINEAR}.cuda_graph", "False")
 
 
 class Graph:
@@ -132,9 +133,9 @@ def test_training_is_the_same(waiting, text, tmp_path, monkeypatch, flags, repla
         *("--validation.dataset", "c4_test", "--validation.dataset_path", text / "corpus"),
         *("--validation.local_batch_size", 2, "--validation.seq_len", 96),
     )  # fmt: skip
-    expected = results(train(parse(tmp_path, toml("llama3", (LINEAR,)), *flags)))
+    expected = results(train(parse(tmp_path, toml("llama3", (LINEAR,)), *flags, *NEVER)))
     assert not Graph.replays
-    found = results(train(parse(tmp_path, toml("llama3", (LINEAR,)), *flags, *KEY)))
+    found = results(train(parse(tmp_path, toml("llama3", (LINEAR,)), *flags)))
     assert found == expected
     assert Graph.replays == replays
 
@@ -151,7 +152,7 @@ def train_ranks(rank: int, folder: Path, text: Path, *exchange: str) -> None:
     runs = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulate(monkeypatch)
-        for key in ((), KEY):
+        for key in (NEVER, KEY):
             flags = (*training(text, folder), *EP, *exchange, *key, *ONE_BLOCK)
             with trainer(parse(folder, toml("deepseek_v3"), *flags)) as t:
                 Graph.model = model = t.model_parts[0]
@@ -191,7 +192,7 @@ def step_of_another_form(rank: int, folder: Path, text: Path) -> None:
     runs = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulate(monkeypatch)
-        for key in ((), KEY):
+        for key in (NEVER, KEY):
             flags = (*training(text, folder), *FSDP, *key)
             with trainer(parse(folder, toml("llama3", (LINEAR,)), *flags)) as t:
                 Graph.model = model = t.model_parts[0]
@@ -214,7 +215,7 @@ def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     lengths = 96, 96, 96, 96, 64, 32, 32, 96, 96  # 32 is not captured before it has run.
     runs = []
-    for key in ((), KEY):
+    for key in (NEVER, KEY):
         with trainer(
             parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
         ) as t:
@@ -229,7 +230,7 @@ def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
 
 def test_parameters_may_be_frozen_and_moved(waiting, text, tmp_path):
     runs = []
-    for key in ((), KEY):
+    for key in (NEVER, KEY):
         with trainer(
             parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
         ) as t:
@@ -256,16 +257,19 @@ def test_only_plain_values_let_a_batch_be_captured():
     assert [a == b for a, b in forms] == [True, True, False, False]
 
 
-def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog):
+@pytest.mark.parametrize("key, level", [(KEY, logging.WARNING), ((), logging.INFO)])
+def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog, key, level):
+    caplog.set_level(logging.INFO)
     waiting.append("moe.py:7")
-    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)) as t:
         Graph.model = t.model_parts[0]
         for seed in range(5):
             gradients(t, seed)
     assert not Graph.replays
-    (warning,) = [r.getMessage() for r in caplog.records if "cuda_graph" in r.getMessage()]
-    assert warning.startswith(f"titan_fp8: [{LINEAR}] cuda_graph changes nothing")
-    assert warning.endswith("the CPU waits for the GPU at moe.py:7")
+    (record,) = [r for r in caplog.records if "the CPU waits" in r.getMessage()]
+    assert record.levelno == level
+    assert record.getMessage().startswith(f"titan_fp8: [{LINEAR}] cuda_graph changes nothing")
+    assert record.getMessage().endswith("the CPU waits for the GPU at moe.py:7")
 
 
 def test_looking_for_waits_keeps_the_debug_mode(monkeypatch):
@@ -287,7 +291,10 @@ def test_a_trainer_may_take_inputs_from_a_batch():
     assert torch.equal(batch.arguments()[0]["positions"], torch.zeros(2))
 
 
-def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("key", [KEY, ()], ids=["asked for", "by default"])
+def test_an_error_of_the_capture_names_the_key_and_the_reason(
+    waiting, text, tmp_path, monkeypatch, key
+):
     def fail(*args):
         try:
             raise ValueError("the reason")
@@ -295,10 +302,10 @@ def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp
             raise RuntimeError("the end of the capture")
 
     monkeypatch.setattr(step_graph, "Graph", fail)
-    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)) as t:
         for seed in range(3):
             gradients(t, seed)
-        with pytest.raises(RuntimeError, match=r"cuda_graph = True: .*ValueError: the reason"):
+        with pytest.raises(RuntimeError, match=r"ValueError: the reason. Set .*cuda_graph = false"):
             gradients(t, 3)
 
 
@@ -321,7 +328,9 @@ def test_a_checkpoint_comes_after_the_step(monkeypatch):
     calls = []
     stream = SimpleNamespace(synchronize=lambda: calls.append("the step ends"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    save = step_graph.StepGraph("key", None, None).save(lambda self, *args: calls.append(args))
+    save = step_graph.StepGraph("key", True, None, None).save(
+        lambda self, *args: calls.append(args)
+    )
     save(None, {}, "step-4")
     assert calls == ["the step ends", ({}, "step-4")]
 
@@ -375,16 +384,25 @@ PP = ("--parallelism.pipeline_parallel_degree", 2)
         (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
     ],
 )
-def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
+def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, caplog, flags, words):
+    """They are errors if it is asked for; otherwise the log says why no step is captured."""
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(ParallelDims, "get_mesh", lambda *args: SimpleNamespace(get_group=object))
-    config = job(tmp_path, "deepseek_v3", f"{AC}.mode", "none", *KEY, *flags, converters=BOTH)
     ranks = 2 if EP[0] in flags or PP[0] in flags or "replicate" in str(flags) else 1
+    flags = (f"{AC}.mode", "none", *flags)
+    config = job(tmp_path, "deepseek_v3", *flags, *KEY, converters=BOTH)
     expected = pytest.raises(ValueError) if words else contextlib.nullcontext()
     with expected as caught:
         convert(config, build(config), ranks)
     if words:
         assert str(caught.value).startswith(f"[{LINEAR}] cuda_graph = True: ")
         assert words in str(caught.value)
+    config = job(tmp_path, "deepseek_v3", *flags, converters=BOTH)
+    convert(config, build(config), ranks)
+    if EP[0] in flags and FP8[0] not in flags:
+        words = "it must be true"  # Whoever asks for it accepts that an exchange has a capacity.
+    why = [r.getMessage() for r in caplog.records if "no step is captured" in r.getMessage()]
+    assert len(why) == bool(words) and all(words in each for each in why)
 
 
 @pytest.mark.parametrize("exchange", [(), FP8], ids=["bf16", "fp8"])
@@ -417,6 +435,16 @@ def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):
     convert(config, build(config))
     assert "cuda_graph changes nothing without a CUDA GPU" in caplog.text
     assert config.activation_checkpoint.preserve_rng_state
+
+
+def test_a_model_that_may_have_dropout_keeps_its_random_numbers(waiting, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = job(tmp_path, "llama3", f"{AC}.mode", "full", converters=(LINEAR,))
+    model = build(config)
+    model.__class__ = type("Model", (type(model),), {})  # not torchtitan's
+    convert(config, model)
+    assert config.activation_checkpoint.preserve_rng_state
+    assert "preserve_rng_state must be false, or the model without dropout" in caplog.text
 
 
 def test_the_baseline_of_a_file_is_stock_torchtitan(waiting, tmp_path, caplog):

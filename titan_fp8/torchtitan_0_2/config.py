@@ -49,10 +49,11 @@ class TitanFP8Linear(LinearSettings):
     where = f"[{LINEAR}]"
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
 
-    cuda_graph: bool = False
+    cuda_graph: bool | None = None
     """Whether forward, loss and backward of a step are captured as one CUDA graph, which later
-    steps replay, where nothing in them waits for the CPU. The values are the same. It needs no FP8.
-    """
+    steps replay, if nothing in them waits for the CPU. The values are the same. It needs
+    host_speedups, but no FP8. By default steps are captured if the job allows it. True: an error if
+    it does not."""
 
 
 @dataclass(kw_only=True)
@@ -192,7 +193,7 @@ def check_merged(config: Any, is_set: Collection[str]) -> None:
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
         raise ValueError(f"model.converters = {converters!r}: allowed is a list of strings")
-    if config.quantize.linear.titan_fp8.cuda_graph:
+    if config.quantize.linear.titan_fp8.cuda_graph is not False and host_speedups_of(config):
         # NCCL reads it once. Else it would register what a captured step sends, in memory that
         # PyTorch's allocator remaps if it has expandable segments.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")

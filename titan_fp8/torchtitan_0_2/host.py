@@ -1,5 +1,7 @@
 """The door to `titan_fp8/host/`: what speeds torchtitan 0.2 up and is not FP8, behind one key."""
 
+import logging
+
 import torch
 from torch import nn
 from torchtitan.config import JobConfig
@@ -42,7 +44,7 @@ def speed_up(
         torch.autograd.set_multithreading_enabled(False)
         if uses_fsdp2:
             speed_up_fsdp2()
-    _capture_steps(model, job_config, parallel_dims)
+    _capture_steps(model, job_config, parallel_dims, uses_fsdp2)
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
@@ -73,25 +75,31 @@ def speed_up(
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
-def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+def _capture_steps(
+    model: nn.Module, job_config: JobConfig, parallel_dims: ParallelDims, uses_fsdp2: bool
+) -> None:
     """Has the trainer capture its steps, if `cuda_graph` says so.
 
     Then checkpoints preserve no state of a random number generator: a capture cannot read it.
 
     Raises:
-        ValueError: no step of this job can be captured.
+        ValueError: it is true, and no step of this job can be captured.
     """
-    section = job_config.quantize.linear.titan_fp8
-    key = f"{section.where} cuda_graph"
-    has = {"a CUDA GPU": utils.device_type == "cuda", "host_speedups": host_speedups_of(job_config)}
-    lacking = [name for name, is_there in has.items() if not is_there]
-    if lacking or not section.cuda_graph:
-        if section.cuda_graph:
-            logger.warning(f"titan_fp8: {key} changes nothing without {lacking[0]}")
-        fsdp.runs_on(None)
+    fsdp.runs_on(None)
+    section, speedups = job_config.quantize.linear.titan_fp8, host_speedups_of(job_config)
+    key, is_asked_for = f"{section.where} cuda_graph", section.cuda_graph is True
+    if section.cuda_graph is False or not (is_asked_for or speedups):
         return
-    if reason := _why_not_captured(model, job_config, parallel_dims):
-        raise ValueError(f"{key} = True: {reason}")
+    has = {"a CUDA GPU": utils.device_type == "cuda", "host_speedups": speedups}
+    if lacking := [name for name, is_there in has.items() if not is_there]:
+        level = logging.WARNING if is_asked_for else logging.INFO
+        logger.log(level, f"titan_fp8: {key} changes nothing without {lacking[0]}")
+        return
+    if reason := _why_not_captured(model, job_config, parallel_dims, uses_fsdp2):
+        if is_asked_for:
+            raise ValueError(f"{key} = True: {reason}")
+        logger.info(f"titan_fp8: {key}: no step is captured as a CUDA graph: {reason}")
+        return
     without = ""
     if _preserves_rng_state(job_config):
         job_config.activation_checkpoint.preserve_rng_state = False
@@ -101,9 +109,7 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
         )
     # Another thread's work would belong to no capture.
     torch.autograd.set_multithreading_enabled(False)
-    stream = torch.cuda.Stream()
-    fsdp.runs_on(stream)
-    steps = StepGraph(key, stream, job_config)
+    steps = StepGraph(key, is_asked_for, torch.cuda.Stream(), job_config)
     patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, steps.save)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
@@ -116,18 +122,28 @@ def _preserves_rng_state(job_config: JobConfig) -> bool:
     return checkpoint.mode in ("full", "selective") and checkpoint.preserve_rng_state
 
 
-def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str | None:
+def _why_not_captured(
+    model: nn.Module, job_config: JobConfig, dims: ParallelDims, uses_fsdp2: bool
+) -> str | None:
     """Which setting forbids a CUDA graph of a step, and what is allowed; None if none does."""
     experts, parallelism = job_config.quantize.grouped_mm.titan_fp8, job_config.parallelism
-    has_dropout = any(
+    permutation = permutation_of(experts.permutation, host_speedups_of(job_config))
+    is_asked_for = job_config.quantize.linear.titan_fp8.cuda_graph is True
+    in_fp8 = experts.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16
+    # A model that is not torchtitan's may call functions for it.
+    has_dropout = not (is_asked_for or type(model).__module__.startswith("torchtitan.")) or any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         for module in model.modules()
     )
-    permutation = permutation_of(experts.permutation, host_speedups_of(job_config))
     reasons = {
         "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
         "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
             dims.dp_replicate_enabled and not dims.fsdp_enabled
+        ),
+        "model.name must be that of a model with FSDP2": dims.fsdp_enabled and not uses_fsdp2,
+        'under expert parallelism with exchange = "bf16" it must be true, since a rank then has '
+        "room for exchange_capacity times the rows of balanced routing, and more are an error": (
+            dims.ep_enabled and not in_fp8 and not is_asked_for
         ),
         f'under expert parallelism {experts.where} permutation must be "gather", as with '
         "host_speedups = True": dims.ep_enabled and permutation != "gather",

@@ -21,6 +21,7 @@ trained. Evaluations run beside the graph.
 
 import contextlib
 import functools
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
+from titan_fp8.fsdp import runs_on
 from titan_fp8.host.exchange import check_all
 from titan_fp8.ops import is_observed
 
@@ -208,12 +210,14 @@ class StepGraph:
 
     Args:
         key: the setting that asks for it, for messages.
+        is_asked_for: false if that is the default.
         stream: where they run.
         job_config: the trainer's.
     """
 
-    def __init__(self, key: str, stream: torch.cuda.Stream, job_config: Any):
-        self.key, self.stream, self.job_config = key, stream, job_config
+    def __init__(self, key: str, is_asked_for: bool, stream: torch.cuda.Stream, job_config: Any):
+        self.key, self.is_asked_for = key, is_asked_for
+        self.stream, self.job_config = stream, job_config
         self.steps = 0
         self.can_capture = True
         self.form: list[Any] = []
@@ -236,6 +240,7 @@ class StepGraph:
             arguments = batch["input_dict"], batch["labels"], batch["global_valid_tokens"]
             if self_.job_config is not self.job_config:
                 return step(*arguments)
+            runs_on(self.stream)
             with on(self.stream):
                 return self.run(step, self_.model_parts[0], *arguments)
 
@@ -297,9 +302,10 @@ class StepGraph:
             loss = step(*Batch(*arguments).arguments())
         if places:
             self.can_capture = False
-            logger.warning(
+            logger.log(
+                logging.WARNING if self.is_asked_for else logging.INFO,
                 f"titan_fp8: {self.key} changes nothing: no step is captured as a CUDA graph, "
-                f"because the CPU waits for the GPU at {', '.join(places)}"
+                f"because the CPU waits for the GPU at {', '.join(places)}",
             )
         return loss
 
@@ -312,9 +318,11 @@ class StepGraph:
         except Exception as error:
             # The capture that an error has ended cannot end, and this second error hides the first.
             reason = error.__context__ or error
+            # No step can follow. FSDP2 has stopped midway, and cannot start anew. PyTorch's
+            # allocator defers the freeing of memory until the capture ends.
             raise RuntimeError(
-                f"{self.key} = True: a step cannot be captured as a CUDA graph: "
-                f"{type(reason).__name__}: {reason}. Set the key to false"
+                f"titan_fp8: a step cannot be captured as a CUDA graph: {type(reason).__name__}: "
+                f"{reason}. Set {self.key} = false"
             ) from error
         logger.info(
             f"titan_fp8: {self.key}: forward, loss and backward are a CUDA graph now"
