@@ -269,7 +269,7 @@ def train_without_waiting(rank: int, rows: bool, *shape: int) -> None:
             out = exchanged_swiglu(*leaves, exchange, exchange.plan(*batch.routing))
         out.backward(batch.g)
 
-    for _ in range(3):  # compiles the kernels, and records the launches
+    for _ in range(3):  # compiles the kernels
         step()
     with no_sync():
         step()

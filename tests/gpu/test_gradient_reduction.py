@@ -28,7 +28,7 @@ DIM = 259  # not even: shards are padded
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_fp32_in_the_order_of_ranks(ranks, size, dtype):
     for rank in range(ranks):
-        for _ in range(3):  # The third call is the first replay.
+        for _ in range(2):  # Triton does the first launch.
             parts = torch.randn(ranks, size, device="cuda").bfloat16()
             parts[0, 0], parts[:, -1] = float("inf"), -0.0
             others = torch.cat([parts[:rank], parts[rank + 1 :]]).flatten()

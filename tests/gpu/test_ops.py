@@ -21,12 +21,10 @@ def normal(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "call", [ops.blockwise_fprop, functools.partial(call_op, "blockwise_fprop")]
 )
-def test_what_is_refused_after_replays(call):
-    """A replay knows its arguments by dtype, shape and device."""
+def test_what_is_refused(call):
     x, w = normal(256, 512), normal(384, 512)
     q, s = ops.quantize_1x128(x)
-    for _ in range(4):
-        call(q, s, w)
+    call(q, s, w)
     for bad in ((q, s, w.half()), (q, s[:128], w), (q, s.cpu(), w), (q, s, w.cpu())):
         with pytest.raises(ValueError, match="titan_fp8::blockwise_fprop: .*: allowed is"):
             call(*bad)
@@ -70,7 +68,7 @@ def test_addresses_make_no_difference():
 
 def test_no_output_has_a_gradient():
     x, w = normal(256, 512).requires_grad_(), normal(384, 512).requires_grad_()
-    for _ in range(4):
+    for _ in range(2):
         operands = ops.quantize_1x128(x)
         y = ops.blockwise_fprop(*operands, w)
         dw = ops.bf16_wgrad(normal(256, 384), x)
@@ -78,17 +76,15 @@ def test_no_output_has_a_gradient():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_profiler_sees_the_ops_of_replayed_layers(compiled):
+def test_the_profiler_sees_the_ops_of_layers(compiled):
     """And what each of them runs on the GPU."""
     layer = torch.nn.Sequential(torch.nn.Linear(512, 384, bias=False)).cuda().bfloat16()
     titan_fp8.convert_linears(layer, filter_fqns=())
     run = torch.compile(layer) if compiled else layer
     x = normal(256, 512).requires_grad_()
-    for _ in range(4):
+    run(x).sum().backward()
+    with torch.profiler.profile() as profile:
         run(x).sum().backward()
-    for _ in range(3):  # The ops are replayed one by one from the third profile on.
-        with torch.profiler.profile() as profile:
-            run(x).sum().backward()
     events = [e for e in profile.events() if e.name.startswith("titan_fp8::")]
     events = [e for e in events if e.name != "titan_fp8::sequence"]
     assert {e.name for e in events} == {

@@ -58,8 +58,3 @@ class Record(ctypes.Structure):
         ("shared", ctypes.c_uint32),
         ("parameters", ctypes.c_uint8 * 2048),
     ]
-
-
-def only(replays):
-    (value,) = replays.values()
-    return value

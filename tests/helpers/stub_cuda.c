@@ -17,20 +17,6 @@ struct {
   uint8_t parameters[2048];
 } record;
 
-// The launches since `count` was set to 0, the oldest first.
-struct {
-  int32_t count;
-  struct {
-    uint64_t function;
-    uint32_t grid[3];
-    int32_t bytes;
-    uint8_t parameters[2048];
-  } launch[32];
-} history;
-
-// If not null, called with the parameters of each launch: a kernel that runs on the CPU.
-void (*run_kernel)(void **parameters);
-
 typedef struct {
   void *base;
   cuuint64_t sizes[5], strides[4];
@@ -60,15 +46,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
     memcpy(record.parameters + record.bytes, parameters[i], sizes[i + 1]);
     record.bytes += sizes[i + 1];
   }
-  if (history.count < 32) {
-    int at = history.count++;
-    history.launch[at].function = record.function;
-    memcpy(history.launch[at].grid, record.grid, sizeof record.grid);
-    history.launch[at].bytes = record.bytes;
-    memcpy(history.launch[at].parameters, record.parameters, record.bytes);
-  }
-  if (run_kernel)
-    run_kernel(parameters);
   return CUDA_SUCCESS;
 }
 
@@ -110,10 +87,5 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
   *context = (CUcontext)(intptr_t)(1000 + device);
-  return CUDA_SUCCESS;
-}
-
-CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream) {
-  memset((void *)address, value, bytes);
   return CUDA_SUCCESS;
 }

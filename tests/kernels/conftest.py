@@ -32,14 +32,13 @@ def cuda(stub, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: state.device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     module = launch.native(stub)
-    module.set_up(torch._C._cuda_getDevice, stream)
     library = ctypes.CDLL(stub)
     library.cuCtxSetCurrent(None)
     record = Record.in_dll(library, "record")
     ctypes.memset(ctypes.addressof(record), 0, ctypes.sizeof(record))
     state = SimpleNamespace(module=module, library=library, record=record, device=0, stream=7000)
     monkeypatch.setattr(launch, "native", lambda: module)
-    monkeypatch.setattr(example, "_launcher", None)
+    monkeypatch.setattr(example, "_plans", {})
     return state
 
 

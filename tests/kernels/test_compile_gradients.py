@@ -21,7 +21,7 @@ def test_the_sum_compiles_for_hopper_to_wide_accesses(monkeypatch, rank, ranks, 
     )
     own, received = (torch.empty(4096 * parts, dtype=torch.bfloat16) for parts in (1, ranks - 1))
     out = torch.empty(4096, dtype=dtype)
-    gradients.sum_gradients.__wrapped__(out, own, received, rank, ranks, 1 / ranks)
+    gradients.sum_gradients(out, own, received, rank, ranks, 1 / ranks)
     (result,) = compiled
     print(result)
     assert not result.spills and not result.shared
@@ -36,7 +36,7 @@ def test_the_parts_of_all_ranks_are_added_in_their_order(monkeypatch, rank, rank
     parts = torch.randn(ranks, size).bfloat16()
     others = torch.cat([parts[:rank], parts[rank + 1 :]]).flatten()
     out = torch.full((size,), float("nan"))
-    assert gradients.sum_gradients.__wrapped__(out, parts[rank], others, rank, ranks, 1 / 3) == ()
+    gradients.sum_gradients(out, parts[rank], others, rank, ranks, 1 / 3)
     expected = torch.zeros(size)
     for part in parts:
         expected += part.float() * (1 / 3)

@@ -218,7 +218,7 @@ def test_too_many_arguments_are_refused(cuda, triton_launches):
         example[(1,)](*(values[name] for name in example.arg_names), 1)
     with pytest.raises(OverflowError):
         start(arguments(big=2**63))
-    with pytest.raises(OverflowError, match=r"2\^31 - 1 programs"):
+    with pytest.raises(OverflowError):
         start(arguments(), grid=(2**31,))
     assert not triton_launches and not cuda.record.launches
 

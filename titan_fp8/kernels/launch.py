@@ -16,7 +16,6 @@ import functools
 import logging
 import re
 from array import array
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,15 +34,14 @@ POINTER, NUMBER, BOX = range(3)
 """Kinds of kernel parameters in a plan."""
 NAME_BYTES = 64
 """Those of a kernel's name in a plan."""
-MAX_ARGUMENTS, MAX_SLOTS = 64, 128
-"""The arguments of a launch, the tensors of a replay; the places of a replay's addresses."""
-FOR_C = ("POINTER", "NUMBER", "BOX", "NAME_BYTES", "MAX_ARGUMENTS", "MAX_SLOTS")
+MAX_ARGUMENTS, MAX_PARAMETERS, MAX_BOXES = 64, 128, 12
+"""The arguments of a launch; the parameters of a kernel, and the tensor maps among them."""
+FOR_C = ("POINTER", "NUMBER", "BOX", "NAME_BYTES", "MAX_ARGUMENTS", "MAX_PARAMETERS", "MAX_BOXES")
 """The constants above, which the C code has under the same names."""
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 CACHED_SHAPES = 1024
-"""How many shapes each cache of launch arguments or replays holds. With expert parallelism the
-number of tokens differs from step to step. A replay holds 3.4 KiB a launch, so all replays of a
-product, which launches four kernels, hold at most 14 MiB."""
+"""How many shapes each cache of launch arguments holds. With expert parallelism the number of
+tokens differs from step to step."""
 
 
 class TensorMap(NamedTuple):
@@ -82,13 +80,7 @@ def native(driver: str = "libcuda.so.1") -> ModuleType:
     constants = ", ".join(f"{name} = {globals()[name]}" for name in FOR_C)
     source = f"enum {{ {constants} }};\n" + Path(__file__).with_name("launcher.c").read_text()
     include = nvidia.include_dirs
-    module = compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
-    module.set_up(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream)
-    return module
-
-
-RECORDER: ContextVar[Any] = ContextVar("recorder", default=None)
-"""The `record.Recorder` that does the launches of this thread, or None."""
+    return compile_module_from_src(source, "titan_fp8_launcher", include_dirs=include)
 
 
 class Kernel(GluonJITFunction):
@@ -96,34 +88,29 @@ class Kernel(GluonJITFunction):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._launcher: functools.partial | None = None
+        self._constants = bytes(p.is_constexpr for p in self.params)
+        self._plans: dict[bytes, bytes] = {}
+        """Key -> plan, for `launcher.c`. With an empty plan Triton launches."""
+        self._kept: list[Any] = []
+        """Objects to keep alive as long as the kernel."""
 
     def __getitem__(self, grid: tuple[int, ...]):
         """A function that launches the kernel, given its arguments and options."""
-        if self._launcher is None:
-            plans: dict[bytes, bytes] = {}
-            first = functools.partial(self._launch_first, plans, [])
-            constants = bytes(p.is_constexpr for p in self.params)
-            self._launcher = functools.partial(native().launch, first, plans, constants)
-        if (recorder := RECORDER.get()) is not None:
-            return functools.partial(recorder.launch, self._launcher, grid)
-        return functools.partial(self._launcher, grid, None)
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
+        device = torch._C._cuda_getDevice()
+        where = device, torch._C._cuda_getCurrentRawStream(device), grid
+        key = native().launch(self._plans, self._constants, *where, *args, **options)
+        if key is not None:
+            self._launch_first(key, grid, *args, **options)
 
     def _launch_first(
-        self,
-        plans: dict[bytes, bytes],
-        kept: list[Any],
-        key: bytes,
-        grid: tuple[int, ...],
-        /,
-        *args: Any,
-        **options: Any,
+        self, key: bytes, grid: tuple[int, ...], /, *args: Any, **options: Any
     ) -> None:
         """Launches through Triton, which compiles if needed, and stores a plan for later launches.
 
         Args:
-            plans: key -> plan, shared with `launcher.c`. With an empty plan Triton launches.
-            kept: objects to keep alive as long as the kernel.
             key: the key of these arguments, for which `launcher.c` has found no plan.
         """
         missing = [p.name for p in self.params[len(args) :] if not p.is_constexpr]
@@ -132,7 +119,7 @@ class Kernel(GluonJITFunction):
         named = dict(zip(self.arg_names, args)) | options
         values = {name: for_triton(value) for name, value in named.items()}
         compiled = self.run(**values, grid=grid, warmup=False)
-        if compiled is None or key in plans:
+        if compiled is None or key in self._plans:
             return
         known = plan(compiled, named)
         if known is None:
@@ -144,11 +131,12 @@ class Kernel(GluonJITFunction):
         # Keys contain the addresses of constants and layouts, so these objects must stay alive, or
         # others could get their addresses. The compiled kernel must stay loaded.
         runtime = {p.name for p in self.params if not p.is_constexpr}
+        kept = self._kept
         kept += (value for name, value in named.items() if name not in runtime)
         pairs = (value[1] for value in args if isinstance(value, tuple))
         kept += (seen_as.layout for seen_as in pairs if isinstance(seen_as, TensorMap))
         kept.append(compiled)
-        plans[key] = known or b""
+        self._plans[key] = known or b""
 
 
 def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
@@ -196,6 +184,7 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
     # After its arguments a kernel takes two pointers to scratch memory.
     if not plain_launch or _parameters(ptx) != [*sizes, 8, 8]:
         return None
+    assert len(sizes) + 2 <= MAX_PARAMETERS and sizes.count(128) <= MAX_BOXES
     name = metadata.name.encode()[: NAME_BYTES - 1]
     return name.ljust(NAME_BYTES, b"\0") + array("q", words).tobytes()
 

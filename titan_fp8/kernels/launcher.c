@@ -1,8 +1,7 @@
-// The C part of `launch.py` (launch) and of `replay.py` (replay): launches by the CUDA driver.
+// The C part of `launch.py`: launches a kernel by the CUDA driver.
 //
-// A launch computes a key from the properties of the arguments that Triton specializes on, looks
-// up the plan for this key, makes a step and runs it. If there is no plan yet, or an empty one, it
-// calls `Kernel._launch_first` in Python, which launches through Triton.
+// It computes a key from the properties of the arguments that Triton specializes on, and looks up
+// the plan for this key.
 //
 // An argument is a tensor, a number, None, a constant, or a pair: (tensor, dtype) or (tensor,
 // TensorMap), where a TensorMap is the tuple (shape, strides, box, layout).
@@ -13,9 +12,6 @@
 //   then for each kernel parameter: POINTER, NUMBER or BOX, and the index of the argument;
 //   a BOX continues with the driver's numbers for the element type and the swizzle, the bytes of an
 //   element, the rank, and the dimensions of the box.
-//
-// A step is a launch with its grid and its numbers, but without addresses: instead of an address
-// it has a slot and an offset. `run_step` is given the addresses of the slots.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -26,32 +22,16 @@
 
 #include "cuda.h"
 
-enum { MAX_BOXES = 12, MAX_RANK = 5, MAX_PARAMETERS = 128, MAX_KEY = 256 };
+enum { MAX_RANK = 5, MAX_KEY = 256 };
 // `launch.py` defines the other constants.
 
 typedef struct {
-  int slot;        // of the address; -1 if the parameter is a number
-  int box;         // index of the tensor map to make of the address; -1 if there is none
-  uint64_t number; // the number, or the offset to add to the address
-} Parameter;
+  uint64_t words[MAX_KEY]; // the key
+  int length;
+  uint64_t values[MAX_ARGUMENTS]; // each argument's number or address
+} Launch;
 
-typedef struct {
-  CUtensorMapDataType type;
-  CUtensorMapSwizzle swizzle;
-  cuuint32_t rank, box[MAX_RANK];
-  cuuint64_t sizes[MAX_RANK], pitches[MAX_RANK]; // innermost dimension first
-} Map;
-
-typedef struct {
-  char name[NAME_BYTES];
-  CUfunction function;
-  unsigned grid[3], threads, shared;
-  int count, boxes;
-  Parameter parameters[MAX_PARAMETERS];
-  Map maps[MAX_BOXES];
-} Step;
-
-static PyObject *get_device, *get_stream; // PyTorch's get_device() and get_stream(device)
+static PyObject *str_data_ptr, *str_dtype;
 
 // If a call of the driver failed, raises an error that says what, and of which kernel or object.
 static bool succeeded(CUresult code, const char *what, const char *of) {
@@ -64,151 +44,15 @@ static bool succeeded(CUresult code, const char *what, const char *of) {
   return false;
 }
 
-// Finds the current device and stream, and gives the thread a CUDA context if it has none. A thread
-// of the autograd engine has none until PyTorch calls CUDA from it.
-static bool find_stream(int64_t *device, CUstream *stream) {
+// Gives the thread a CUDA context if it has none. A thread of the autograd engine has none until
+// PyTorch calls CUDA from it.
+static bool has_context(CUdevice device) {
   CUcontext context = NULL;
-  PyObject *index = PyObject_CallNoArgs(get_device), *number = NULL;
-  bool found = index && (number = PyObject_CallOneArg(get_stream, index));
-  if (found) {
-    *device = PyLong_AsLongLong(index);
-    *stream = (CUstream)PyLong_AsUnsignedLongLong(number);
-  }
-  Py_XDECREF(index);
-  Py_XDECREF(number);
-  return found && !PyErr_Occurred() &&
-         succeeded(cuCtxGetCurrent(&context), "reading", "the context") &&
-         (context || (succeeded(cuDevicePrimaryCtxRetain(&context, (CUdevice)*device), "making",
-                                "a context") &&
-                      succeeded(cuCtxSetCurrent(context), "setting", "the context")));
+  return succeeded(cuCtxGetCurrent(&context), "reading", "the context") &&
+         (context ||
+          (succeeded(cuDevicePrimaryCtxRetain(&context, device), "making", "a context") &&
+           succeeded(cuCtxSetCurrent(context), "setting", "the context")));
 }
-
-static bool read_map(Map *map, const int64_t *word, PyObject *seen_as) {
-  PyObject *shape = PyTuple_GET_ITEM(seen_as, 0), *strides = PyTuple_GET_ITEM(seen_as, 1);
-  map->type = (CUtensorMapDataType)word[0], map->swizzle = (CUtensorMapSwizzle)word[1];
-  map->rank = (cuuint32_t)word[3];
-  for (unsigned i = 0; i < map->rank; i++) { // The driver wants the innermost dimension first.
-    unsigned at = map->rank - 1 - i;
-    map->sizes[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, at));
-    map->box[i] = (cuuint32_t)word[4 + at];
-    if (i)
-      map->pitches[i - 1] = word[2] * PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(strides, at));
-  }
-  return !PyErr_Occurred();
-}
-
-static bool read_grid(Step *step, PyObject *grid) {
-  if (!PyTuple_Check(grid) || PyTuple_GET_SIZE(grid) < 1 || PyTuple_GET_SIZE(grid) > 3) {
-    PyErr_SetString(PyExc_TypeError, "titan_fp8: a grid must be a tuple of 1 to 3 numbers");
-    return false;
-  }
-  for (Py_ssize_t i = 0; i < 3; i++) {
-    unsigned long size = 1;
-    if (i < PyTuple_GET_SIZE(grid))
-      size = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(grid, i));
-    if (size > INT32_MAX && !PyErr_Occurred())
-      PyErr_SetString(PyExc_OverflowError, "titan_fp8: a grid has more than 2^31 - 1 programs");
-    if (PyErr_Occurred())
-      return false;
-    step->grid[i] = (unsigned)size;
-  }
-  return true;
-}
-
-// Makes a step from a plan. values[i] is argument i, if it is a number. places[i] is the (slot,
-// offset) of the address of argument i; if `places` is None, it is (i, 0).
-static bool read_step(Step *step, PyObject *plan, PyObject *const *arguments,
-                      const uint64_t *values, PyObject *places) {
-  const int64_t *word = (const int64_t *)PyBytes_AS_STRING(plan);
-  const int64_t *end = word + PyBytes_GET_SIZE(plan) / sizeof(int64_t);
-  memcpy(step->name, word, NAME_BYTES);
-  word += NAME_BYTES / sizeof *word;
-  step->function = (CUfunction)word[0];
-  step->threads = (unsigned)word[1], step->shared = (unsigned)word[2];
-  step->count = step->boxes = 0;
-  for (word += 3; word < end; word += 2) {
-    int64_t kind = word[0], index = word[1];
-    if ((kind == BOX && step->boxes == MAX_BOXES) ||
-        step->count + 2 * MAX_RANK + 3 > MAX_PARAMETERS) {
-      PyErr_Format(PyExc_ValueError, "titan_fp8: %s has too many parameters", step->name);
-      return false;
-    }
-    Parameter *parameter = &step->parameters[step->count++];
-    *parameter = (Parameter){.slot = -1, .box = -1};
-    if (kind == NUMBER) {
-      parameter->number = values[index];
-      continue;
-    }
-    parameter->slot = (int)index;
-    unsigned long long offset = 0;
-    if (places != Py_None && !PyArg_ParseTuple(PyTuple_GET_ITEM(places, index), "iK",
-                                               &parameter->slot, &offset))
-      return false;
-    parameter->number = offset;
-    if (kind == POINTER)
-      continue;
-    PyObject *seen_as = PyTuple_GET_ITEM(arguments[index], 1);
-    parameter->box = step->boxes++;
-    if (!read_map(&step->maps[parameter->box], word + 2, seen_as))
-      return false;
-    int rank = (int)word[5];
-    for (int i = 0; i < 2 * rank; i++) {
-      PyObject *sizes = PyTuple_GET_ITEM(seen_as, i / rank);
-      uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(sizes, i % rank));
-      step->parameters[step->count++] = (Parameter){.slot = -1, .box = -1, .number = size};
-    }
-    word += 4 + rank;
-  }
-  for (int i = 0; i < 2; i++) // null pointers for scratch memory, which no kernel uses
-    step->parameters[step->count++] = (Parameter){.slot = -1, .box = -1};
-  return !PyErr_Occurred();
-}
-
-// Launches a step. Called without the GIL. If it fails, `what` says at what.
-static CUresult run_step(const Step *step, const uint64_t *addresses, CUstream stream,
-                         const char **what) {
-  static const cuuint32_t ones[MAX_RANK] = {1, 1, 1, 1, 1};
-  CUtensorMap encoded[MAX_BOXES];
-  uint64_t numbers[MAX_PARAMETERS]; // little-endian: a 4-byte parameter is the first half
-  void *parameters[MAX_PARAMETERS];
-  const unsigned *grid = step->grid;
-  if (!grid[0] || !grid[1] || !grid[2])
-    return CUDA_SUCCESS;
-  for (int i = 0; i < step->count; i++) {
-    const Parameter *from = &step->parameters[i];
-    numbers[i] = from->number + (from->slot < 0 ? 0 : addresses[from->slot]);
-    parameters[i] = &numbers[i];
-    if (from->box < 0)
-      continue;
-    const Map *map = &step->maps[from->box];
-    parameters[i] = &encoded[from->box];
-    CUresult code = cuTensorMapEncodeTiled(
-        &encoded[from->box], map->type, map->rank, (void *)numbers[i], map->sizes, map->pitches,
-        map->box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    *what = "encoding a tensor map of";
-    if (code != CUDA_SUCCESS)
-      return code;
-  }
-  *what = "launching";
-  return cuLaunchKernel(step->function, grid[0], grid[1], grid[2], step->threads, 1, 1,
-                        step->shared, stream, parameters, NULL);
-}
-
-// What is known of a kernel, the first three arguments of launch.
-typedef struct {
-  PyObject *first;     // first(key, grid, *arguments, **options) compiles, launches and adds a plan
-  PyObject *plans;     // dict, key -> plan
-  PyObject *constants; // a byte for each argument: 1 if it is a constexpr
-} Kernel;
-
-typedef struct {
-  uint64_t words[MAX_KEY]; // the key
-  int length;
-  uint64_t values[MAX_ARGUMENTS]; // each argument's number or address
-} Launch;
-
-static PyObject *str_data_ptr, *str_dtype;
 
 static bool address_of(PyObject *tensor, uint64_t *address) {
   PyObject *number = PyObject_CallMethodNoArgs(tensor, str_data_ptr);
@@ -298,20 +142,11 @@ static bool add_argument(Launch *launch, PyObject *value, uint64_t *out) {
          add_word(launch, *out % 16 == 0);
 }
 
-static PyObject *launch_first(const Kernel *self, PyObject *key, PyObject *grid,
-                              PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  // A key has at least three words for each name, so all arguments fit.
-  PyObject *all[2 + MAX_ARGUMENTS + MAX_KEY] = {key, grid};
-  Py_ssize_t given = count + (names ? PyTuple_GET_SIZE(names) : 0);
-  memcpy(all + 2, arguments, given * sizeof *all);
-  return PyObject_Vectorcall(self->first, all, 2 + count, names);
-}
-
-static PyObject *make_key(const Kernel *self, Launch *launch, int64_t device,
+static PyObject *make_key(Launch *launch, int device, PyObject *constants,
                           PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  const char *constant = PyBytes_AS_STRING(self->constants);
-  if (count < 0 || count > PyBytes_GET_SIZE(self->constants) || count > MAX_ARGUMENTS) {
-    PyErr_SetString(PyExc_TypeError, "titan_fp8: a launch has too few or too many arguments");
+  const char *constant = PyBytes_AS_STRING(constants);
+  if (count > PyBytes_GET_SIZE(constants) || count > MAX_ARGUMENTS) {
+    PyErr_SetString(PyExc_TypeError, "titan_fp8: a launch has too many arguments");
     return NULL;
   }
   launch->length = 0;
@@ -328,108 +163,95 @@ static PyObject *make_key(const Kernel *self, Launch *launch, int64_t device,
   return PyBytes_FromStringAndSize((char *)launch->words, launch->length * sizeof(uint64_t));
 }
 
-// Makes the step of a launch and finds the stream. Returns the key, or NULL after an error. If
-// there is no plan for the key, or an empty one, `planned` is false.
-static PyObject *make_step(const Kernel *self, Launch *launch, Step *step, CUstream *stream,
-                           bool *planned, PyObject *grid, PyObject *places,
-                           PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  int64_t device;
-  PyObject *key = NULL;
-  memset(step, 0, sizeof *step);
-  if (!find_stream(&device, stream) || !read_grid(step, grid) ||
-      !(key = make_key(self, launch, device, arguments, count, names)))
-    return NULL;
-  PyObject *plan = PyDict_GetItemWithError(self->plans, key);
-  *planned = plan && PyBytes_GET_SIZE(plan);
-  if (PyErr_Occurred() || (*planned && !read_step(step, plan, arguments, launch->values, places)))
-    Py_CLEAR(key);
-  return key;
+// Encodes what the words of a BOX say. `sizes` becomes the map's shape, and then its strides.
+static bool encode(CUtensorMap *map, const int64_t *word, PyObject *seen_as, uint64_t address,
+                   uint64_t *sizes, const char *name) {
+  static const cuuint32_t ones[MAX_RANK] = {1, 1, 1, 1, 1};
+  cuuint64_t shape[MAX_RANK], pitches[MAX_RANK];
+  cuuint32_t box[MAX_RANK], rank = (cuuint32_t)word[3];
+  for (unsigned i = 0; i < 2 * rank; i++)
+    sizes[i] = PyLong_AsUnsignedLongLong(
+        PyTuple_GET_ITEM(PyTuple_GET_ITEM(seen_as, i / rank), i % rank));
+  for (unsigned i = 0; i < rank; i++) { // The driver wants the innermost dimension first.
+    unsigned at = rank - 1 - i;
+    shape[i] = sizes[at], box[i] = (cuuint32_t)word[4 + at];
+    if (i)
+      pitches[i - 1] = word[2] * sizes[rank + at];
+  }
+  return !PyErr_Occurred() &&
+         succeeded(cuTensorMapEncodeTiled(
+                       map, (CUtensorMapDataType)word[0], rank, (void *)address, shape, pitches,
+                       box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)word[1],
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                   "encoding a tensor map of", name);
 }
 
-// launch(first, plans, constants, grid, places, *arguments, **options). Options may include
-// constexprs. If `places` is None, it launches. Otherwise places[i] is the (slot, offset) of the
-// address of argument i, and it returns the step of the launch as bytes, or None if Triton launches
-// this kernel.
+// Launches by a plan; values[i] is the number or address of argument i.
+static bool run(PyObject *plan, PyObject *const *arguments, const uint64_t *values,
+                const unsigned *grid, CUstream stream) {
+  const char *name = PyBytes_AS_STRING(plan);
+  const int64_t *word = (const int64_t *)(name + NAME_BYTES), *head = word;
+  const int64_t *end = (const int64_t *)(name + PyBytes_GET_SIZE(plan));
+  CUtensorMap maps[MAX_BOXES], *map = maps;
+  // Little-endian: a 4-byte parameter is the first half. The last two parameters are pointers to
+  // scratch memory, which no kernel uses.
+  uint64_t numbers[MAX_PARAMETERS] = {0};
+  void *parameters[MAX_PARAMETERS];
+  int count = 0;
+  for (int i = 0; i < MAX_PARAMETERS; i++)
+    parameters[i] = &numbers[i];
+  for (word += 3; word < end; word += 2) {
+    int64_t kind = word[0], index = word[1];
+    numbers[count++] = values[index];
+    if (kind != BOX)
+      continue;
+    if (!encode(map, word + 2, PyTuple_GET_ITEM(arguments[index], 1), values[index],
+                &numbers[count], name))
+      return false;
+    parameters[count - 1] = map++;
+    count += 2 * (int)word[5];
+    word += 4 + word[5];
+  }
+  CUresult code;
+  Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
+  code = cuLaunchKernel((CUfunction)head[0], grid[0], grid[1], grid[2], (unsigned)head[1], 1, 1,
+                        (unsigned)head[2], stream, parameters, NULL);
+  Py_END_ALLOW_THREADS
+  return succeeded(code, "launching", name);
+}
+
+// launch(plans, constants, device, stream, grid, *arguments, **options) returns None, or the key if
+// it has launched nothing, because there is no plan for it, or an empty one. `constants` has a byte
+// for each argument: 1 if it is a constexpr. Options may include constexprs.
 static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count,
                         PyObject *names) {
-  const Kernel self = {arguments[0], arguments[1], arguments[2]};
-  PyObject *grid = arguments[3], *places = arguments[4], *result = NULL;
+  PyObject *plans = arguments[0], *constants = arguments[1], *grid = arguments[4];
+  CUdevice device = (CUdevice)PyLong_AsLong(arguments[2]);
+  CUstream stream = (CUstream)PyLong_AsUnsignedLongLong(arguments[3]);
+  int size[3] = {1, 1, 1};
   arguments += 5, count -= 5;
+  if (!PyTuple_Check(grid))
+    PyErr_SetString(PyExc_TypeError, "titan_fp8: a grid must be a tuple of 1 to 3 numbers");
   Launch launch;
-  Step step;
-  CUstream stream;
-  bool planned;
-  PyObject *key = make_step(&self, &launch, &step, &stream, &planned, grid, places, arguments,
-                            count, names);
-  if (!key)
+  if (PyErr_Occurred() || !PyArg_ParseTuple(grid, "i|ii:grid", &size[0], &size[1], &size[2]))
     return NULL;
-  if (places != Py_None) {
-    result = planned ? PyBytes_FromStringAndSize((char *)&step, sizeof step) : Py_NewRef(Py_None);
-  } else if (!planned) {
-    result = launch_first(&self, key, grid, arguments, count, names);
-  } else {
-    CUresult code;
-    const char *what = "";
-    Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
-    code = run_step(&step, launch.values, stream, &what);
-    Py_END_ALLOW_THREADS
-    if (succeeded(code, what, step.name))
-      result = Py_NewRef(Py_None);
-  }
-  Py_DECREF(key);
-  return result;
-}
-
-// replay(program, *tensors) clears the start of the workspace, which is the last tensor, and runs
-// all steps. The program, bytes made by `replay.py`, is an array of int64_t: the numbers of tensors
-// and of slots, the bytes to clear, and for each slot its tensor and an offset; then the steps.
-static PyObject *replay(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
-  const char *program = PyBytes_AsString(arguments[0]);
-  if (!program)
+  PyObject *key = make_key(&launch, device, constants, arguments, count, names);
+  PyObject *plan = key ? PyDict_GetItemWithError(plans, key) : NULL;
+  if (!PyErr_Occurred() && (!plan || !PyBytes_GET_SIZE(plan)))
+    return key;
+  Py_XDECREF(key);
+  if (PyErr_Occurred())
     return NULL;
-  const int64_t *word = (const int64_t *)program;
-  int64_t tensors = word[0], slots = word[1], zeros = word[2], device;
-  uint64_t tensor[MAX_ARGUMENTS], addresses[MAX_SLOTS];
-  CUstream stream;
-  if (count - 1 != tensors || tensors > MAX_ARGUMENTS || slots > MAX_SLOTS)
-    return PyErr_Format(PyExc_TypeError, "titan_fp8: a replay takes %d tensors", (int)tensors);
-  for (int i = 0; i < tensors; i++)
-    if (!address_of(arguments[1 + i], &tensor[i]))
-      return NULL;
-  for (int i = 0; i < slots; i++)
-    addresses[i] = tensor[word[3 + 2 * i]] + (uint64_t)word[4 + 2 * i];
-  if (!find_stream(&device, &stream))
+  const unsigned programs[3] = {(unsigned)size[0], (unsigned)size[1], (unsigned)size[2]};
+  bool is_empty = !size[0] || !size[1] || !size[2];
+  if (!is_empty && (!has_context(device) || !run(plan, arguments, launch.values, programs, stream)))
     return NULL;
-  const Step *step = (const Step *)(word + 3 + 2 * slots);
-  const Step *end = (const Step *)(program + PyBytes_GET_SIZE(arguments[0]));
-  CUresult code = CUDA_SUCCESS;
-  const char *what = "clearing", *of = "the workspace";
-  Py_BEGIN_ALLOW_THREADS // The driver blocks while the launch queue is full.
-  if (zeros)
-    code = cuMemsetD8Async(tensor[tensors - 1], 0, (size_t)zeros, stream);
-  for (; step < end && code == CUDA_SUCCESS; step++) {
-    of = step->name;
-    code = run_step(step, addresses, stream, &what);
-  }
-  Py_END_ALLOW_THREADS
-  if (!succeeded(code, what, of))
-    return NULL;
-  Py_RETURN_NONE;
-}
-
-static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *const *arguments,
-                        Py_ssize_t Py_UNUSED(count)) {
-  get_device = Py_NewRef(arguments[0]), get_stream = Py_NewRef(arguments[1]);
   Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"set_up", (PyCFunction)(void (*)(void))set_up, METH_FASTCALL,
-     "set_up(get_device, get_stream): call before the first launch."},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL | METH_KEYWORDS,
-     "launch(first, plans, constants, grid, places, *arguments, **options)"},
-    {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL,
-     "replay(program, *tensors): see replay.py."},
+     "launch(plans, constants, device, stream, grid, *arguments, **options)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -200,7 +200,7 @@ class Check:
 
     def __call__(self, *args: Any, **options: Any) -> Known:
         """What is known of the call."""
-        # This costs CPU time at every call whose launches are not replayed.
+        # This costs CPU time at every call.
         known = {**self._defaults, **dict(zip(self._defaults, args)), **options}
         known[FIRST] = first = args[0]
         for name, values in self._constants.items():

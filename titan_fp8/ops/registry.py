@@ -97,7 +97,6 @@ def implementation(x: Any, emulate: bool = False, kernels: Kernels = "hopper") -
 def observe(wrap: Callable[[Any], Implementation] | None) -> None:
     """From now on `wrap(module)` are the ops over the kernels or the reference; None ends this.
 
-    Launches are not replayed while there is a `wrap`, because a replay calls no implementation.
     Neither the schemas of the ops nor traced graphs change.
     """
     global _wrap
@@ -123,11 +122,8 @@ def run(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool = False) 
     """`body(ops, x, *args)`, over the ops that compute x, or over dispatched ones if need be.
 
     torch.compile, dispatch modes such as activation checkpointing's, subclasses of Tensor and the
-    profiler see the ops. Otherwise they skip PyTorch's dispatcher, and on a GPU a call is replayed.
-
-    Args:
-        body: calls ops only, and returns fresh tensors: one, or a tuple.
-        args: tensors and hashable constants.
+    profiler see the ops. Otherwise they skip PyTorch's dispatcher, which takes the CPU 20 to 25 us
+    an op.
     """
     if needs_dispatcher((x, *args)):
         if mode_ignores_ops():
@@ -147,7 +143,7 @@ def call(name: str, x: Tensor, *args: Any) -> Any:
 def compute(
     body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool = False, **options: Any
 ) -> Any:
-    """`body(implementation, x, ...)`; on a GPU launches are replayed (`kernels/replay.py`)."""
+    """`body(implementation, x, ...)`."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         # PyTorch's ops in here would be differentiated.
         with torch._C._AutoDispatchBelowAutograd():
@@ -156,33 +152,19 @@ def compute(
 
 
 def _compute(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool, **options: Any) -> Any:
-    if not isinstance(x, Tensor) or not x.is_cuda:
-        return body(implementation(x, emulate), x, *args, **options)
+    ops = implementation(x, emulate, getattr(body, "kernels", "hopper"))
     # Kernels are launched on the current device.
-    if x.get_device() != torch._C._cuda_getDevice():
+    if getattr(x, "is_cuda", False) and x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
-            return _compute(body, x, *args, emulate=emulate, **options)
-    kernels: Any = getattr(body, "kernels", "hopper")
-    if emulate or _wrap is not None or kernels != "hopper":
-        return body(implementation(x, emulate, kernels), x, *args, **options)
-    return _replayed(body)(x, *args, **options)
-
-
-@functools.cache
-def _replayed(body: Callable[..., Any]) -> Callable[..., Any]:
-    from titan_fp8.kernels.replay import replayed
-
-    return replayed(lambda x, *args, **options: body(implementation(x), x, *args, **options))
+            return body(ops, x, *args, **options)
+    return body(ops, x, *args, **options)
 
 
 def needs_dispatcher(args: Sequence[Any]) -> bool:
     """Whether ops with these arguments must be called through PyTorch's dispatcher."""
     if torch.compiler.is_compiling():
         return True
-    if torch._C._len_torch_dispatch_stack():
-        if not getattr(_get_current_dispatch_mode(), "sees_inside_ops", False):
-            return True
-    elif _profiler_enabled():
+    if torch._C._len_torch_dispatch_stack() or _profiler_enabled():
         return True  # The profiler sees what goes through the dispatcher.
     if peek_interpreter_stack() is not None or _len_torch_dispatch_stack_pre_dispatch():
         return True  # functorch, such as vmap; tracing above autograd, such as torch.export's
@@ -209,8 +191,7 @@ class Op:
     Attributes:
         check: what it accepts.
         body: what computes a composite op over an implementation; None for a primitive op.
-        kernels: what computes CUDA tensors. With those for Hopper it has `emulate`, and its
-            launches are replayed.
+        kernels: what computes CUDA tensors. With those for Hopper it has `emulate`.
         overload: what the compiler's graphs call.
     """
 
@@ -250,7 +231,6 @@ class Op:
         return outputs if len(outputs) > 1 else outputs[0]
 
     def __call__(self, impl: Any, *args: Any, **options: Any) -> Any:
-        # A replay needs no check: it is found by the dtypes, shapes and devices of the arguments.
         self.check(*args, **options)
         return getattr(impl, self.name)(*self.check.laid_out(args), **options)
 
