@@ -9,9 +9,9 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import TransformerBlock, precompute_freqs_cis
 
 import titan_fp8
-from titan_fp8.compile.graph_passes import FewerOps
+from titan_fp8.compile.graph_passes import SmallerQuantizers
 from titan_fp8.compile.recomputation import with_recomputable_quantizers
-from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS
+from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, SMALLER_QUANTIZERS
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 
@@ -36,5 +36,5 @@ def converted(block: nn.Module, kind: str, compiled: bool) -> Callable[..., Tens
         fuse_feed_forwards(block)
         if compiled:
             RECOMPUTABLE_QUANTIZERS.apply(with_recomputable_quantizers)
-            FEWER_OPS.apply(FewerOps.after)
+            SMALLER_QUANTIZERS.apply(SmallerQuantizers.after)
     return torch.compile(block, fullgraph=True) if compiled else block

@@ -21,8 +21,8 @@ from bench.shapes import HOST_BLOCK, HOST_GROUPED, HOST_LINEAR, HOST_SMALL
 from torch import Tensor
 
 import titan_fp8
-from titan_fp8.compile.graph_passes import FewerOps
-from titan_fp8.patches import FEWER_OPS
+from titan_fp8.compile.graph_passes import SmallerQuantizers
+from titan_fp8.patches import SMALLER_QUANTIZERS
 from titan_fp8.recipe import BF16
 
 KINDS = (BF16, "blockwise", "rowwise")
@@ -39,7 +39,7 @@ def linear_step(m: int, n: int, k: int, compiled: bool, kind: str) -> Step:
     x, g, w = randn(m, k, requires_grad=True), randn(m, n), randn(n, k, requires_grad=True)
     product = linear_product(kind)
     if compiled:
-        FEWER_OPS.apply(FewerOps.after)
+        SMALLER_QUANTIZERS.apply(SmallerQuantizers.after)
         # A function of its own for each kind, so that none counts as another's recompilation.
         product = torch.compile(lambda x, w, product=product: product(x, w), fullgraph=True)
     return functools.partial(Layer(lambda x: product(x, w), (w,)).step, x, g)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
-from titan_fp8.compile.graph_passes import FewerOps
+from titan_fp8.compile.graph_passes import SmallerQuantizers
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import DTYPES, OPS, call, registry
@@ -28,7 +28,7 @@ def outputs(op, args):
 
 def test_every_op_is_called():
     called = {op.__name__ for op, _ in calls()}
-    assert called == {name.split("::")[1] for name in registered()} - {"sequence"} == set(OPS)
+    assert called == {name.split("::")[1] for name in registered()} == set(OPS)
 
 
 def registered() -> set[str]:
@@ -219,16 +219,15 @@ BACKWARD |= {"titan_fp8::blockwise_wgrad"}
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_the_profiler_sees_the_ops_of_a_layer(backend):
-    """Also those that compiled code calls as one sequence."""
     layer = torch.nn.Sequential(torch.nn.Linear(48, 32))
     titan_fp8.convert_linears(layer)
     x = torch.randn(5, 48, requires_grad=True)
-    with torch._inductor.config.patch(post_grad_custom_post_pass=FewerOps()):
+    with torch._inductor.config.patch(post_grad_custom_post_pass=SmallerQuantizers()):
         run = torch.compile(layer, backend=backend) if backend else layer
         run(x).sum().backward()
-        assert profiled(lambda: run(x)) - {"titan_fp8::sequence"} == FORWARD
+        assert profiled(lambda: run(x)) == FORWARD
         y = run(x).sum()
-        assert profiled(y.backward) - {"titan_fp8::sequence"} == BACKWARD
+        assert profiled(y.backward) == BACKWARD
 
 
 class Subclass(torch.Tensor):
@@ -284,11 +283,11 @@ before, infer = state(), torch.library.infer_schema
 if not (fork := os.fork()):
     torch.library.infer_schema = lambda *a, **b: infer(*a, **b).replace("emulate", "emulated")
 import titan_fp8.functional, titan_fp8.compile.recomputation
-from titan_fp8.compile.graph_passes import FewerOps
+from titan_fp8.compile.graph_passes import SmallerQuantizers
 assert state() == before
 if fork and os.wait()[1]:
     raise SystemExit("the other process failed")
-with config.patch(post_grad_custom_post_pass=FewerOps()):
+with config.patch(post_grad_custom_post_pass=SmallerQuantizers()):
     key, _ = compiled_fx_graph_hash(torch.fx.GraphModule({}, torch.fx.Graph()), [], {}, [])
 print(key)
 """

@@ -1,6 +1,6 @@
 """What torch.compile and activation checkpointing are told about FP8 ops."""
 
-from titan_fp8.patches import FEWER_OPS, RECOMPUTABLE_QUANTIZERS, SAC_POLICY
+from titan_fp8.patches import RECOMPUTABLE_QUANTIZERS, SAC_POLICY, SMALLER_QUANTIZERS
 
 
 def apply_patches(*, compiles: bool = True, recomputes: bool = True) -> None:
@@ -17,4 +17,4 @@ def apply_patches(*, compiles: bool = True, recomputes: bool = True) -> None:
     if compiles and recomputes:
         RECOMPUTABLE_QUANTIZERS.apply(recomputation.with_recomputable_quantizers)
     if compiles:
-        FEWER_OPS.apply(graph_passes.FewerOps.after)
+        SMALLER_QUANTIZERS.apply(graph_passes.SmallerQuantizers.after)

@@ -4,7 +4,7 @@ Importing this package registers them. `registry.py` says how an op is defined; 
 and `permute` define them.
 """
 
-from titan_fp8.ops import gemm, permute, quantize, sequence  # noqa: F401  (define the ops)
+from titan_fp8.ops import gemm, permute, quantize  # noqa: F401  (define the ops)
 from titan_fp8.ops.operands import DTYPES
 from titan_fp8.ops.registry import (
     OPS,

@@ -38,7 +38,7 @@ from titan_fp8.ops.operands import Check, TensorSpec
 
 NAMESPACE = "titan_fp8"
 OPS: dict[str, "Op"] = {}
-"""All ops but `sequence`, by name."""
+"""All ops, by name."""
 SCHEMAS: list[str] = []
 """The schemas of all ops. torch.compile's caches on disk do not notice that they have changed, so
 the passes over its graphs do (`compile/graph_passes.py`)."""
