@@ -212,9 +212,13 @@ class Op:
         prototype: Any = lambda: None  # noqa: E731
         prototype.__signature__ = signature.replace(parameters=parameters)
         OPS[name] = self
-        schema = torch.library.infer_schema(prototype, mutates_args=())
-        computed = functools.partial(compute, self)
-        self.overload: torch._ops.OpOverload = register(name, schema, computed, self.fake)
+        schema = name + torch.library.infer_schema(prototype, mutates_args=())
+        SCHEMAS.append(schema)
+        _library.define(schema)
+        _library.impl(name, functools.partial(compute, self), "CompositeExplicitAutograd")
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # There is no gradient.
+        torch.library.register_fake(f"{NAMESPACE}::{name}", self.fake, lib=_library)
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         setattr(DISPATCHED, name, self.overload)
         emulated = functools.partial(self.overload, emulate=True) if self.is_fp8 else self.overload
         setattr(EMULATED, name, emulated)
@@ -276,20 +280,3 @@ def composite(
     _, *parameters, _ = signature.parameters.values()
     parameters += (_option("scale_fmt", "fp32"),) if scaled else ()
     Op(name, signature.replace(parameters=parameters), outputs, operands, body)
-
-
-def register(
-    name: str, signature: str, run: Callable[..., Any], fake: Callable[..., Any]
-) -> torch._ops.OpOverload:
-    """Defines `torch.ops.titan_fp8.<name>`, which `run` computes.
-
-    Args:
-        signature: the arguments and results of its schema.
-        fake: makes the outputs of tensors without data.
-    """
-    _library.define(name + signature)
-    SCHEMAS.append(name + signature)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # There is no gradient.
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
