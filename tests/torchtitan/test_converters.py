@@ -18,7 +18,6 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE
 import titan_fp8
 from titan_fp8.host.torchtitan_0_2 import token_exchange
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
-from titan_fp8.host.torchtitan_0_2.moe_block import MoEBlock
 from titan_fp8.patches import Patch
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
@@ -247,14 +246,11 @@ def test_the_key_decides_about_all_that_is_not_fp8(tmp_path, name, recipe, speed
     is_moe = name == "deepseek_v3"
     config = job(tmp_path, name, *flags, *EP * is_moe, converters=CONVERTERS[name])
     with torch.autograd.set_multithreading_enabled(True):
-        model = convert(config, build(config), ranks=2)
+        convert(config, build(config), ranks=2)
         assert torch._C._is_multithreading_enabled() == (speedups == "False")
     gains = {"gradient reduction", "profiler ranges", *["token exchange"] * is_moe}
     assert replaced(patches.FOR_HOST) == (gains if speedups == "True" else set())
-    assert bool(of_type(model, MoEBlock)) == (speedups == "True" and is_moe)
-    # Compiled MoE blocks take a checkpoint's mode away, which the policy allows.
-    policy, of_fp8 = {"selective checkpointing policy"}, replaced(patches.FOR_FP8)
-    assert of_fp8 - policy if recipe != "bf16" else of_fp8 == (policy if is_moe else set())
+    assert bool(replaced(patches.FOR_FP8)) == (recipe != "bf16")
 
 
 DEEPEP = (*EP, "--parallelism.expert_parallel_comm_backend", "deepep")

@@ -189,8 +189,9 @@ def test_compiled_is_close_to_eager_and_compiles_once(job, products, model):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
         assert not torch._dynamo.utils.counters["graph_break"]
         assert distance(compiled, eager) < CLOSE * fp8_error
-        # One for all dense blocks, one for the loss, and one for blocks with experts.
-        assert graphs == {"llama3": 2, "deepseek_v3": 3}[model]
+        # One for all dense blocks and one for the loss; in blocks with experts those of the norms,
+        # attention, the router and the shared experts.
+        assert graphs == {"llama3": 2, "deepseek_v3": 6}[model]
 
 
 def test_compiled_experts_take_any_routing_without_compiling_again():

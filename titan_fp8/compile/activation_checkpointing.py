@@ -21,31 +21,19 @@ buffers in place, so a saved output may be overwritten before backward reads it,
 counter shows it. So no output of an FP8 op is saved in these blocks, and FP8 ops that are not part
 of compiled code skip the modes there (`modes_that_ignore_ops`). In bf16 no output of a GEMM is
 saved there either, because Inductor calls GEMMs without dispatch.
-
-An op that a mode sees takes the CPU about 20 us longer. `outside_checkpoint` takes the mode of such
-a block away while code runs that calls many ops of which few are saved; it calls those in
-`inside_checkpoint`. The recomputation does the same, so it finds what forward has saved.
 """
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _pop_mode,
-    _pop_mode_temporarily,
-    _push_mode,
-)
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_fp8.ops.registry import mode_ignores_ops, modes_that_ignore_ops
+from titan_fp8.ops.registry import modes_that_ignore_ops
 from titan_fp8.recipe import RECIPES
 
 _FPROPS = {recipe.fprop.op.overload for recipe in RECIPES.values()}
@@ -108,44 +96,3 @@ def _fp8_policy(policy: Callable, compiled_in_parts: bool) -> Callable:
 def _is_running(args: tuple) -> bool:
     """True if an op with these arguments executes on real tensors, not while tracing."""
     return type(args[0]) is Tensor
-
-
-class _Left(threading.local):
-    """The mode that `outside_checkpoint` has taken away in this thread, until it is back."""
-
-    mode: TorchDispatchMode | None = None
-
-
-_left = _Left()
-
-
-@contextlib.contextmanager
-def outside_checkpoint() -> Iterator[None]:
-    """Takes the dispatch mode of a checkpoint away if it is the only one and ignores FP8 ops.
-
-    Ops of which the checkpoint may save the output must be called in `inside_checkpoint`.
-    """
-    if not mode_ignores_ops():
-        yield
-        return
-    with _pop_mode_temporarily() as _left.mode:
-        try:
-            yield
-        finally:
-            _left.mode = None
-
-
-@contextlib.contextmanager
-def inside_checkpoint() -> Iterator[None]:
-    """In `outside_checkpoint`, brings the mode back; elsewhere it changes nothing."""
-    mode = _left.mode
-    if mode is None:
-        yield
-        return
-    _left.mode = None
-    _push_mode(mode)
-    try:
-        yield
-    finally:
-        _pop_mode()
-        _left.mode = mode

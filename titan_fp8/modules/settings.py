@@ -61,9 +61,9 @@ class LinearSettings(Settings):
 
     host_speedups: bool | None = None
     """Whether to use what speeds torchtitan and FSDP2 up and is not FP8: permutation by gathers and
-    the exchange of tokens, MoE blocks compiled up to the experts, bf16 gradients sent as bf16,
-    backward on the calling thread. Applies to experts, too. The default is true with FP8, and false
-    with recipe "bf16", which then is torchtitan as it is."""
+    the exchange of tokens, bf16 gradients sent as bf16, backward on the calling thread. Applies to
+    experts, too. The default is true with FP8, and false with recipe "bf16", which then is
+    torchtitan as it is."""
 
 
 @dataclass(kw_only=True)

@@ -74,7 +74,7 @@ class _Converter(QuantizationConverter):
             self.gather_in_fp8(model)
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
         if ours[-1] == self.name:  # Once for both converters, when all is converted.
-            speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
+            speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2)
 
     def prepare(self, emulate: bool) -> None:
         """Checks that the job can run FP8 layers, and applies their patches."""

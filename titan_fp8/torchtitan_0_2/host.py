@@ -10,15 +10,12 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8 import fsdp
-from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
-from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.peer_exchange import reach_each_other
 from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of
-from titan_fp8.patches import SAC_POLICY
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, experts_recipe, host_speedups_of
@@ -30,7 +27,6 @@ def speed_up(
     job_config: JobConfig,
     parallel_dims: ParallelDims,
     uses_fsdp2: bool,
-    compiles: bool,
 ) -> None:
     """Switches on what the job has use for, if `host_speedups` says so, in place.
 
@@ -66,13 +62,6 @@ def speed_up(
             if isinstance(module, GatherMoE) and module.exchange_capacity is None:
                 module.exchange_capacity = section.exchange_capacity
                 module.exchanges_in_fp8 = False
-    # Under TP, MoE blocks have hooks that forbid it.
-    if not (layers and on and compiles) or parallel_dims.tp_enabled:
-        return
-    if blocks := compile_up_to_experts(model, job_config.compile.backend):
-        # In these blocks it takes the checkpoint's dispatch mode away from ops that are not saved.
-        SAC_POLICY.apply(with_fp8_policy)
-        logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
 def _capture_steps(

@@ -5,8 +5,6 @@ also rounds more often in two places: it rounds a token's gradient after each su
 autocast it sums the outputs in bf16.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
@@ -14,19 +12,7 @@ from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
 from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
-from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
-
-
-class Routed(NamedTuple):
-    """The tokens of a batch, and their copies for the experts."""
-
-    tokens: Tensor  # (T, dim)
-    copies: Tensor | None  # (R, dim), sorted by expert; None if tokens are exchanged
-    counts: Tensor  # (experts,), the copies for each
-    slots: Tensor  # (R,), of each copy, as in `permute.Expand`
-    rows: Tensor  # (T, k), of each slot, as there
-    scores: Tensor | None  # (T, k), weights of the experts' outputs; None if copies are weighted
-    chosen: Tensor  # (T, k), the expert of each slot
+from titan_fp8.modules.feed_forward import has_hooks
 
 
 class GatherMoE(MoE):
@@ -40,63 +26,35 @@ class GatherMoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, seq, dim) to the same shape."""
-        return self.finish(self.route(x.flatten(0, -2), self.router, self.reorderer)).view_as(x)
-
-    def route(self, tokens: Tensor, router: nn.Module, reorderer: nn.Module) -> Routed:
-        """Chooses the experts of tokens (T, dim), and copies the tokens for them.
-
-        `router` and `reorderer` are those of this layer, with or without the compiler.
-        """
-        scores, chosen, counts = router(tokens, self.expert_bias)
+        tokens = x.flatten(0, -2)
+        scores, chosen, counts = self.router(tokens, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        if _sorts_all_slots(reorderer):
+        if _sorts_all_slots(self.reorderer):
             # What it computes, but it would also count the slots again and sort the scores.
             slots = slots_by_expert(chosen, len(self.tokens_per_expert))
         else:
             # Under sequence parallelism these are only the slots of this rank's tokens.
-            _, slots, counts = reorderer(scores, chosen)
+            _, slots, counts = self.reorderer(scores, chosen)
         rows = rows_of_slots(slots, scores)
-        if self.exchange_capacity is not None:
-            return Routed(tokens, None, counts, slots, rows, scores, chosen)
-        before, after = (scores, None) if self.score_before_experts else (None, scores)
-        copies = Expand.call(tokens, slots, rows, before)
-        return Routed(tokens, copies, counts, slots, rows, after, chosen)
-
-    def finish(self, routed: Routed) -> Tensor:
-        """The experts and what follows them: (T, dim)."""
-        tokens, copies, counts, slots, rows, scores, chosen = routed
-        if copies is None:
-            assert scores is not None and self.exchange_capacity is not None
-            how = self.score_before_experts, self.exchange_capacity, self.exchanges_in_fp8
+        if (capacity := self.exchange_capacity) is not None:
+            how = self.score_before_experts, capacity, self.exchanges_in_fp8
             out = self.experts(tokens, Exchanged(rows, chosen, counts, slots, scores, *how))
         else:
-            copies = self.experts(copies, counts)
+            before, after = (scores, None) if self.score_before_experts else (None, scores)
+            copies = self.experts(Expand.call(tokens, slots, rows, before), counts)
         # Computed here to overlap with the all-to-all that returns the copies.
-        shared_experts = _without_compiler(self.shared_experts)
-        shared = None if shared_experts is None else shared_experts(tokens)
-        if copies is not None:
-            out = Combine.call(copies, slots, rows, scores)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        if capacity is None:
+            out = Combine.call(copies, slots, rows, after)
         out = out.to(tokens.dtype)
-        return out if shared is None else shared + out
+        return (out if shared is None else shared + out).view_as(x)
 
 
 def _sorts_all_slots(reorderer: nn.Module) -> bool:
     """Whether it is torchtitan's, without hooks such as those of sequence parallelism."""
     original = reorderer._orig_mod if isinstance(reorderer, OptimizedModule) else reorderer
     return type(original) is TokenReorderer and not (has_hooks(reorderer) or has_hooks(original))
-
-
-def _without_compiler(module: nn.Module | None) -> nn.Module | None:
-    """The feed-forward inside a compiled `module`, if it runs fused; otherwise `module`.
-
-    The ops of a fused feed-forward leave the compiler nothing to fuse, and calling them takes less
-    CPU time than calling compiled code.
-    """
-    if not isinstance(module, OptimizedModule) or has_hooks(module):
-        return module
-    original = module._orig_mod
-    return original if isinstance(original, FP8FeedForward) and original.runs_fused() else module
 
 
 def route_by_gathers(model: nn.Module) -> int:

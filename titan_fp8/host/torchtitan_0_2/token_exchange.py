@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.compile.activation_checkpointing import inside_checkpoint
 from titan_fp8.functional.function import no_double_backward
 from titan_fp8.host.permute import Permutation, sort_back, sort_by_expert
 
@@ -33,7 +32,7 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group_name: str)
 
     There is no gradient. In an op-level checkpoint forward saves what it has received.
     """
-    with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
+    with torch._C._AutoDispatchBelowAutograd():
         return _c10d.all_to_all_single.default(x, received, sent, group_name)
 
 
@@ -54,9 +53,7 @@ def exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[l
     with torch.no_grad():
         parts = [len(counts) // group.size()] * group.size()
         received = wait_for(all_to_all(counts, parts, parts, group.group_name))
-        splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
-        with inside_checkpoint():
-            splits = splits.to("cpu")
+        splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1).to("cpu")
     return received, splits.tolist()
 
 
