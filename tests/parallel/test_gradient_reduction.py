@@ -101,7 +101,7 @@ def test_gradients_of_what_one_rank_has_whole_are_divided_in_place(dtype, factor
     with one_process():
         expected = gradients((1,), dtype, factor, False)
         found, seen = patched_gradients((1,), dtype, factor)
-    assert seen == [(dtype, "OneBuffer"), (FP32, "DefaultReduceScatter")]
+    assert seen == [(dtype, "OneBuffer"), (dtype, "DefaultReduceScatter")]
     assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {dtype}
 
 

@@ -18,8 +18,8 @@ A unit that one rank has whole, such as experts under as much expert parallelism
 has nothing to reduce, and FSDP2 still copies its gradients to FP32, divides them, copies them and
 casts them to the dtype of the parameters. Here they are copied to that dtype and divided in place:
 8 bytes per element instead of 28 for bf16 parameters, 14 instead of 22 for FP32. The results are
-the same: both ways divide in FP32 and round once. Gradients that are added to earlier ones take
-FSDP2's way.
+the same: both ways divide in FP32 and round once. Gradients that are added to earlier ones are
+copied once more.
 
 FSDP2 allocates what it reduces on a stream of its own, and the caching allocator gives memory of
 one stream to no other: what it holds there at the end of backward, all gradients of the rank, is
@@ -58,16 +58,11 @@ def in_bf16(foreach_reduce: Callable) -> Callable:
         group = given["reduce_scatter_group"]
         are_bf16 = all(gradient.dtype == torch.bfloat16 for gradient in given["unsharded_grads"])
         if group is not None and are_bf16 and not given.get("force_sum_reduction_for_comms"):
-            divisor, dtype = given["gradient_divide_factor"], given["orig_dtype"]
-            if not _become_gradients(given):
-                dtype = None
-            if group.size() == 1 and given["all_reduce_group"] is None and dtype is not None:
-                given["reduce_dtype"], given["gradient_divide_factor"] = dtype, None
-                given["reduce_scatter_comm"] = OneBuffer()
-                if divisor is not None:
-                    given["all_reduce_hook"] = lambda gradients: gradients.div_(divisor)
+            if _stays_on_its_rank(given):
+                _divide_in_place(given)
             elif _can_be_exchanged(given):
-                scale = 1 / (divisor or group.size())
+                scale = 1 / (given["gradient_divide_factor"] or group.size())
+                dtype = given["orig_dtype"] if _become_gradients(given) else None
                 given["reduce_scatter_comm"] = GradientExchange(scale, group.size(), dtype)
         return foreach_reduce(**given)
 
@@ -87,6 +82,29 @@ def noting_accumulation(to_accumulated_grad: Callable) -> Callable:
         to_accumulated_grad(param)
 
     return accumulate
+
+
+def _stays_on_its_rank(given: dict[str, Any]) -> bool:
+    """Whether these arguments of `foreach_reduce` only copy and divide gradients."""
+    return (
+        given["reduce_scatter_group"].size() == 1
+        and given["all_reduce_group"] is None
+        and given["all_reduce_hook"] is None
+    )
+
+
+def _divide_in_place(given: dict[str, Any]) -> None:
+    """Has `foreach_reduce` divide gradients of one rank in one buffer, if they become `.grad`.
+
+    Those that are added to earlier ones are copied, in bf16 if the parameters are.
+    """
+    becomes, divisor = _become_gradients(given), given["gradient_divide_factor"]
+    if becomes or given["orig_dtype"] == torch.bfloat16:
+        given["reduce_dtype"] = given["orig_dtype"]
+    if becomes:
+        given["reduce_scatter_comm"], given["gradient_divide_factor"] = OneBuffer(), None
+        if divisor is not None:
+            given["all_reduce_hook"] = lambda gradients: gradients.div_(divisor)
 
 
 def _become_gradients(given: dict[str, Any]) -> bool:
