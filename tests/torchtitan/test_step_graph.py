@@ -144,28 +144,37 @@ EP = ("--parallelism.expert_parallel_degree", 2, *FSDP)
 FP8 = (f"--{GROUPED_MM}.exchange", "fp8")
 
 
-def train_ranks(rank: int, folder: Path, text: Path, *exchange: str) -> None:
-    """On one of two ranks, with evaluations, after which FSDP2 leaves weights gathered."""
+def check_the_same(rank, folder: Path, text: Path, config: str, flags, run, replays: int) -> None:
+    """On one of two ranks `run` returns the same tensors of a trainer with and without a graph."""
     folder = folder / str(rank)
     folder.mkdir()
     runs = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulate(monkeypatch)
         for key in ((), KEY):
-            flags = (*training(text, folder), *EP, *exchange, *key, *ONE_BLOCK)
-            with trainer(parse(folder, toml("deepseek_v3"), *flags)) as t:
-                Graph.model = model = t.model_parts[0]
-                batches, found = t.batch_generator(t.dataloader), []
-                for t.step in range(1, 8):
-                    t.train_step(batches)
-                    found += [p.grad.to_local().clone() for p in model.parameters()]
-                    with torch.no_grad():
-                        found.append(model(batch(t)[0]["input"]))
-            runs.append(found)
-        assert Graph.replays == 4
+            with trainer(parse(folder, config, *training(text, folder), *flags, *key)) as t:
+                Graph.model = t.model_parts[0]
+                runs.append(run(t, Graph.model))
+        assert Graph.replays == replays
     # The CPU divides by a number, and does not multiply by the inverse.
     for want, got in zip(*runs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+def train_ranks(rank: int, folder: Path, text: Path, *exchange: str) -> None:
+    """With evaluations, after which FSDP2 leaves weights gathered."""
+
+    def run(t, model) -> list[torch.Tensor]:
+        batches, found = t.batch_generator(t.dataloader), []
+        for t.step in range(1, 8):
+            t.train_step(batches)
+            found += [p.grad.to_local().clone() for p in model.parameters()]
+            with torch.no_grad():
+                found.append(model(batch(t)[0]["input"]))
+        return found
+
+    flags = *EP, *exchange, *ONE_BLOCK
+    check_the_same(rank, folder, text, toml("deepseek_v3"), flags, run, 4)
 
 
 @pytest.mark.parametrize("exchange", [(), FP8], ids=["bf16", "fp8"])
@@ -186,24 +195,17 @@ def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
 
 def step_of_another_form(rank: int, folder: Path, text: Path) -> None:
     """Rank 1 gets a batch of another shape after an evaluation, and the others replay."""
-    folder = folder / str(rank)
-    folder.mkdir()
-    runs = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        simulate(monkeypatch)
-        for key in ((), KEY):
-            flags = (*training(text, folder), *FSDP, *key)
-            with trainer(parse(folder, toml("llama3", (LINEAR,)), *flags)) as t:
-                Graph.model = model = t.model_parts[0]
-                for step in range(1, 6):
-                    gradients(t, step)
-                with torch.no_grad():
-                    model(batch(t)[0]["input"])
-                last = gradients(t, 6, 64 if rank else 96)
-                runs.append([g.to_local() if hasattr(g, "to_local") else g for g in last])
-        assert Graph.replays == (2 if rank else 3)
-    for want, got in zip(*runs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+    def run(t, model) -> list[torch.Tensor]:
+        for step in range(1, 6):
+            gradients(t, step)
+        with torch.no_grad():
+            model(batch(t)[0]["input"])
+        last = gradients(t, 6, 64 if rank else 96)
+        return [g.to_local() if hasattr(g, "to_local") else g for g in last]
+
+    config, replays = toml("llama3", (LINEAR,)), 2 if rank else 3
+    check_the_same(rank, folder, text, config, FSDP, run, replays)
 
 
 def test_ranks_that_replay_and_ranks_that_do_not_run_together(tmp_path, text):
