@@ -202,7 +202,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-12"), help="default: 1-12")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--gpus-per-run", type=int, default=1)
-    parser.add_argument("--text", type=Path, default=ROOT / "data/paired/text.npz")
+    parser.add_argument("--text", type=Path, default=ROOT / "outputs/converge/text.npz")
     parser.add_argument("--results", type=Path, default=ROOT / "outputs/converge/results.jsonl")
     parser.add_argument("--known", type=Path, nargs="+", default=[], help="more results files")
     end = argv.index("--") if "--" in argv else len(argv)
