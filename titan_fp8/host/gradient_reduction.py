@@ -103,7 +103,7 @@ def _divide_in_place(given: dict[str, Any]) -> None:
         given["reduce_dtype"] = given["orig_dtype"]
     if becomes:
         given["reduce_scatter_comm"], given["gradient_divide_factor"] = OneBuffer(), None
-        if divisor is not None:
+        if divisor not in (None, 1):
             given["all_reduce_hook"] = lambda gradients: gradients.div_(divisor)
 
 
