@@ -90,7 +90,7 @@ class FP8GroupedExpertsConverter(_Converter):
         where = "FP8GroupedExpertsConverter:"
         fsdp_all_gather: bool = False
         host_speedups: bool | None = None
-        """As in FP8LinearConverter."""
+        """As in FP8LinearConverter. FSDP2 is sped up if either converter says so."""
 
     kind = "grouped experts"
     convert_configs = staticmethod(convert_experts)
