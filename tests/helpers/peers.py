@@ -30,7 +30,7 @@ def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 class Peers:
     """As `PeerExchange` of rows in high precision."""
 
-    def __init__(self, group, *, tokens, top_k, dim, experts, capacity, dtype, alignment, key=""):
+    def __init__(self, group, *, tokens, top_k, dim, experts, capacity, dtype, alignment, **_):
         self.group, self.rank, self.top_k = group, group.rank(), top_k
         self.local, self.tokens = experts // group.size(), tokens
         self.capacity, self.alignment = capacity, alignment

@@ -40,6 +40,7 @@ from torchtitan.distributed import ParallelDims
 from titan_fp8.fsdp import runs_on
 from titan_fp8.host import exchange
 from titan_fp8.host.torchtitan_0_2 import step_graph
+from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
 from titan_fp8.patches import Target
 from titan_fp8.torchtitan_0_2 import host
@@ -266,7 +267,7 @@ def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog
             gradients(t, seed)
     assert not Graph.replays
     (warning,) = [r.getMessage() for r in caplog.records if "cuda_graph" in r.getMessage()]
-    assert warning.startswith(f"titan_fp8: [{LINEAR}] cuda_graph changes nothing")
+    assert warning.startswith(f"titan_fp8: [{LINEAR}] cuda_graph: no step is captured")
     assert warning.endswith("the CPU waits for the GPU at moe.py:7")
 
 
@@ -415,10 +416,12 @@ def test_checkpoints_preserve_no_state_of_random_numbers(waiting, tmp_path, capl
 
 
 def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):
-    config = job(tmp_path, "llama3", *KEY, converters=(LINEAR,))
-    convert(config, build(config))
+    config = job(tmp_path, "deepseek_v3", *KEY, *EP)
+    model = build(config)
+    convert(config, model, 2)
     assert "cuda_graph changes nothing without a CUDA GPU" in caplog.text
     assert config.activation_checkpoint.preserve_rng_state
+    assert {x.exchange_capacity for x in model.modules() if isinstance(x, GatherMoE)} == {None}
 
 
 def test_the_baseline_of_a_file_is_stock_torchtitan(waiting, tmp_path, caplog):

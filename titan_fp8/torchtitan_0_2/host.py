@@ -10,6 +10,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8 import fsdp
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
+from titan_fp8.host.exchange import TIMEOUT_S
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.peer_exchange import reach_each_other
@@ -19,7 +20,7 @@ from titan_fp8.modules.checks import permutation_of
 from titan_fp8.patches import SAC_POLICY
 from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2 import patches
-from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, experts_recipe, host_speedups_of
+from titan_fp8.torchtitan_0_2.config import experts_recipe, host_speedups_of
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts
 
 
@@ -42,7 +43,7 @@ def speed_up(
         torch.autograd.set_multithreading_enabled(False)
         if uses_fsdp2:
             speed_up_fsdp2()
-    _capture_steps(model, job_config, parallel_dims)
+    captures = _capture_steps(model, job_config, parallel_dims)
     section = job_config.quantize.grouped_mm.titan_fp8
     if permutation_of(section.permutation, on) == "host":
         return
@@ -58,12 +59,11 @@ def speed_up(
     if layers and parallel_dims.ep_enabled:
         has_hooks = patches.TOKEN_EXCHANGE.apply(lambda _: token_dispatch, lambda _: token_combine)
     if section.exchange == "fp8" and experts_recipe(job_config.quantize) != BF16:
-        _exchange_in_fp8(model, section, parallel_dims.ep_enabled, has_hooks)
-    if job_config.quantize.linear.titan_fp8.cuda_graph and has_hooks:
+        _exchange_in_fp8(model, job_config, parallel_dims.ep_enabled, has_hooks)
+    if captures and has_hooks:
         for module in model.modules():
             if isinstance(module, GatherMoE) and module.exchange_capacity is None:
-                module.exchange_capacity = section.exchange_capacity
-                module.exchanges_in_fp8 = False
+                _exchange(module, job_config, in_fp8=False)
     # Under TP, MoE blocks have hooks that forbid it.
     if not (layers and on and compiles) or parallel_dims.tp_enabled:
         return
@@ -73,8 +73,8 @@ def speed_up(
         logger.info(f"titan_fp8: {blocks} MoE blocks are compiled up to the experts")
 
 
-def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-    """Has the trainer capture its steps, if `cuda_graph` says so.
+def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
+    """Has the trainer capture its steps, if `cuda_graph` says so, and returns whether it does.
 
     Then checkpoints preserve no state of a random number generator: a capture cannot read it.
 
@@ -89,7 +89,7 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
         if section.cuda_graph:
             logger.warning(f"titan_fp8: {key} changes nothing without {lacking[0]}")
         fsdp.runs_on(None)
-        return
+        return False
     if reason := _why_not_captured(model, job_config, parallel_dims):
         raise ValueError(f"{key} = True: {reason}")
     without = ""
@@ -109,6 +109,7 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
         f"CUDA graph, if nothing in them waits for the CPU{without}"
     )
+    return True
 
 
 def _preserves_rng_state(job_config: JobConfig) -> bool:
@@ -156,14 +157,14 @@ def _why_not_captured(model: nn.Module, job_config: JobConfig, dims: ParallelDim
 
 
 def _exchange_in_fp8(
-    model: nn.Module, section: TitanFP8GroupedMM, ep_enabled: bool, has_hooks: bool
+    model: nn.Module, job_config: JobConfig, ep_enabled: bool, has_hooks: bool
 ) -> None:
     """Lets converted experts exchange their tokens in FP8; warns if nothing is exchanged.
 
     Raises:
         RuntimeError: torchtitan's hooks for the exchange are not those that could be replaced.
     """
-    where = f'{section.where} exchange = "fp8"'
+    where = f'{job_config.quantize.grouped_mm.titan_fp8.where} exchange = "fp8"'
     if not ep_enabled:
         logger.warning(f"titan_fp8: {where} changes nothing: there is no expert parallelism")
         return
@@ -178,5 +179,13 @@ def _exchange_in_fp8(
     if not has_hooks:
         raise RuntimeError(f"{where}: not with the hooks of this version of torchtitan")
     for layer in layers:
-        layer.exchange_capacity = section.exchange_capacity
+        _exchange(layer, job_config, in_fp8=True)
     logger.info(f"titan_fp8: {len(layers)} MoE layers exchange their tokens in FP8")
+
+
+def _exchange(layer: GatherMoE, job_config: JobConfig, in_fp8: bool) -> None:
+    """Lets the tokens of a layer travel to its experts (`GatherMoE.exchange_capacity`)."""
+    comm = job_config.comm
+    layer.exchange_capacity = job_config.quantize.grouped_mm.titan_fp8.exchange_capacity
+    layer.exchange_timeout_s = max(TIMEOUT_S, comm.init_timeout_seconds, comm.train_timeout_seconds)
+    layer.exchanges_in_fp8 = in_fp8

@@ -239,6 +239,7 @@ class Exchanged:
         scores: (T, k) FP32.
         before: the scores weight the copies of the tokens, not the outputs.
         capacity: the rows that a rank can get, relative to balanced routing.
+        timeout_s: as in `PeerExchange`.
         in_fp8: the experts exchange the tokens, in FP8; otherwise the hooks do.
     """
 
@@ -249,12 +250,15 @@ class Exchanged:
         counts: Tensor,
         slots: Tensor,
         scores: Tensor,
+        *,
         before: bool,
         capacity: float,
+        timeout_s: float,
         in_fp8: bool,
     ):
         self.routing = order, chosen, counts, slots
-        self.scores, self.before, self.capacity, self.in_fp8 = scores, before, capacity, in_fp8
+        self.scores, self.before, self.in_fp8 = scores, before, in_fp8
+        self.capacity, self.timeout_s = capacity, timeout_s
         self.group: ProcessGroup | None = None
 
     def dispatch(self, x: Tensor, experts: nn.Module, mesh: DeviceMesh) -> tuple[Tensor, Any]:
@@ -304,17 +308,22 @@ class Exchanged:
         order, _, counts, slots = self.routing
         sizes = *x.shape, order.shape[1], len(counts), len(slots), self.capacity
         assert self.group is not None
-        return _peer_exchange(self.group, *sizes, dtype, alignment)
+        return _peer_exchange(self.group, *sizes, self.timeout_s, dtype, alignment)
 
 
 @functools.cache
 def reach_each_other(group: ProcessGroup) -> bool:
-    """Whether each rank's GPU can write to the memory of the others; a collective at first."""
+    """Whether each rank's GPU can write to the memory of the others; a collective at first.
+
+    Ranks that see one GPU each, all of them under the same index, are not told apart by PyTorch's
+    symmetric memory.
+    """
     mine = here, device = socket.gethostname(), torch.cuda.current_device()
     all_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(all_ranks, mine, group=group)
+    del all_ranks[group.rank()]
     reachable = all(
-        host == here and (other == device or torch.cuda.can_device_access_peer(device, other))
+        host == here and other != device and torch.cuda.can_device_access_peer(device, other)
         for host, other in all_ranks
     )
     answers: list[Any] = [None] * group.size()
@@ -331,6 +340,7 @@ def _peer_exchange(
     experts: int,
     copies: int,
     factor: float,
+    timeout_s: float,
     dtype: torch.dtype,
     alignment: int,
 ) -> PeerExchange:
@@ -338,7 +348,7 @@ def _peer_exchange(
     exchange = PeerExchange(
         group, tokens=tokens, top_k=top_k, dim=dim, experts=experts,
         capacity=rows_for(tokens, top_k, experts, group.size(), factor, copies),
-        dtype=dtype, alignment=alignment,
+        dtype=dtype, alignment=alignment, timeout_s=timeout_s,
         key="[quantize.grouped_mm.titan_fp8] exchange_capacity",
     )  # fmt: skip
     logger.info(

@@ -298,7 +298,7 @@ class StepGraph:
         if places:
             self.can_capture = False
             logger.warning(
-                f"titan_fp8: {self.key} changes nothing: no step is captured as a CUDA graph, "
+                f"titan_fp8: {self.key}: no step is captured as a CUDA graph, "
                 f"because the CPU waits for the GPU at {', '.join(places)}"
             )
         return loss
