@@ -36,7 +36,9 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
         )
     of_file = [] if file is None else ["--job.config_file", file]
     try:
-        return ConfigManager().parse_args([*of_file, *flags])
+        config = ConfigManager().parse_args([*of_file, *flags])
+        custom_import(config)
+        return config
     except Exception as error:
         what = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         raise ValueError(what if file is None else f"--config = {file}: {what}") from error
@@ -67,7 +69,6 @@ class Run:
 
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
-        custom_import(config)
         training = config.training  # torchtitan takes values of any type from a TOML
         if type(length := training.seq_len) is not int or not 1 <= length < 2**31:
             raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
