@@ -298,7 +298,7 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
         ([*RUN, "--tp", "0"], "--tp = 0: allowed are positive integers"),
         (
             ["step-2", "job.toml/out", "--config", "job.toml"],
-            "Not a directory: 'job.toml",
+            "File exists: 'job.toml'",
         ),
         (
             ["step-2", "out", "--model.name", "llama4", "--model.flavor", "8B"],

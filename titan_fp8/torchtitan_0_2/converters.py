@@ -10,7 +10,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from titan_fp8.compile import apply_patches
 from titan_fp8.fsdp import gather_in_fp8, requantize
@@ -123,12 +122,6 @@ class _Converter(QuantizationConverter):
             self.gathers_in_fp8 = True
             report = gather_in_fp8(model, self.layer_class)
             log_gathers(f"[{self.name}]", f"{len(report.converted)} weights", report)
-        elif self.parallel_dims.fsdp_enabled:
-            logger.info(
-                f"titan_fp8: [{self.name}] fsdp_all_gather has no effect: model.name = "
-                f"{self.job_config.model.name!r} does not use FSDP2, and weights are gathered in "
-                "high precision"
-            )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Has the shards that FSDP2 gathers in FP8 quantized. Ops quantize all other operands."""
