@@ -34,8 +34,6 @@ SEED_WARNING = (
 
 BYTES_PER_PARAMETER = 16
 """Of a parameter, its gradient and AdamW's state, in FP32."""
-MOST_PARAMETERS = 10**9
-"""Of a model that trains on CPUs, however much memory they have."""
 
 IN_FP32 = {"--training.mixed_precision_param": ("float32",)}
 """Where oneDNN has no kernels for bf16 products, PyTorch's own are up to 60 times slower."""
@@ -87,15 +85,11 @@ def memory_of_machine() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_size(name: str, parameters: int, trains: bool) -> None:
-    """Refuses a model that this machine has no memory for, or that would train for ages.
-
-    Raises:
-        ValueError: it has too many parameters; `trains` is false if it only writes a checkpoint.
-    """
-    fit = memory_of_machine() // BYTES_PER_PARAMETER
-    allowed = min(fit, MOST_PARAMETERS) if trains else fit
-    if parameters > allowed:
+def check_size(name: str, build: Callable[[], torch.nn.Module]) -> None:
+    """Refuses a model that this machine has no memory for, by a ValueError."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build().parameters())
+    if parameters > (allowed := memory_of_machine() // BYTES_PER_PARAMETER):
         raise ValueError(
             f"{name} has {parameters / 1e9:,.1f} billion parameters, and no GPU was found: allowed "
             f"on this CPU are {allowed / 1e9:,.1f} billion. Use GPUs, or a smaller flavor such as "
