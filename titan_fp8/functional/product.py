@@ -95,6 +95,28 @@ def _forward(
     return y_MN if bias is None else y_MN + bias.to(spec.dtype), saved
 
 
+def spec_of(
+    x: Tensor,
+    weights: dict[str, Weight],
+    recipe: str,
+    emulate: bool,
+    aligned: bool = False,
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> ProductSpec:
+    """Checks the arguments of a function, shapes apart, and returns what its products need."""
+    get_recipe(recipe)
+    check_bool("emulate", emulate)
+    check_bool("aligned", aligned)
+    check_types(x=x)
+    check_types(WEIGHTS, **weights)
+    check_types(OPTIONAL, bias=bias, offs=offs)
+    in_high_precision = {name: check_weight(name, w, recipe) for name, w in weights.items()}
+    check_devices(x, **weights, bias=bias, offs=offs)
+    dtype = compute_dtype(x, **in_high_precision, bias=bias)
+    return ProductSpec(recipe, emulate, aligned, dtype)
+
+
 def product(
     x_MK: Tensor,
     weights: Sequence[Weight],
@@ -160,11 +182,7 @@ def fp8_linear(
             is allowed.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
-    get_recipe(recipe)
-    check_bool("emulate", emulate)
-    check_types(x=x)
-    check_types(WEIGHTS, weight=weight)
-    check_types(OPTIONAL, bias=bias)
+    spec = spec_of(x, {"weight": weight}, recipe, emulate, bias=bias)
     if x.dim() < 1 or len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
@@ -172,9 +190,6 @@ def fp8_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
-    w = check_weight("weight", weight, recipe)
-    check_devices(x, weight=weight, bias=bias)
-    spec = ProductSpec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
     if x.dim() == 2:
         return product(x, (weight,), bias, None, spec)
     y_MN = product(x.reshape(-1, x.shape[-1]), (weight,), bias, None, spec)
@@ -210,18 +225,11 @@ def fp8_grouped_mm(
     Raises:
         ValueError, RuntimeError: as `fp8_linear`; ValueError also for other dtypes of offs.
     """
-    get_recipe(recipe)
-    check_bool("emulate", emulate)
-    check_bool("aligned", aligned)
-    check_types(x=x)
-    check_types(WEIGHTS, weight=weight)
+    spec = spec_of(x, {"weight": weight}, recipe, emulate, aligned, offs=offs)
     if x.dim() != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
             "allowed are (M, K) and (E, N, K)"
         )
     offs = checked_offs(offs, weight.shape[0])
-    w = check_weight("weight", weight, recipe)
-    check_devices(x, weight=weight, offs=offs)
-    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, weight=w))
     return product(x, (weight,), None, offs, spec)
