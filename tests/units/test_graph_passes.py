@@ -197,11 +197,6 @@ def test_passes_of_others_run_first_and_decide_what_is_cached():
     assert FewerOps.after(other).uuid() not in (None, alone.uuid())
 
 
-def test_a_sequence_takes_no_other_arguments():
-    with pytest.raises(TypeError, match=r"no argument of a sequence: \[1\]"):
-        encode([Step("quantize_row", ([1],), {})], [])
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
