@@ -1,6 +1,6 @@
 """What the autograd functions of titan_fp8 refuse: they have first derivatives only.
 
-PyTorch itself refuses forward-mode derivatives.
+PyTorch itself refuses forward-mode derivatives and batched gradients.
 """
 
 import functools
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 
 def in_transform() -> bool:
@@ -24,14 +23,8 @@ def in_transform() -> bool:
 in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _is_batched(x: Tensor) -> bool:
-    return is_legacy_batchedtensor(x) or is_batchedtensor(x)
-
-
 def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the `backward` of an autograd function, so that create_graph=True is an error.
-
-    So is is_grads_batched=True.
 
     PyTorch's `once_differentiable` raises only if an incoming gradient requires grad. Otherwise it
     returns wrong second derivatives.
@@ -44,8 +37,6 @@ def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
             return once_differentiable(ctx, *gradients)
         if torch.is_grad_enabled():
             raise RuntimeError("titan_fp8 has no second derivatives: create_graph must be False")
-        if any(map(_is_batched, gradients)):
-            raise RuntimeError("titan_fp8 has no batched gradients: is_grads_batched must be False")
         return backward(ctx, *gradients)
 
     return checked
