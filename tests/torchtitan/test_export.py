@@ -213,37 +213,11 @@ def test_a_run_starts_from_an_export(model, tmp_path, text):
         check_loaded(t, run, expected)
 
 
-INCOMPLETE = "has quantized weights, and quant_method = None .* is an incomplete export"
-FLAG = "has FP8 weights, and checkpoint.initial_load_in_hf_quantized = false"
-
-
-@pytest.mark.parametrize(
-    "model, flags, old, new, message",
-    [
-        ("llama3", LOAD_EXPORT[:1], "", "", FLAG),
-        ("deepseek_v3", LOAD_EXPORT[:1], "", "", FLAG),
-        ("llama3", LOAD_EXPORT, None, None, INCOMPLETE),
-        ("deepseek_v3", LOAD_EXPORT[:1], None, None, INCOMPLETE),
-        ("llama3", LOAD_EXPORT, '"fp8"', '"fbgemm_fp8"', "quant_method = 'fbgemm_fp8' .* only 'fp"),
-        ("llama3", LOAD_EXPORT, '"fp8"', '"fp8",",', "config.json: "),
-        (
-            "llama3",
-            LOAD_EXPORT,
-            "128,",
-            "64,",
-            r"weight_block_size = \[64, 128\] .* only \[128, 128\]",
-        ),
-        ("deepseek_v3", LOAD_EXPORT, '"weight_block_size"', '"w"', "weight_block_size = None"),
-    ],
-)
-def test_a_run_does_not_start_without_the_scales(model, flags, old, new, message, tmp_path, text):
-    _, _, out = exports.exported(tmp_path, model, text)
-    config_file = out / "config.json"
-    if old is None:
-        config_file.unlink()
-    else:
-        config_file.write_text(config_file.read_text().replace(old, new, 1))
-    check_refused(model, tmp_path, text, flags, message)
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+def test_a_run_does_not_start_without_the_scales(model, tmp_path, text):
+    exports.exported(tmp_path, model, text)
+    message = "has FP8 weights, and checkpoint.initial_load_in_hf_quantized = false"
+    check_refused(model, tmp_path, text, LOAD_EXPORT[:1], message)
 
 
 def check_refused(
@@ -319,32 +293,22 @@ def converted(convert: Callable[[Tensor], Tensor]) -> Callable[[dict], dict[str,
     return lambda ts: {n: convert(t) if t.dtype == is_fp8 else t for n, t in ts.items()}
 
 
-BF16 = converted(Tensor.bfloat16)
-
-
 @pytest.mark.parametrize("flags", [LOAD_EXPORT, LOAD_EXPORT[:1]])
 @pytest.mark.parametrize(
-    "change, old, new, message",
+    "change, message",
     [
-        (converted(lambda t: t.view(torch.uint8)), "", "", "weight is U8 of shape .*: allowed are"),
-        (
-            *(converted(lambda t: t.float().round().char()), '"fp8"', '"blockwise_int8"'),
-            "has quantized weights, and quant_method = 'blockwise_int8'",
-        ),
-        (converted(Tensor.short), '"quantization_config"', '"x"', "quantized weights, .* = None"),
-        (BF16, "", "", "weight is BF16 of shape|weight_scale_inv is F32 of shape"),
-        (BF16, '"quantization_config"', '"x"', "quantized weights, .* = None"),
-        (BF16, '"fp8"', '"awq"', "has quantized weights, and .* = 'awq'"),
+        (converted(lambda t: t.view(torch.uint8)), "weight is U8 of shape"),
+        (converted(lambda t: t.float().round().char()), "weight is I8 of shape"),
+        (converted(Tensor.short), "weight is I16 of shape"),
+        (converted(Tensor.bfloat16), "weight_scale_inv is F32 of shape"),
     ],
 )
-def test_a_run_does_not_start_from_other_formats(change, old, new, message, flags, tmp_path, text):
+def test_a_run_does_not_start_from_other_formats(change, message, flags, tmp_path, text):
     """No header has FP8."""
     _, _, out = exports.exported(tmp_path, "llama3", text)
     for file in out.glob("*.safetensors"):
         save_file(change(load_file(file)), file)
-    config_file = out / "config.json"
-    config_file.write_text(config_file.read_text().replace(old, new, 1))
-    check_refused("llama3", tmp_path, text, flags, f"{out}.*{message}")
+    check_refused("llama3", tmp_path, text, flags, f"{out}: .*{message}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -66,15 +66,8 @@ def has_fp8_weights(folder: Path) -> bool:
     quantized = [name for name, (dtype, _) in tensors.items() if _is_quantized(name, dtype)]
     if not quantized:
         return False
-    config = _read_json(folder / "config.json").get("quantization_config") or {}
-    for key, allowed in (("quant_method", "fp8"), ("weight_block_size", [BLOCK, BLOCK])):
-        if (value := config.get(key)) != allowed:
-            raise ValueError(
-                f"{folder} has quantized weights, and {key} = {value!r} in the quantization_config "
-                f"of its config.json: only {allowed!r} can be read, DeepSeek's format; a folder "
-                "without config.json is an incomplete export"
-            )
-    index = _read_json(folder / INDEX).get("weight_map", {})
+    file = folder / INDEX
+    index = json.loads(file.read_bytes())["weight_map"] if file.exists() else {}
     for name in quantized:
         module = name.partition(".weight")[0]
         weight, scale = f"{module}.weight", f"{module}.weight_scale_inv"
@@ -99,8 +92,8 @@ def has_fp8_weights(folder: Path) -> bool:
 
 def _is_quantized(name: str, dtype: str) -> bool:
     """Whether a tensor is, or belongs to, a quantized weight."""
-    is_plain = dtype in PLAIN_DTYPES or not (dtype.startswith("F8") or name.endswith(".weight"))
-    return ".weight_scale" in name or not is_plain
+    of_integers = name.endswith(".weight") and dtype not in PLAIN_DTYPES
+    return dtype.startswith("F8") or of_integers or ".weight_scale" in name
 
 
 def _read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -117,13 +110,3 @@ def _read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         except SafetensorError as error:
             raise ValueError(f"{path}: {error}") from None
     return found
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} if there is no file."""
-    try:
-        return json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
