@@ -68,8 +68,10 @@ class _Converter(QuantizationConverter):
         )
         for fqn, *_ in self.report.converted:
             vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
-        if section.fsdp_all_gather and recipe != BF16:
-            self.gather_in_fp8(model)
+        if section.fsdp_all_gather and recipe != BF16 and self.uses_fsdp2:
+            self.gathers_in_fp8 = True
+            report = gather_in_fp8(model, self.layer_class)
+            log_gathers(section.where, f"{len(report.converted)} weights", report)
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
         if ours[-1] == self.name:  # Once for both converters, when all is converted.
             speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
@@ -115,13 +117,6 @@ class _Converter(QuantizationConverter):
                 f"[{self.name}] health_freq = {freq}: with model.name = "
                 f"{self.job_config.model.name!r} it must be 0, because the model does not use FSDP2"
             )
-
-    def gather_in_fp8(self, model: nn.Module) -> None:
-        """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
-        if self.uses_fsdp2:
-            self.gathers_in_fp8 = True
-            report = gather_in_fp8(model, self.layer_class)
-            log_gathers(f"[{self.name}]", f"{len(report.converted)} weights", report)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Has the shards that FSDP2 gathers in FP8 quantized. Ops quantize all other operands."""
