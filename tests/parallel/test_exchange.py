@@ -86,7 +86,7 @@ def by_copies_in_bf16(batch: dict, weights: list, recipe: str, before: bool) -> 
     of_rank = [(rows >= 0) & (batch["chosen"] // LOCAL == rank) for rank in range(len(sizes))]
     rows_of = [torch.where(of, rows - begin, -1) for of, begin in zip(of_rank, begins)]
     parts = [*zip(batch["slots"].split(sizes), rows_of, strict=True)]
-    copies = torch.cat([Expand.call(x, *part, scores if before else None) for part in parts])
+    copies = torch.cat([Expand.apply(x, *part, scores if before else None) for part in parts])
     received, (sent, arriving) = exchange_counts(batch["counts"], group)
     copies = ExchangeRows.apply(copies, arriving, sent, group.group_name)
     copies, permutation, padded = sort_by_expert(copies, received, group.size(), 128)
@@ -95,7 +95,7 @@ def by_copies_in_bf16(batch: dict, weights: list, recipe: str, before: bool) -> 
     y = ExchangeRows.apply(y, sent, arriving, group.group_name)
     # A token has two experts, so two of the sums are not zero, and bf16 adds these exactly.
     sums = zip(y.split(sizes), parts, strict=True)
-    out = sum(Combine.call(y, *part, None if before else scores) for y, part in sums)
+    out = sum(Combine.apply(y, *part, None if before else scores) for y, part in sums)
     out.backward(batch["g"])
     return [out.detach(), x.grad, scores.grad]
 

@@ -136,5 +136,5 @@ def test_a_job_that_exchanges_nothing_says_so(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     parse(tmp_path, toml("deepseek_v3", BOTH), *key, f"--{LINEAR}.recipe", "bf16")
     model = converted(parse(tmp_path, toml("deepseek_v3", BOTH), *key))
-    assert 'exchange = "fp8" changes nothing: there is no expert parallelism' in caplog.text
+    assert 'exchange = "fp8" changes nothing: no MoE layer exchanges tokens by it' in caplog.text
     assert all(layer.exchange_capacity is None for layer in of_type(model, GatherMoE).values())

@@ -7,7 +7,6 @@ dequantization of transformers, and torchtitan, whose next run starts from them.
 import contextlib
 import functools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -214,49 +213,11 @@ def test_a_run_starts_from_an_export(model, tmp_path, text):
         check_loaded(t, run, expected)
 
 
-INCOMPLETE = "has FP8 weights, and quant_method = None .* is an incomplete export"
-FLAG = "has FP8 weights .* checkpoint.initial_load_in_hf_quantized = false"
-
-
-@pytest.mark.parametrize(
-    "model, flags, old, new, message",
-    [
-        ("llama3", LOAD_EXPORT[:1], "", "", FLAG),
-        ("deepseek_v3", LOAD_EXPORT[:1], "", "", FLAG),
-        ("llama3", LOAD_EXPORT, None, None, INCOMPLETE),
-        ("deepseek_v3", LOAD_EXPORT[:1], None, None, INCOMPLETE),
-        ("llama3", LOAD_EXPORT, '"fp8"', '"fbgemm_fp8"', "quant_method = 'fbgemm_fp8' .* only 'fp"),
-        ("llama3", LOAD_EXPORT, '"fp8"', '"fp8",",', "config.json: "),
-        (
-            "llama3",
-            LOAD_EXPORT,
-            "128,",
-            "64,",
-            r"weight_block_size = \[64, 128\] .* only \[128, 128\]",
-        ),
-        ("deepseek_v3", LOAD_EXPORT, '"weight_block_size"', '"w"', "weight_block_size = None"),
-        (
-            *("llama3", LOAD_EXPORT, '"lm_head"', '"model.layers.1.mlp"'),
-            r"1.mlp.down_proj.weight is in FP8, and modules_to_not_conv.* 'model.layers.1.mlp'",
-        ),
-        (
-            *("llama3", LOAD_EXPORT, '"modules_to_not_convert"', '"ignored_layers": 3, "x"'),
-            "config.json: quantization_config.ignored_layers = 3: allowed is a list of names",
-        ),
-        (
-            *("llama3", LOAD_EXPORT, '"quantization_config"', '"quantization_config": [1], "x"'),
-            r"config.json: quantization_config = \[1\]: allowed is an object",
-        ),
-    ],
-)
-def test_a_run_does_not_start_without_the_scales(model, flags, old, new, message, tmp_path, text):
-    _, _, out = exports.exported(tmp_path, model, text)
-    config_file = out / "config.json"
-    if old is None:
-        config_file.unlink()
-    else:
-        config_file.write_text(config_file.read_text().replace(old, new, 1))
-    check_refused(model, tmp_path, text, flags, message)
+@pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
+def test_a_run_does_not_start_without_the_scales(model, tmp_path, text):
+    exports.exported(tmp_path, model, text)
+    message = "has FP8 weights, and checkpoint.initial_load_in_hf_quantized = false"
+    check_refused(model, tmp_path, text, LOAD_EXPORT[:1], message)
 
 
 def check_refused(
@@ -285,34 +246,30 @@ def per_tensor(tensors: dict[str, Tensor]) -> None:
     tensors[W + "_scale"] = tensors.pop(SCALE).amax()
 
 
-ALLOWED = r".*allowed is .*q_proj.weight_scale_inv with shape \(2, 2\)"
-POSITIVE = ".* allowed are finite positive"
+ALLOWED = f".*allowed are matrices {W} in F8_E4M3 with {SCALE} in {INDEX}, a scale for each 128x128"
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (per_tensor, f"{W} has no scales:{ALLOWED}"),
-        (lambda tensors: tensors.pop(SCALE), f"{W} has no scales:{ALLOWED}"),
+        (per_tensor, rf"{W} is F8_E4M3 of shape \(256, 256\):{ALLOWED}"),
+        (lambda tensors: tensors.pop(SCALE), f"{W} is F8_E4M3.*{ALLOWED}"),
         (
             lambda t: t.update({W + "_scale_2": t[SCALE].clone()}),
-            rf"{W}_scale_2 has shape \(2, 2\) in F32:{ALLOWED}",
+            rf"{W}_scale_2 is F32 of shape \(2, 2\):{ALLOWED}",
         ),
-        (scales(Tensor.amax), r"weight_scale_inv has shape \(\) in F32:" + ALLOWED),
-        (scales(lambda s: s.new_ones(256, 1)), r"has shape \(256, 1\) in F32:" + ALLOWED),
-        (scales(lambda s: s.repeat(2, 2)), r"has shape \(4, 4\) in F32:" + ALLOWED),
-        (scales(lambda s: s.to(torch.float8_e8m0fnu)), "in F8_E8M0: allowed is"),
-        (scales(lambda s: s.int()), r"in I32:" + ALLOWED),
-        (scales(lambda s: s.fill_(0)), "4 scales such as 0.0:" + POSITIVE),
-        (scales(lambda s: s.mul_(torch.eye(2) * -2 + 1)), "2 scales such as -.*:" + POSITIVE),
-        (scales(lambda s: s.fill_(torch.nan)), "4 scales such as nan:" + POSITIVE),
-        (lambda t: t.update({W: t[W].float().to(torch.float8_e5m2)}), f"{W} is in F8_E5M2: allow"),
-        (lambda t: t.update({W: t[W].to(torch.bfloat16)}), "the scale of a weight in BF16"),
-        (lambda t: t.update({"x.weight_scale_inv": torch.ones(1, 1)}), "has no x.weight that it"),
-        (lambda t: t.update({"x": t[W].clone()}), "x is in FP8 .* matrices that are called"),
+        (scales(Tensor.amax), ALLOWED),
+        (scales(lambda s: s.new_ones(256, 1)), ALLOWED),
+        (scales(lambda s: s.repeat(2, 2)), ALLOWED),
+        (scales(lambda s: s.to(torch.float8_e8m0fnu)), ALLOWED),
+        (scales(lambda s: s.int()), ALLOWED),
+        (lambda t: t.update({W: t[W].float().to(torch.float8_e5m2)}), f"{W} is F8_E5M2.*{ALLOWED}"),
+        (lambda t: t.update({W: t[W].to(torch.bfloat16)}), f"{SCALE} is F32.*{ALLOWED}"),
+        (lambda t: t.update({"x.weight_scale_inv": torch.ones(1, 1)}), "x.weight_scale_inv is F32"),
+        (lambda t: t.update({"x": t[W].clone()}), "x is F8_E4M3 .* matrices x.weight in F8_E4M3"),
         (
             lambda t: t.update({"x.weight": t[W].view(1, 256, 256).clone()}),
-            r"shape \(1, 256, 256\)",
+            r"x.weight is F8_E4M3 of shape \(1, 256, 256\)",
         ),
     ],
 )
@@ -328,12 +285,7 @@ def test_a_run_does_not_start_with_other_scales(change, message, tmp_path, text)
     save_file(tensors, file)
     where = {n: f for n, f in index["weight_map"].items() if f != file.name}
     (out / INDEX).write_text(json.dumps({"weight_map": where | dict.fromkeys(tensors, file.name)}))
-    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"{file}: .*{message}")
-
-
-def without_scales(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Looks like any weights in BF16, but for the quantization_config."""
-    return {n: t.bfloat16() for n, t in tensors.items() if "_scale" not in n}
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"{out}: .*{message}")
 
 
 def converted(convert: Callable[[Tensor], Tensor]) -> Callable[[dict], dict[str, Tensor]]:
@@ -341,36 +293,22 @@ def converted(convert: Callable[[Tensor], Tensor]) -> Callable[[dict], dict[str,
     return lambda ts: {n: convert(t) if t.dtype == is_fp8 else t for n, t in ts.items()}
 
 
-BF16 = converted(Tensor.bfloat16)
-
-
 @pytest.mark.parametrize("flags", [LOAD_EXPORT, LOAD_EXPORT[:1]])
 @pytest.mark.parametrize(
-    "change, old, new, message",
+    "change, message",
     [
-        (without_scales, "", "", "config.json has a quantization_config, and no weight is in FP8"),
-        (
-            *(converted(lambda t: t.view(torch.uint8)), "", ""),
-            "weight is in U8: allowed are F8_E4M3 with",
-        ),
-        (
-            *(converted(lambda t: t.float().round().char()), '"fp8"', '"blockwise_int8"'),
-            "weight is in I8: allowed are F8_E4M3 with a scale for each 128x128 block, and F64",
-        ),
-        (converted(Tensor.short), '"quantization_config"', '"x"', "weight is in I16: allowed are"),
-        (BF16, "", "", "weight_scale_inv is the scale of a weight in BF16"),
-        (BF16, '"quantization_config"', '"x"', "quantized weights, .* = None"),
-        (BF16, '"fp8"', '"awq"', "has quantized weights, and .* = 'awq'"),
+        (converted(lambda t: t.view(torch.uint8)), "weight is U8 of shape"),
+        (converted(lambda t: t.float().round().char()), "weight is I8 of shape"),
+        (converted(Tensor.short), "weight is I16 of shape"),
+        (converted(Tensor.bfloat16), "weight_scale_inv is F32 of shape"),
     ],
 )
-def test_a_run_does_not_start_from_other_formats(change, old, new, message, flags, tmp_path, text):
+def test_a_run_does_not_start_from_other_formats(change, message, flags, tmp_path, text):
     """No header has FP8."""
     _, _, out = exports.exported(tmp_path, "llama3", text)
     for file in out.glob("*.safetensors"):
         save_file(change(load_file(file)), file)
-    config_file = out / "config.json"
-    config_file.write_text(config_file.read_text().replace(old, new, 1))
-    check_refused("llama3", tmp_path, text, flags, f"{out}.*{message}")
+    check_refused("llama3", tmp_path, text, flags, f"{out}: .*{message}")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -389,30 +327,16 @@ def test_scales_of_half_the_size(dtype, tmp_path, text):
         check_loaded(t, run, dequantized(expected))
 
 
-def test_files_and_the_index_disagree(tmp_path, text):
+def test_scales_that_the_index_lacks_and_damaged_files(tmp_path, text):
     _, _, out = exports.exported(tmp_path, "llama3", text)
     index = json.loads((out / INDEX).read_text())
     file = index["weight_map"].pop(SCALE)
     (out / INDEX).write_text(json.dumps(index))
-    message = f"{out / file}: {SCALE} is in no file by {INDEX}, by which scales are found"
-    check_refused("llama3", tmp_path, text, LOAD_EXPORT, message)
-    shutil.copy(out / file, out / "older.safetensors")
-    check_refused(
-        "llama3", tmp_path, text, LOAD_EXPORT, f"older.safetensors: .* is in {file} by {INDEX}"
-    )
-    (out / "older.safetensors").write_bytes(b"x")
-    check_refused("llama3", tmp_path, text, LOAD_EXPORT, "older.safetensors: ")
-    (out / "older.safetensors").unlink()
-    (out / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {SCALE: file}}))
-    (out / file).rename(out / "elsewhere")
-    for flags in (LOAD_EXPORT, LOAD_EXPORT[:1]):
-        check_refused("llama3", tmp_path, text, flags, f"{out / file} is missing: {INDEX} has ")
-    (out / "elsewhere").rename(out / file)
-    (out / INDEX).write_text('{"weight_map": [1]}')
-    message = rf"{out / INDEX}: weight_map = \[1\]: allowed is an object"
-    check_refused("llama3", tmp_path, text, LOAD_EXPORT, message)
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f" with {SCALE} in {INDEX}")
     (out / INDEX).unlink()
-    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f" is in no file by {INDEX}")
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"weight_scale_inv in {INDEX}")
+    (out / file).write_bytes(b"x")
+    check_refused("llama3", tmp_path, text, LOAD_EXPORT, f"{file}: ")
 
 
 def save_export_and_load(rank: int, folder: Path, text: Path) -> None:

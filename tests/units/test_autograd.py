@@ -145,7 +145,7 @@ def test_compiled_linears_share_the_quantized_input(recipe, parameters):
     assert graphs.frames == len(graphs.forward) == len(graphs.backward) == 1
     kind = recipe.split("_")[0]
     assert count_ops(graphs.forward[0]) == {quantizer(recipe): 1, f"{kind}_fprop": 3}
-    of_g, gemms = quantizer(recipe), (f"{kind}_dgrad", STAGES[recipe].wgrad.op.name)
+    of_g, gemms = quantizer(recipe), (f"{kind}_dgrad", STAGES[recipe].wgrad.name)
     assert count_ops(graphs.backward[0]) == dict.fromkeys((of_g, *gemms), 3)
 
 
@@ -217,41 +217,23 @@ def test_second_derivatives_are_an_error(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE_ONCE)
-def test_forward_mode_derivatives_are_an_error(name):
+def test_what_pytorch_cannot_differentiate_is_an_error(name):
     """Without gradients, too, where there is no autograd function."""
-    x, w = torch.randn(8, 16), torch.randn(2, 16, 16)
+    x, w = (torch.randn(shape, requires_grad=True) for shape in [(8, 16), (2, 16, 16)])
     product = DIFFERENTIABLE_ONCE[name]
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode, forward_ad.dual_level():
-            assert product(x, w).isfinite().all()
-            with pytest.raises(NotImplementedError, match="no forward-mode derivatives: use"):
-                product(forward_ad.make_dual(x, torch.ones_like(x)), w)
-
-
-def test_a_layer_says_the_same_of_forward_mode():
-    linear, x = nn.Linear(32, 16), torch.randn(4, 32)
-    convert_linears(nn.ModuleList([linear]))
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="^titan_fp8 has no forw"),
-    ):
-        linear(forward_ad.make_dual(x, x))
-
-
-@pytest.mark.parametrize("name", DIFFERENTIABLE_ONCE)
-def test_what_torch_func_cannot_do_is_an_error_in_words(name):
-    x, w = (torch.randn(shape, requires_grad=True) for shape in [(8, 16), (2, 16, 16)])
-    product = DIFFERENTIABLE_ONCE[name]
+            assert product(x.detach(), w).isfinite().all()
+            with pytest.raises(NotImplementedError, match="jvp"):
+                product(forward_ad.make_dual(x.detach(), torch.ones_like(x)), w)
     for transform in (torch.func.grad, torch.func.jacrev):
-        with pytest.raises(RuntimeError, match="inside transforms of torch.func: use Tensor.b"):
+        with pytest.raises(RuntimeError, match="setup_context"):
             transform(lambda w: product(x, w).sum())(w)
-    for argument in (0, 1):
-        gradient = torch.func.grad(lambda x, w: product(x, w).sum(), argnums=argument)
-        compiled = torch.compile(gradient, backend="eager")
-        with pytest.raises(RuntimeError, match="inside transforms of torch.func: use"):
-            compiled(x.detach(), w.detach())
+    compiled = torch.compile(torch.func.grad(lambda x: product(x, w).sum()), backend="eager")
+    with pytest.raises(RuntimeError, match="setup_context"):
+        compiled(x.detach())
     several = torch.randn(3, 8, 16)
-    with pytest.raises(RuntimeError, match="is_grads_batched must be False"):
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
         torch.autograd.grad(product(x, w), x, several, is_grads_batched=True)
 
 

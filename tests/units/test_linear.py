@@ -426,28 +426,6 @@ def test_an_error_in_forward_names_the_module(compiled):
         layer(torch.randn(3, 32))
 
 
-class Int8Weight(torch.Tensor):
-    """A weight as torchao's `quantize_` puts it into linears."""
-
-    @staticmethod
-    def __new__(cls, weight):
-        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"no {func}")
-
-
-def test_a_weight_of_another_library_is_an_error_that_names_the_way_back():
-    model = nn.ModuleDict({"wq": nn.Linear(48, 32)})
-    convert_linears(model)
-    model["wq"].weight = nn.Parameter(Int8Weight(model["wq"].weight), requires_grad=False)
-    with pytest.raises(NotImplementedError, match="wq: .* cannot read a Int8Weight.*fp8.revert"):
-        model["wq"](torch.randn(3, 48))
-
-
 def test_a_gathered_weight_is_not_cast():
     q, s = reference.quantize_128x128(torch.randn(32, 48))
     weight = GatheredWeight(q, s, None, s.mT, torch.float32)

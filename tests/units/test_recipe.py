@@ -1,4 +1,4 @@
-"""A recipe names the scalings that its ops produce; weights may come in FP8."""
+"""What the ops of a recipe produce; weights may come in FP8."""
 
 import pytest
 import torch
@@ -8,38 +8,27 @@ import titan_fp8
 from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.layouts import cdiv
-from titan_fp8.recipe import RECIPES, Recipe, Scaling
+from titan_fp8.recipe import RECIPES, Recipe
 
 M, N, K = 300, 144, 272
 OFFS = torch.tensor([5, 5, 290], dtype=torch.int32)
 
 
-def scales_of(scaling: Scaling, rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of the scale of (rows, columns), contracted along the columns."""
-    return {
-        Scaling.BLOCK_1X128: (rows, cdiv(columns, 128)),
-        Scaling.BLOCK_128X128: (cdiv(rows, 128), cdiv(columns, 128)),
-        Scaling.ROW: (rows,),
-    }[scaling]
-
-
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_ops_produce_the_scales_that_the_recipe_names(recipe: Recipe):
     x, w = torch.randn(M, K), torch.randn(N, K)
+    in_blocks = recipe.has_weight_blocks
     q, s = recipe.quantize_rows(x)
-    assert q.shape == x.shape and s.shape == scales_of(recipe.fprop.left, M, K)
-    q, s = recipe.quantize_weight(w)
-    assert q.shape == w.shape and s.shape == scales_of(recipe.fprop.right, N, K)
-    q, s = recipe.quantize_weight_t(w)
-    assert q.shape == (K, N) and s.shape == scales_of(recipe.dgrad.right, K, N)
-    if recipe.wgrad.left is Scaling.NONE:
-        x = x.bfloat16()
-        assert recipe.wgrad.right is Scaling.NONE and recipe.wgrad.op(x, x).shape == (K, K)
-    else:
-        q, s = recipe.quantize_columns(x)
-        assert s.shape == scales_of(recipe.wgrad.left, *q.shape)
-        assert recipe.wgrad.op(q, s, q, s).shape == (K, K)
-    assert recipe.dgrad.left is recipe.fprop.left
+    assert q.shape == x.shape and s.shape == ((M, cdiv(K, 128)) if in_blocks else (M,))
+    for quantize, (rows, columns) in (
+        (recipe.quantize_weight, (N, K)),
+        (recipe.quantize_weight_t, (K, N)),
+    ):
+        q, s = quantize(w)
+        scales = (cdiv(rows, 128), cdiv(columns, 128)) if in_blocks else (rows,)
+        assert q.shape == (rows, columns) and s.shape == scales
+    operand = (x.bfloat16(),) if recipe.wgrad_in_bf16 else recipe.quantize_columns(x)
+    assert recipe.wgrad(*operand, *operand).shape == (K, K)
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -114,8 +103,7 @@ def test_w1_and_w3_of_a_feed_forward_share_the_quantized_input(recipe: Recipe):
     x = torch.randn(40, 64, requires_grad=True)
     w1, w3 = torch.randn(2, 96, 64, requires_grad=True)
     w2 = torch.randn(32, 96, requires_grad=True)
-    in_bf16 = recipe.wgrad.left is Scaling.NONE
-    stage = recipe.quantize_rows if in_bf16 else recipe.quantize_rows_and_columns
+    stage = recipe.quantize_rows if recipe.wgrad_in_bf16 else recipe.quantize_rows_and_columns
     with Count() as count:
         fp8_swiglu(x, w1, w2, w3, recipe=recipe.name)
     inputs = count.arguments[stage.name]

@@ -48,7 +48,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from titan_fp8.ops.registry import mode_ignores_ops, modes_that_ignore_ops
 from titan_fp8.recipe import RECIPES
 
-_FPROPS = {recipe.fprop.op.overload for recipe in RECIPES.values()}
+_FPROPS = {recipe.fprop.overload for recipe in RECIPES.values()}
 
 
 def with_fp8_policy(checkpoint_wrapper: Callable) -> Callable:

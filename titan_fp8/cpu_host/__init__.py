@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from titan_fp8 import patches
-from titan_fp8.cpu_host import bf16
 
 SEED_WARNING = (
     "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
@@ -35,8 +34,9 @@ SEED_WARNING = (
 
 BYTES_PER_PARAMETER = 16
 """Of a parameter, its gradient and AdamW's state, in FP32."""
-MOST_PARAMETERS = 10**9
-"""Of a model that trains on CPUs, however much memory they have."""
+
+IN_FP32 = {"--training.mixed_precision_param": ("float32",)}
+"""Where oneDNN has no kernels for bf16 products, PyTorch's own are up to 60 times slower."""
 
 _logger = logging.getLogger()  # torchtitan's own
 
@@ -59,7 +59,6 @@ def prepare() -> None:
         lambda _: lambda: "cpu",
         *map(_constant, _device_module()),
         _reducing_by_sum,
-        *(_in_fp32(kernel.path) for kernel in patches.BF16_KERNELS),
     )
     _adapter().prepare()
 
@@ -71,12 +70,14 @@ def _adapter() -> ModuleType:
     return importlib.import_module(f"titan_fp8.torchtitan_{version}.cpu")
 
 
-def _in_fp32(path: str) -> Callable:
-    return (lambda kernel: kernel) if bf16.has_bf16_kernels() else bf16.in_fp32(path)
-
-
 def _constant(value: Callable) -> Callable:
     return lambda original: value
+
+
+def has_bf16_kernels() -> bool:
+    """False on x86 without AVX-512."""
+    mkldnn = torch.backends.mkldnn  # PyTorch's name for oneDNN
+    return mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def memory_of_machine() -> int:
@@ -84,15 +85,11 @@ def memory_of_machine() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_size(name: str, parameters: int, trains: bool) -> None:
-    """Refuses a model that this machine has no memory for, or that would train for ages.
-
-    Raises:
-        ValueError: it has too many parameters; `trains` is false if it only writes a checkpoint.
-    """
-    fit = memory_of_machine() // BYTES_PER_PARAMETER
-    allowed = min(fit, MOST_PARAMETERS) if trains else fit
-    if parameters > allowed:
+def check_size(name: str, build: Callable[[], torch.nn.Module]) -> None:
+    """Refuses a model that this machine has no memory for, by a ValueError."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build().parameters())
+    if parameters > (allowed := memory_of_machine() // BYTES_PER_PARAMETER):
         raise ValueError(
             f"{name} has {parameters / 1e9:,.1f} billion parameters, and no GPU was found: allowed "
             f"on this CPU are {allowed / 1e9:,.1f} billion. Use GPUs, or a smaller flavor such as "
@@ -152,7 +149,8 @@ def main() -> None:
     gc.disable()  # as torchtitan's trainer does, but before the imports
     prepare()
     adapter = _adapter()
-    for flag, values in adapter.FLAGS.items():
+    flags = {} if has_bf16_kernels() else IN_FP32
+    for flag, values in (adapter.FLAGS | flags).items():
         if not any(arg.startswith(flag) for arg in sys.argv):
             sys.argv += [flag, *values]
             _logger.warning(

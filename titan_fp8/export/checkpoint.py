@@ -25,7 +25,10 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         if not (self.folder / METADATA).is_file():
-            raise ValueError(f"CHECKPOINT = {self.folder} {_why_not(self.folder)}")
+            raise ValueError(
+                f"CHECKPOINT = {self.folder} has no {METADATA}: allowed is the folder of one step, "
+                "such as checkpoint/step-1000"
+            )
         self._reader = FileSystemReader(self.folder)
         with self._readable(METADATA):
             metadata = self._reader.read_metadata()
@@ -79,14 +82,3 @@ class _Into(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.target
-
-
-def _why_not(folder: Path) -> str:
-    """What is wrong with a folder that has no DCP metadata."""
-    if not folder.is_dir():
-        return "is not a folder"
-    if steps := [child.parent.name for child in folder.glob(f"step-*/{METADATA}")]:
-        steps.sort(key=lambda name: (len(name), name))  # by number
-        return f"is not the folder of a step but has {', '.join(steps)}; name one of them"
-    saved = "safetensors already, and no " if any(folder.glob("*.safetensors")) else "no "
-    return f"has {saved}{METADATA}; allowed is the folder of one step, such as checkpoint/step-1000"

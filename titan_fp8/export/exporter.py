@@ -71,10 +71,7 @@ def export(
             "multiples of 16 (with --fuse, of 128), or the config leaves them out"
         )
     model_config = hf_config.content(run, tensors)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"OUT = {out} cannot be created: {error}") from error
+    out.parent.mkdir(parents=True, exist_ok=True)
     total, free = sum(tensor.nbytes for tensor in tensors), shutil.disk_usage(out.parent).free
     if free < total:
         raise OSError(
@@ -115,21 +112,13 @@ def export(
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, flushed to the disk and renamed to `path` if the block raises nothing.
+    """A path to write to, renamed to `path` if the block raises nothing.
 
     So a file that has its final name is complete, even if the process is killed at any moment.
     """
     partial = path.with_name(path.name + PARTIAL)
-    with open(partial, "xb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    partial.touch(exist_ok=False)
+    mode = partial.stat().st_mode
     yield partial
-    with open(partial, "rb") as file:
-        # safetensors writes a file of its own, which nobody but its owner may read.
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-    os.rename(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    partial.chmod(mode)  # safetensors writes a file of its own, which only its owner may read.
+    partial.rename(path)

@@ -48,14 +48,6 @@ def warnings_of(run: Run) -> list[str]:
             " DeepseekV3ForCausalLM of transformers ignores that and computes sigmoid scores. "
             "Load the export with software that reads scoring_func, as vLLM does"
         )
-    head_dim = run.args.dim // run.args.n_heads
-    moved = sorted(name for name in run.quantized if name.endswith(("wq.weight", "wk.weight")))
-    if run.name == "llama3" and BLOCK % head_dim and moved:
-        found.append(
-            f"{len(moved)} weights, {moved[0]} first, are quantized in other blocks than in "
-            f"training: Hugging Face's model has the rows of each head in another order, and the "
-            f"{head_dim} rows of a head do not divide {BLOCK}"
-        )
     return found
 
 

@@ -15,7 +15,6 @@ short it refuses the weight or, if the blocks divide the size, reads wrong value
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -122,12 +121,12 @@ def _faulty(run: Run, tensors: Iterable[HFTensor], tp: int) -> dict[str, dict[st
 
 
 def warnings_of(run: Run, tensors: Sequence[HFTensor], tp: int) -> list[str]:
-    """One warning for each kind of fault, with the layers and the filter that avoids it.
+    """One warning for each kind of fault, with the layers.
 
     `tp` is the degree of tensor parallelism in vLLM and SGLang.
     """
     return [
-        f"{fault}{_names(layers)}. {_advice(run, tensors, layers)}"
+        f"{fault}{_names(layers)}. Pass --fuse to write them in high precision"
         for fault, layers in _faulty(run, tensors, tp).items()
     ]
 
@@ -161,23 +160,3 @@ def _names(layers: Mapping[str, Layer]) -> str:
         texts[0] if len(texts) == 1 else f"{pattern} in {len(texts)} layers"
         for pattern, texts in alike.items()
     )
-
-
-def _advice(run: Run, tensors: Sequence[HFTensor], layers: Mapping[str, Layer]) -> str:
-    """How to export these layers in high precision."""
-    faulty = [weight for layer in layers.values() for weight in in_fp8(layer)]
-    if any(weight.expert is not None for weight in faulty):
-        return "Pass --fuse to write them in high precision."
-    rest = {weight.source.removesuffix(".weight") for weight in faulty}
-    others = {t.source.removesuffix(".weight") for t in tensors if t.quantized and t.expert is None}
-    kept, filter_fqns = others - rest, run.filter_fqns.copy()
-    while rest:
-        name = min(rest)
-        parts = name.split(".")
-        # The module's parents in any layer, then the module in any layer, then the module itself.
-        tried = [".".join(parts[2:end]) for end in range(3, len(parts) + 1)] + [name]
-        pattern = next((p for p in tried if not any(p in other for other in kept)), name)
-        filter_fqns.append(pattern)
-        rest = {name for name in rest if pattern not in name}
-    setting = f"filter_fqns = {json.dumps(filter_fqns)}"
-    return f"Pass --fuse, or set {setting}, to write them in high precision."

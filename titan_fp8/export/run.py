@@ -36,7 +36,9 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
         )
     of_file = [] if file is None else ["--job.config_file", file]
     try:
-        return ConfigManager().parse_args([*of_file, *flags])
+        config = ConfigManager().parse_args([*of_file, *flags])
+        custom_import(config)
+        return config
     except Exception as error:
         what = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         raise ValueError(what if file is None else f"--config = {file}: {what}") from error
@@ -50,7 +52,6 @@ class Run:
         flavor_seq_len: the flavor's own max_seq_len, before the config sets it.
         state: the tensors of the model's state dict by name, on the meta device.
         linears: names of the weights of linears and experts.
-        filter_fqns: of the config, or the default.
         quantized: those that are exported in FP8, as a run with this config would convert them if
             it had both converters, with FP8 recipes.
         buffers: names of tensors that are no parameters and keep their dtype.
@@ -67,11 +68,8 @@ class Run:
 
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
-        custom_import(config)
-        training = config.training  # torchtitan takes values of any type from a TOML
-        if type(length := training.seq_len) is not int or not 1 <= length < 2**31:
-            raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
-        if (dtype := training.mixed_precision_param) not in TORCH_DTYPE_MAP:
+        dtype = config.training.mixed_precision_param  # of any type, if it is from a TOML
+        if dtype not in TORCH_DTYPE_MAP:
             allowed = ", ".join(map(repr, TORCH_DTYPE_MAP))
             raise ValueError(f"training.mixed_precision_param = {dtype!r}: allowed are {allowed}")
         self.name = config.model.name
@@ -117,8 +115,7 @@ class Run:
 
         experts = {name for name, tensor in self.state.items() if tensor.dim() == 3}
         self.linears = weights(nn.Linear) | experts
-        self.filter_fqns = list(linear.filter_fqns if linear else DEFAULT_FILTER_FQNS)
-        convert_linears(model, filter_fqns=self.filter_fqns)
+        convert_linears(model, filter_fqns=linear.filter_fqns if linear else DEFAULT_FILTER_FQNS)
         if experts:
             convert_experts(model, fqns=grouped.fqns if grouped else ["experts"])
         self.quantized = weights(FP8Linear, FP8GroupedExperts)

@@ -27,8 +27,6 @@ from titan_fp8.fsdp.sharded_weight import (
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import FP8_GATHERS
 
-__all__ = ["gather_in_fp8", "requantize", "runs_on"]
-
 
 def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionReport:
     """Makes FSDP2 gather the weights of the model's FP8 layers in FP8, once it is applied.

@@ -7,5 +7,3 @@ functions around it; `weights.py` the kinds of weights; `checks.py` the checks o
 from titan_fp8.functional.product import fp8_grouped_mm, fp8_linear
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.functional.weights import QuantizedWeight, quantize_weight
-
-__all__ = ["QuantizedWeight", "fp8_grouped_mm", "fp8_linear", "fp8_swiglu", "quantize_weight"]

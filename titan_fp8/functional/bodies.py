@@ -90,7 +90,7 @@ def fprop(
 ) -> Tensor:
     """y (M, N) = x Wᵀ, which contracts K."""
     layout = offs, spec.aligned, spec.dtype, spec.dtype
-    return spec.recipe.fprop.op.on(ops, x, sx, w, *layout, sw)
+    return spec.recipe.fprop.on(ops, x, sx, w, *layout, sw)
 
 
 def dgrad(
@@ -103,7 +103,7 @@ def dgrad(
 ) -> Tensor:
     """dx (M, K) = g W, which contracts N."""
     layout = offs, spec.aligned, out_dtype, spec.dtype
-    return spec.recipe.dgrad.op.on(ops, *g_rows, w[0], *layout, w[1])
+    return spec.recipe.dgrad.on(ops, *g_rows, w[0], *layout, w[1])
 
 
 def wgrad(
@@ -117,7 +117,7 @@ def wgrad(
     """dW (N, K) or (E, N, K) = gᵀ x, which contracts the tokens; None if out_dtype is None."""
     if out_dtype is None:
         return None
-    return spec.recipe.wgrad.op.on(ops, *g_columns, *x_columns, offs, spec.aligned, out_dtype)
+    return spec.recipe.wgrad.on(ops, *g_columns, *x_columns, offs, spec.aligned, out_dtype)
 
 
 def _given(*results: Tensor | None) -> tuple[Tensor, ...]:

@@ -66,6 +66,8 @@ def fits_fp8(size: int) -> bool:
 
 def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
     """N and K of a weight (..., N, K) must be positive multiples of 16."""
+    if len(shape) < 2:
+        raise ValueError(f"{name} has shape {tuple(shape)}: allowed are (N, K) and (E, N, K)")
     n, k = shape[-2:]
     if not (fits_fp8(n) and fits_fp8(k)):
         raise ValueError(
@@ -78,8 +80,7 @@ def checked_offs(offs: Any, groups: int) -> Tensor:
     """The group ends, contiguous; `offs` must be a (groups,) int32 tensor."""
     if not groups:
         raise ValueError("weight has 0 groups: at least one is needed")
-    if not isinstance(offs, Tensor):
-        raise ValueError(f"offs is {offs!r}: allowed is a tensor, torch.int32 of shape ({groups},)")
+    check_types(offs=offs)
     if offs.dtype != torch.int32 or offs.shape != (groups,):
         raise ValueError(
             f"offs is {offs.dtype} of shape {tuple(offs.shape)}: "

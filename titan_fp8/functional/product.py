@@ -23,7 +23,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.function import Function, no_double_backward
+from titan_fp8.functional.function import in_transform, no_double_backward
 from titan_fp8.functional.weights import (
     OPTIONAL,
     WEIGHTS,
@@ -35,7 +35,7 @@ from titan_fp8.ops import run
 from titan_fp8.recipe import get_recipe
 
 
-class _Product(Function):
+class _Product(torch.autograd.Function):
     """y (M, N) of x (M, K) and weights, dense or for groups that end at `offs` (E,).
 
     `for_wgrad`: backward computes the gradient of a weight that reads x, so it needs the columns.
@@ -95,6 +95,28 @@ def _forward(
     return y_MN if bias is None else y_MN + bias.to(spec.dtype), saved
 
 
+def spec_of(
+    x: Tensor,
+    weights: dict[str, Weight],
+    recipe: str,
+    emulate: bool,
+    aligned: bool = False,
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> ProductSpec:
+    """Checks the arguments of a function, shapes apart, and returns what its products need."""
+    get_recipe(recipe)
+    check_bool("emulate", emulate)
+    check_bool("aligned", aligned)
+    check_types(x=x)
+    check_types(WEIGHTS, **weights)
+    check_types(OPTIONAL, bias=bias, offs=offs)
+    in_high_precision = {name: check_weight(name, w, recipe) for name, w in weights.items()}
+    check_devices(x, **weights, bias=bias, offs=offs)
+    dtype = compute_dtype(x, **in_high_precision, bias=bias)
+    return ProductSpec(recipe, emulate, aligned, dtype)
+
+
 def product(
     x_MK: Tensor,
     weights: Sequence[Weight],
@@ -117,8 +139,10 @@ def product(
     read_x = weights[0], weights[-1]
     for_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in read_x)
     if torch.compiler.is_compiling():
+        if in_transform():
+            raise RuntimeError("titan_fp8 cannot run inside transforms of torch.func")
         weights = _told_apart(x_MK, weights)
-    return _Product.call(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
+    return _Product.apply(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
 
 
 def _told_apart(x_MK: Tensor, weights: Sequence[Weight]) -> list[Weight]:
@@ -158,11 +182,7 @@ def fp8_linear(
             is allowed.
         RuntimeError: a CUDA device without FP8 kernels, unless `emulate`.
     """
-    get_recipe(recipe)
-    check_bool("emulate", emulate)
-    check_types(x=x)
-    check_types(WEIGHTS, weight=weight)
-    check_types(OPTIONAL, bias=bias)
+    spec = spec_of(x, {"weight": weight}, recipe, emulate, bias=bias)
     if x.dim() < 1 or len(weight.shape) != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
@@ -170,9 +190,6 @@ def fp8_linear(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: allowed is ({weight.shape[0]},)")
-    w = check_weight("weight", weight, recipe)
-    check_devices(x, weight=weight, bias=bias)
-    spec = ProductSpec(recipe, emulate, False, compute_dtype(x, weight=w, bias=bias))
     if x.dim() == 2:
         return product(x, (weight,), bias, None, spec)
     y_MN = product(x.reshape(-1, x.shape[-1]), (weight,), bias, None, spec)
@@ -208,18 +225,11 @@ def fp8_grouped_mm(
     Raises:
         ValueError, RuntimeError: as `fp8_linear`; ValueError also for other dtypes of offs.
     """
-    get_recipe(recipe)
-    check_bool("emulate", emulate)
-    check_bool("aligned", aligned)
-    check_types(x=x)
-    check_types(WEIGHTS, weight=weight)
+    spec = spec_of(x, {"weight": weight}, recipe, emulate, aligned, offs=offs)
     if x.dim() != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: "
             "allowed are (M, K) and (E, N, K)"
         )
     offs = checked_offs(offs, weight.shape[0])
-    w = check_weight("weight", weight, recipe)
-    check_devices(x, weight=weight, offs=offs)
-    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, weight=w))
     return product(x, (weight,), None, offs, spec)

@@ -11,18 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8.functional.bodies import ProductSpec, quantized
-from titan_fp8.functional.checks import (
-    check_bool,
-    check_devices,
-    check_types,
-    checked_offs,
-    compute_dtype,
-)
-from titan_fp8.functional.product import product
-from titan_fp8.functional.weights import OPTIONAL, WEIGHTS, Weight, check_weight
+from titan_fp8.functional.bodies import quantized
+from titan_fp8.functional.checks import checked_offs
+from titan_fp8.functional.product import product, spec_of
+from titan_fp8.functional.weights import Weight
 from titan_fp8.ops import run
-from titan_fp8.recipe import get_recipe
 
 
 def fp8_swiglu(
@@ -52,19 +45,10 @@ def fp8_swiglu(
     Raises:
         ValueError, RuntimeError: as `fp8_linear` and `fp8_grouped_mm`.
     """
-    get_recipe(recipe)
-    check_bool("emulate", emulate)
-    check_bool("aligned", aligned)
-    weights = {"w1": w1, "w2": w2, "w3": w3}
-    check_types(x=x)
-    check_types(WEIGHTS, **weights)
-    check_types(OPTIONAL, offs=offs)
+    spec = spec_of(x, {"w1": w1, "w2": w2, "w3": w3}, recipe, emulate, aligned, offs=offs)
     _check_shapes(x, w1, w2, w3, offs)
-    in_high_precision = {n: check_weight(n, w, recipe) for n, w in weights.items()}
     if offs is not None:
         offs = checked_offs(offs, w1.shape[0])
-    check_devices(x, **weights, offs=offs)
-    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
     x_MK = x.reshape(-1, x.shape[-1])
     if spec.recipe.feed_forward is not None:
         y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)

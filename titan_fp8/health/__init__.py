@@ -7,5 +7,3 @@ for `statistics`; `report` combines ranks. The adapters call the `monitor` after
 from titan_fp8.health.monitor import Monitor
 from titan_fp8.health.observer import Layer, Observer
 from titan_fp8.health.report import Report
-
-__all__ = ["Layer", "Monitor", "Observer", "Report"]

@@ -131,11 +131,11 @@ for _r in RECIPES.values():
         _r.quantize_rows.name: _rows,
         _r.quantize_columns.name: _columns,
         _r.quantize_rows_and_columns.name: _both,
-        _r.fprop.op.name: functools.partial(_product, "fprop"),
-        _r.dgrad.op.name: functools.partial(_product, "dgrad"),
+        _r.fprop.name: functools.partial(_product, "fprop"),
+        _r.dgrad.name: functools.partial(_product, "dgrad"),
     }
     if not _r.wgrad_in_bf16:
-        WATCHED[_r.wgrad.op.name] = _wgrad
+        WATCHED[_r.wgrad.name] = _wgrad
     if _r.feed_forward is not None:
         WATCHED[_r.feed_forward.swiglu.name] = _swiglu
         WATCHED[_r.feed_forward.swiglu_backward.name] = _swiglu_backward

@@ -173,15 +173,8 @@ def plan(compiled: CompiledKernel, arguments: dict[str, Any]) -> bytes | None:
         elif kind.startswith("tensordesc") and (box := next(boxes, None)) is not None:
             rank = len(arguments[name][1].shape)
             elem_type = nvidia.TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]]
-            words += [
-                BOX,
-                index,
-                elem_type,
-                box["swizzle"],
-                box["elem_size"],
-                rank,
-                *box["block_size"],
-            ]
+            words += [BOX, index, elem_type, box["swizzle"], box["elem_size"], rank]
+            words += box["block_size"]
             sizes += [128, *[4] * rank, *[8] * rank]
         else:
             return None

@@ -98,20 +98,11 @@ static bool read_map(Map *map, const int64_t *word, PyObject *seen_as) {
 }
 
 static bool read_grid(Step *step, PyObject *grid) {
-  if (!PyTuple_Check(grid) || PyTuple_GET_SIZE(grid) < 1 || PyTuple_GET_SIZE(grid) > 3) {
-    PyErr_SetString(PyExc_TypeError, "titan_fp8: a grid must be a tuple of 1 to 3 numbers");
+  int size[3] = {1, 1, 1};
+  if (!PyArg_ParseTuple(grid, "i|ii", &size[0], &size[1], &size[2]))
     return false;
-  }
-  for (Py_ssize_t i = 0; i < 3; i++) {
-    unsigned long size = 1;
-    if (i < PyTuple_GET_SIZE(grid))
-      size = PyLong_AsUnsignedLong(PyTuple_GET_ITEM(grid, i));
-    if (size > INT32_MAX && !PyErr_Occurred())
-      PyErr_SetString(PyExc_OverflowError, "titan_fp8: a grid has more than 2^31 - 1 programs");
-    if (PyErr_Occurred())
-      return false;
-    step->grid[i] = (unsigned)size;
-  }
+  for (int i = 0; i < 3; i++)
+    step->grid[i] = (unsigned)size[i];
   return true;
 }
 

@@ -128,10 +128,7 @@ def tiling(k: int, itemsize: int, loads: int) -> tuple[int, int, gl.DistributedL
 
 
 def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int = 1) -> Tensor:
-    """Row ⌊slots[r] / k⌋ of x (M, K) for each r, times its slot's weight: (R, K) in x's dtype.
-
-    slots (R,) integers, zeros where x has no such row; weight (M, k) FP32 or None.
-    """
+    """See `reference.gather_rows`."""
     (m, width), r = x.shape, slots.shape[0]
     out = x.new_empty(r, width)
     units, unit, tile = tiling(width, x.element_size(), COPY_LOADS)
@@ -144,10 +141,7 @@ def gather_rows(x: Tensor, slots: Tensor, weight: Tensor | None = None, k: int =
 
 
 def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tensor:
-    """The sum over i of row index[t, i] of y (M, K), times weight[t, i]: (T, K) in y's dtype.
-
-    index (T, k) integers, -1 for none; weight (T, k) FP32 or None. Summed in FP32, rounded once.
-    """
+    """See `reference.combine_rows`."""
     (m, k), (t, top) = y.shape, index.shape
     out = y.new_empty(t, k)
     units, unit, tile = tiling(k, y.element_size(), SUM_LOADS)
@@ -160,10 +154,7 @@ def combine_rows(y: Tensor, index: Tensor, weight: Tensor | None = None) -> Tens
 
 
 def dot_rows(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
-    """The dot product of row t of a (T, K) and row index[t, i] of b (M, K): (T, k) FP32.
-
-    index (T, k) integers; 0 where b has no such row.
-    """
+    """See `reference.dot_rows`."""
     t, top = index.shape
     out = a.new_empty(t, top, dtype=torch.float32)
     units, unit, tile = tiling(a.shape[1], a.element_size(), SUM_LOADS)
@@ -232,13 +223,7 @@ def permute_places_kernel(
 def places_of_tokens(
     counts: Tensor, experts: int, ranks: int, tokens: int, length: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The permutation that sorts tokens by expert and pads each expert's to `alignment`.
-
-    counts (ranks · experts,) integers: the tokens from each rank for each expert, rank first, in
-    the order of the tokens; `tokens` is their sum, `length` at least that of the padded sizes.
-    Returns, all int32, the token at each place (length,), -1 for padding; the place of each token
-    (tokens,); the padded size of each expert (experts,).
-    """
+    """See `reference.places_of_tokens`."""
     of_place, of_token, sizes = (
         counts.new_empty(n, dtype=torch.int32) for n in (length, tokens, experts)
     )

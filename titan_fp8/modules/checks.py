@@ -138,21 +138,12 @@ def check_shard_sizes(
 ) -> None:
     """As `check_shards`, for a parameter of this global shape that is still to be sharded."""
     for dim in (len(shape) - 2, len(shape) - 1):
-        sizes = {shape[dim]}
-        for ranks, placement in zip(mesh_shape, placements, strict=True):
-            if placement.is_shard(dim):
-                sizes = {part for size in sizes for part in _shard_sizes(size, ranks)}
-        ragged = sorted(size for size in sizes if not fits_fp8(size))
-        if ragged:
+        shards = zip(mesh_shape, placements, strict=True)
+        ranks = math.prod(ranks for ranks, placement in shards if placement.is_shard(dim))
+        if not fits_fp8(shape[dim]) or shape[dim] % (16 * ranks):
             raise ValueError(
-                f"{name}: dimension {dim} of {tuple(shape)}, sharded as "
-                f"{tuple(placements)} over {tuple(mesh_shape)} ranks, gives shards of size "
-                f"{ragged}; FP8 GEMMs need positive multiples of 16. Use another degree of "
-                "parallelism or leave the module out by filter_fqns or fqns"
+                f"{name}: dimension {dim} of {tuple(shape)}, sharded as {tuple(placements)} over "
+                f"{tuple(mesh_shape)} ranks, gives shards of size [{shape[dim] / ranks:g}]; FP8 "
+                "GEMMs need positive multiples of 16. Use another degree of parallelism or leave "
+                "the module out by filter_fqns or fqns"
             )
-
-
-def _shard_sizes(size: int, ranks: int) -> set[int]:
-    """The sizes of the shards into which Shard cuts `size`; the last ones may be 0."""
-    largest = -(-size // ranks)
-    return {max(0, min(largest, size - rank * largest)) for rank in range(ranks)}

@@ -10,7 +10,6 @@ compute something else, torchtitan's own forward runs, which calls the linears.
 
 from typing import Any
 
-import torch
 import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,17 +29,6 @@ class FP8FeedForward(nn.Module):
     linear_class: type[FP8Linear] = FP8Linear
     """The exact class of w1, w2 and w3; a subclass may compute something else."""
 
-    plain_forward: Any
-    linear_forward: Any
-    """The fallback, and that of `linear_class`, of when the class was made. Others may have
-    replaced them since."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if not hasattr(cls, "plain_forward"):
-            cls.plain_forward = staticmethod(super().forward)
-            cls.linear_forward = staticmethod(cls.linear_class.forward)
-
     def forward(self, x: Tensor) -> Tensor:
         """y (..., K) = w2(silu(w1 x) * w3 x) for x (..., K)."""
         if not self.runs_fused():
@@ -55,26 +43,16 @@ class FP8FeedForward(nn.Module):
     def runs_fused(self) -> bool:
         """Whether the fused forward computes what calling w1, w2 and w3 would."""
         linears = (self.w1, self.w2, self.w3)
-        return (
-            _falls_back_as_made(type(self))
-            and can_fuse(self, self.linear_class)
-            and not any(map(self.must_be_called, linears))
-        )
+        return can_fuse(self, self.linear_class) and not any(map(self.must_be_called, linears))
 
     def must_be_called(self, linear: Any) -> bool:
         """Whether calling `linear` does more than FP8Linear.forward, or its weight is a DTensor."""
         return (
             isinstance(linear.weight, DTensor)
             or vars(linear).get("forward") is not linear.wrapper
-            or self.linear_class.forward is not self.linear_forward
             or linear._compiled_call_impl is not None
             or has_hooks(linear)
         )
-
-
-@torch.compiler.assume_constant_result
-def _falls_back_as_made(cls: type[FP8FeedForward]) -> bool:
-    return super(FP8FeedForward, cls).forward is cls.plain_forward
 
 
 def can_fuse(feed_forward: Any, linear_class: type) -> bool:

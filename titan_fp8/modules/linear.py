@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from titan_fp8.functional import fp8_linear
 from titan_fp8.functional.checks import check_bool, check_types
-from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.modules.checks import (
     check_choice,
     check_filter_fqns,
@@ -76,14 +75,6 @@ class FP8Linear(nn.Linear):
             return fp8_linear(x, weight, bias, recipe=self.recipe, emulate=self.emulate)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
-        except NotImplementedError as error:
-            if isinstance(weight, GatheredWeight) or type(weight) in (Tensor, nn.Parameter):
-                raise
-            # A subclass of Tensor that does not know our ops, such as torchao's.
-            raise NotImplementedError(
-                f"{self.fqn}: FP8 products cannot read a {type(weight).__name__}; for torchao and "
-                f"the like turn the model into plain modules by titan_fp8.revert\n{error}"
-            ) from None
 
     def _forward_sharded(self, x: Tensor) -> DTensor:
         """`forward` for DTensors: multiplies local shards, placed as in the table above."""

@@ -4,7 +4,7 @@ Importing this package registers them. `registry.py` says how an op is defined; 
 and `permute` define them.
 """
 
-from titan_fp8.ops import gemm, permute, quantize, sequence  # noqa: F401  (define the ops)
+from titan_fp8.ops import gemm, permute, quantize, sequence  # they define the ops
 from titan_fp8.ops.operands import DTYPES
 from titan_fp8.ops.registry import (
     OPS,
@@ -15,14 +15,3 @@ from titan_fp8.ops.registry import (
     observe,
     run,
 )
-
-__all__ = [
-    "DTYPES",
-    "OPS",
-    "call",
-    "implementation",
-    "is_observed",
-    "kernels_for",
-    "observe",
-    "run",
-]

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_fp8.plan.model import Layer, Rank, Report
-from titan_fp8.recipe import BF16, Scaling, get_recipe
+from titan_fp8.recipe import BF16, get_recipe
 
 TABLES = Path(__file__).parent / "tables"
-NAMES = {Scaling.NONE: BF16, Scaling.ROW: "rowwise", Scaling.BLOCK_1X128: "blockwise"}
 
 
 def tables() -> list[dict[str, Any]]:
@@ -31,7 +30,8 @@ def speed(table: dict[str, Any], layer: Layer) -> tuple[float, bool]:
     stages = ("mm", recipe.fprop), ("mm", recipe.dgrad), ("wgrad", recipe.wgrad)
     rows = [dict(zip(table["columns"], row)) for row in table["us"]]
     for (n, k), (op, gemm) in itertools.product(layer.products, stages):
-        name = NAMES[gemm.left]
+        name = "blockwise" if recipe.has_weight_blocks else "rowwise"
+        name = BF16 if op == "wgrad" and recipe.wgrad_in_bf16 else name
         wanted = _axes(layer.groups, layer.m, *((k, n) if gemm is recipe.dgrad else (n, k)))
         fit = (r for r in rows if r["op"] == op and bool(r["E"]) == bool(layer.groups))
         found = {_axes(*(r[c] for c in "EMNK")): r for r in fit if r[BF16] and r[name]}

@@ -10,7 +10,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from titan_fp8.compile import apply_patches
 from titan_fp8.fsdp import gather_in_fp8, requantize
@@ -20,7 +19,7 @@ from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.host import speed_up
@@ -43,7 +42,6 @@ class _Converter(QuantizationConverter):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
-        check_sizes(job_config, parallel_dims)
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
         quantize = job_config.quantize
@@ -70,8 +68,10 @@ class _Converter(QuantizationConverter):
         )
         for fqn, *_ in self.report.converted:
             vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
-        if section.fsdp_all_gather and recipe != BF16:
-            self.gather_in_fp8(model)
+        if section.fsdp_all_gather and recipe != BF16 and self.uses_fsdp2:
+            self.gathers_in_fp8 = True
+            report = gather_in_fp8(model, self.layer_class)
+            log_gathers(section.where, f"{len(report.converted)} weights", report)
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
         if ours[-1] == self.name:  # Once for both converters, when all is converted.
             speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
@@ -116,19 +116,6 @@ class _Converter(QuantizationConverter):
             raise ValueError(
                 f"[{self.name}] health_freq = {freq}: with model.name = "
                 f"{self.job_config.model.name!r} it must be 0, because the model does not use FSDP2"
-            )
-
-    def gather_in_fp8(self, model: nn.Module) -> None:
-        """Makes FSDP2, if the plan has it, gather the weights of converted layers in FP8."""
-        if self.uses_fsdp2:
-            self.gathers_in_fp8 = True
-            report = gather_in_fp8(model, self.layer_class)
-            log_gathers(f"[{self.name}]", f"{len(report.converted)} weights", report)
-        elif self.parallel_dims.fsdp_enabled:
-            logger.info(
-                f"titan_fp8: [{self.name}] fsdp_all_gather has no effect: model.name = "
-                f"{self.job_config.model.name!r} does not use FSDP2, and weights are gathered in "
-                "high precision"
             )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:

@@ -165,15 +165,12 @@ def _exchange_in_fp8(
         RuntimeError: torchtitan's hooks for the exchange are not those that could be replaced.
     """
     where = f'{job_config.quantize.grouped_mm.titan_fp8.where} exchange = "fp8"'
-    if not ep_enabled:
-        logger.warning(f"titan_fp8: {where} changes nothing: there is no expert parallelism")
-        return
     layers = [
         module
         for module in model.modules()
         if isinstance(module, GatherMoE) and isinstance(module.experts, FP8GroupedExperts)
     ]
-    if not layers:
+    if not (layers and ep_enabled):
         logger.warning(f"titan_fp8: {where} changes nothing: no MoE layer exchanges tokens by it")
         return
     if not has_hooks:

@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from titan_fp8.cpu_host import check_size, warning_of_unseeded_start
 from titan_fp8.torchtitan_0_3.patches import TORCHTITAN_ON_CPU
 
@@ -38,24 +36,15 @@ def use_sdpa(model: Any) -> None:
             logger.warning(f"{fqn}: on the CPU this attention runs without its sinks")
 
 
-def check_model(config: Any) -> None:
-    """Refuses a model that is too large for CPUs."""
-    spec = config.model_spec
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in spec.model.build().parameters())
-    trains = not config.checkpoint.create_seed_checkpoint
-    check_size(f"{spec.name} {spec.flavor}", parameters, trains)
-
-
 def fit_for_the_cpu(parse_args: Callable) -> Callable:
     """Wraps ConfigManager.parse_args: no large models, nor FlexAttention, which has no backward."""
 
     @functools.wraps(parse_args)
     def parse_for_the_cpu(self: Any, args: list[str] | None = None) -> Any:
         config = parse_args(self, args)
-        if config.model_spec is not None:
-            check_model(config)
-            use_sdpa(config.model_spec.model)
+        if (spec := config.model_spec) is not None:
+            check_size(f"{spec.name} {spec.flavor}", spec.model.build)
+            use_sdpa(spec.model)
         return config
 
     return parse_for_the_cpu

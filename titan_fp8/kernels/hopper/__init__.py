@@ -29,28 +29,3 @@ from titan_fp8.kernels.hopper.swiglu_quantize import (
     swiglu_dscores,
 )
 from titan_fp8.kernels.hopper.transpose import transpose_fp8
-
-__all__ = [
-    "bf16_wgrad",
-    "blockwise_mm",
-    "blockwise_mm_pair",
-    "blockwise_wgrad",
-    "gather_1x128_128x1_t",
-    "quantize_128x1_t",
-    "quantize_128x128",
-    "quantize_128x128_t",
-    "quantize_1x128",
-    "quantize_1x128_128x1_t",
-    "quantize_col_t",
-    "quantize_row",
-    "quantize_row_col_t",
-    "quantize_shard_col",
-    "quantize_shard_row",
-    "quantize_weight_col_t",
-    "rowwise_mm",
-    "rowwise_wgrad",
-    "swiglu_1x128",
-    "swiglu_backward_1x128_128x1_t",
-    "swiglu_dscores",
-    "transpose_fp8",
-]

@@ -116,15 +116,7 @@ def gather_1x128_128x1_t(
     *,
     scale_fmt: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row ⌊index[c] / k⌋ of q (R, K) and s (R, ⌈K/128⌉) for each c, and the columns of all rows.
-
-    index (C,) int32, negative for a row of zeros; C and all ends `offs` multiples of
-    128; weight (C,) FP32, a factor of s, or None.
-
-    Returns:
-        q (C, K), s (C, ⌈K/128⌉), q (K, C) and s (K, C/128). What is past the last end is not
-        written.
-    """
+    """See `reference.gather_1x128_128x1_t`. What is past the last end is not written."""
     (r, width), c = q.shape, len(index)
     blocks = cdiv(width, BLOCK)
     rows, q_t = (q.new_empty(shape) for shape in ((c, width), (width, c)))

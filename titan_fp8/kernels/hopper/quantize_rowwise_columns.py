@@ -200,12 +200,8 @@ def _quantize_columns(
     q_t = x.new_empty(*lead, k, width, dtype=E4M3)
     s_t = x.new_empty(*lead, *of_group, k, dtype=torch.float32)
     amax = torch.zeros_like(s_t, dtype=torch.int32)
-    words, pack, matrices, lanes = (
-        as_words(x),
-        4 // x.itemsize,
-        math.prod(lead),
-        group_lanes(groups),
-    )
+    words, pack = as_words(x), 4 // x.itemsize
+    matrices, lanes = math.prod(lead), group_lanes(groups)
     if rows is None:
         layout, warps, tile_tokens = AMAX_LAYOUT, AMAX_WARPS, AMAX_TOKENS
         q, s = words, amax  # Placeholders, which are not written.

@@ -215,10 +215,7 @@ def _words(x: Tensor) -> tuple[Tensor, torch.dtype]:
 
 
 def swiglu_1x128(a: Tensor, b: Tensor, *, scale_fmt: str = "fp32") -> tuple[Tensor, Tensor]:
-    """`quantize_1x128` of h = silu(a) · b for a, b (M, H): q (M, H), s (M, ⌈H/128⌉).
-
-    bf16 takes one kernel; for FP32 PyTorch computes h first.
-    """
+    """See `reference.swiglu_1x128`. For FP32 PyTorch computes h first."""
     if not a.dtype == b.dtype == torch.bfloat16:
         return quantize_1x128(reference.swiglu(a, b), scale_fmt=scale_fmt)
     m, k = a.shape
@@ -242,11 +239,7 @@ def swiglu_backward_1x128_128x1_t(
     *,
     scale_fmt: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The operands of backward's GEMMs, for a SwiGLU of a, b (M, H) and the gradient dh (M, H).
-
-    `quantize_1x128_128x1_t` of da (4 tensors) and of db (4), `quantize_128x1_t` of h (2). bf16
-    takes one kernel; for FP32 PyTorch computes da, db and h first.
-    """
+    """See the reference. For FP32 PyTorch computes da, db and h first."""
     if not dh.dtype == a.dtype == b.dtype == torch.bfloat16:
         da, db = reference.swiglu_backward(dh, a, b)
         h = reference.swiglu(a, b)
@@ -279,10 +272,7 @@ def swiglu_backward_1x128_128x1_t(
 
 
 def swiglu_dscores(dh: Tensor, a: Tensor, b: Tensor, scores: Tensor, before: bool) -> Tensor:
-    """The gradients (M,) FP32 of the scores of rows, for dh, a, b (M, H); see the reference.
-
-    bf16 takes one kernel; FP32 is left to PyTorch.
-    """
+    """See `reference.swiglu_dscores`, which computes FP32."""
     if not dh.dtype == a.dtype == b.dtype == torch.bfloat16:
         return reference.swiglu_dscores(dh, a, b, scores, before)
     m, k = a.shape
