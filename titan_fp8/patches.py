@@ -18,10 +18,13 @@ import importlib
 import inspect
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, NamedTuple
+
+import torch
 
 _logger = logging.getLogger()  # torchtitan's own
 _ABSENT = object()
@@ -90,6 +93,34 @@ class Target:
         replacement = make(original)
         setattr(owner, attribute, replacement)
         _replaced[self.path] = _Replaced(original, replacement)
+
+
+@dataclass(frozen=True)
+class Kernel(Target):
+    """PyTorch's kernel of an op for the CPU, as "aten::mm.out"; its first argument is a key set.
+
+    If `make` returns the original, nothing is replaced.
+    """
+
+    def original(self) -> Callable:
+        try:
+            return torch.library.get_kernel(self.path, "CPU").call_boxed
+        except RuntimeError as error:
+            raise AttributeError(self.path) from error
+
+    def replace(self, make: Callable[[Any], Any]) -> None:
+        if earlier := _replaced.pop(self.path, None):
+            earlier.replacement._destroy()
+        original = self.original()
+        if (replacement := make(original)) is original:
+            return
+        namespace, _, name = self.path.partition("::")
+        library = torch.library.Library(namespace, "IMPL")
+        with warnings.catch_warnings():
+            # PyTorch warns that kernels are overridden, but that is the purpose.
+            warnings.simplefilter("ignore", UserWarning)
+            library.impl(name, replacement, "CPU", with_keyset=True, allow_override=True)
+        _replaced[self.path] = _Replaced(original, library)
 
 
 @dataclass(frozen=True)
@@ -223,6 +254,16 @@ FOR_HOST = (GRADIENT_REDUCTION, PROFILER_RANGES)
 
 # What torchtitan needs on a machine without an accelerator (cpu_host/)
 
+BF16_KERNELS = tuple(
+    Kernel(f"aten::{name}")
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "mm.out", "addmm.out", "bmm.out", "baddbmm.out"),
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    )
+)
+"""Replaced on CPUs without bf16 kernels of oneDNN (cpu_host/bf16.py)."""
+
+
 CPU = Patch(
     name="CPU",
     targets=(
@@ -235,6 +276,7 @@ CPU = Patch(
             )
         ),
         Target("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", ("self", "factor")),
+        *BF16_KERNELS,
     ),
     why="torchtitan assumes CUDA, and cannot run on this machine, which has no accelerator.",
     until="torchtitan trains on the CPU by itself.",

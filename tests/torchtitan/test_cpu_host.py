@@ -29,6 +29,7 @@ titan_fp8.fp8_linear(torch.ones(1, 16), weight).sum().backward()
 assert not {"torchtitan", "triton"} & set(sys.modules)
 assert torch._utils._get_available_device_type() is None
 assert set(dir(torch.cpu)) == known and torch.histc is histc
+assert "/patches.py" not in torch._C._dispatch_dump("aten::mm")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
@@ -44,6 +45,11 @@ def test_prepare_twice_patches_once() -> None:
     histc = torch.histc
     cpu_host.prepare()
     assert torch.histc is histc
+
+
+def test_prepare_replaces_bf16_products_that_onednn_lacks() -> None:
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert native != ("/patches.py" in torch._C._dispatch_dump("aten::mm"))
 
 
 def test_monitor_reads_the_machine() -> None:
@@ -81,35 +87,26 @@ def test_unseeded_sharded_start_is_warned_of(
     assert ("starts without a checkpoint" in caplog.text) == (ranks > 1)
 
 
-FOREACH = ["--optimizer.implementation", "foreach"]
-FP32 = ["--training.mixed_precision_param", "float32"]
-
-
 @pytest.mark.parametrize(
-    ("given", "native", "used"),
+    ("given", "used"),
     [
-        (["--training.steps", "1"], True, FOREACH),
-        (["--optimizer.implementation=for-loop"], True, []),
-        (["--training.steps", "1"], False, FOREACH + FP32),
-        (["--training.mixed_precision_param=bfloat16"], False, FOREACH),
+        (["--training.steps", "1"], ["--optimizer.implementation", "foreach"]),
+        (["--optimizer.implementation=for-loop"], []),
     ],
 )
-def test_main_prefers_foreach_and_fp32_to_slow_bf16(
+def test_main_prefers_foreach(
     given: list[str],
-    native: bool,
     used: list[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And says so, since it overrides the config."""
     calls = []
-    monkeypatch.setattr(cpu_host, "has_bf16_kernels", lambda: native)
     monkeypatch.setattr(torchtitan.train, "main", lambda trainer: calls.append(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["cpu_host", *given])
     cpu_host.main()
     assert calls == [given + used]
-    for flag, value in zip(used[::2], used[1::2]):
-        assert f"{flag} {value}, which overrides" in caplog.text
+    assert ("optimizer.implementation foreach, which overrides" in caplog.text) == bool(used)
 
 
 def test_an_amd_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

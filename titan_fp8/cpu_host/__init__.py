@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from titan_fp8 import patches
+from titan_fp8.cpu_host import bf16
 
 SEED_WARNING = (
     "Training starts without a checkpoint: on the CPU every rank draws the same values for its "
@@ -34,9 +35,6 @@ SEED_WARNING = (
 
 BYTES_PER_PARAMETER = 16
 """Of a parameter, its gradient and AdamW's state, in FP32."""
-
-IN_FP32 = {"--training.mixed_precision_param": ("float32",)}
-"""Where oneDNN has no kernels for bf16 products, PyTorch's own are up to 60 times slower."""
 
 _logger = logging.getLogger()  # torchtitan's own
 
@@ -59,6 +57,7 @@ def prepare() -> None:
         lambda _: lambda: "cpu",
         *map(_constant, _device_module()),
         _reducing_by_sum,
+        *(_in_fp32(kernel.path) for kernel in patches.BF16_KERNELS),
     )
     _adapter().prepare()
 
@@ -70,14 +69,12 @@ def _adapter() -> ModuleType:
     return importlib.import_module(f"titan_fp8.torchtitan_{version}.cpu")
 
 
+def _in_fp32(path: str) -> Callable:
+    return (lambda kernel: kernel) if bf16.has_bf16_kernels() else bf16.in_fp32(path)
+
+
 def _constant(value: Callable) -> Callable:
     return lambda original: value
-
-
-def has_bf16_kernels() -> bool:
-    """False on x86 without AVX-512."""
-    mkldnn = torch.backends.mkldnn  # PyTorch's name for oneDNN
-    return mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def memory_of_machine() -> int:
@@ -149,8 +146,7 @@ def main() -> None:
     gc.disable()  # as torchtitan's trainer does, but before the imports
     prepare()
     adapter = _adapter()
-    flags = {} if has_bf16_kernels() else IN_FP32
-    for flag, values in (adapter.FLAGS | flags).items():
+    for flag, values in adapter.FLAGS.items():
         if not any(arg.startswith(flag) for arg in sys.argv):
             sys.argv += [flag, *values]
             _logger.warning(
