@@ -213,6 +213,7 @@ for _name, _layers in (("short", 1), ("long", 3)):
 MISTYPED = {
     '[training]\nmixed_precision_param = "fp8"': "mixed_precision_param = 'fp8': allowed are 'f",
     '[model]\nflavor = ["8B"]': "model.flavor = ['8B']: allowed for llama3 are",
+    "[experimental]\ncustom_import = 1": "experimental.custom_import = 1: AttributeError",
 }
 """TOMLs, and what is said of them."""
 
@@ -227,7 +228,7 @@ TOKENIZERS = [
 ]
 """Files of a tokenizer, their content, and what is said of it."""
 
-MODULES = {"unfinished": "x = ("}
+MODULES = {"exits": "import sys\nsys.exit(7)", "unfinished": "x = ("}
 
 
 @pytest.fixture(scope="module")
@@ -276,11 +277,12 @@ NO_MODEL = "CHECKPOINT does not say which model it has: name the TOML of the run
         *(
             (
                 [*run, f"--experimental.custom_import={name}"],
-                error,
+                f"experimental.custom_import = '{name}': {error}",
             )
             for run in (RUN, ["step-2", "out", "--model.name=llama3", "--model.flavor=export"])
             for name, error in (
                 ("nope", "ModuleNotFoundError"),
+                ("exits", "SystemExit(7)"),
                 ("unfinished", "SyntaxError"),
             )
         ),

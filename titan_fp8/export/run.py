@@ -36,9 +36,7 @@ def job_config(file: str | None, flags: list[str]) -> JobConfig:
         )
     of_file = [] if file is None else ["--job.config_file", file]
     try:
-        config = ConfigManager().parse_args([*of_file, *flags])
-        custom_import(config)
-        return config
+        return ConfigManager().parse_args([*of_file, *flags])
     except Exception as error:
         what = str(error) if isinstance(error, ValueError | OSError) else repr(error)
         raise ValueError(what if file is None else f"--config = {file}: {what}") from error
@@ -68,8 +66,11 @@ class Run:
 
     def __init__(self, config: JobConfig):
         self.warnings: list[str] = []
-        dtype = config.training.mixed_precision_param  # of any type, if it is from a TOML
-        if dtype not in TORCH_DTYPE_MAP:
+        custom_import(config)
+        training = config.training  # torchtitan takes values of any type from a TOML
+        if type(length := training.seq_len) is not int or not 1 <= length < 2**31:
+            raise ValueError(f"training.seq_len = {length}: allowed are 1 to {2**31 - 1}")
+        if (dtype := training.mixed_precision_param) not in TORCH_DTYPE_MAP:
             allowed = ", ".join(map(repr, TORCH_DTYPE_MAP))
             raise ValueError(f"training.mixed_precision_param = {dtype!r}: allowed are {allowed}")
         self.name = config.model.name

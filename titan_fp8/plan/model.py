@@ -104,6 +104,7 @@ def read_rank(config: JobConfig) -> Rank:
     # It takes no memory of a GPU, and the shapes are the same whether this machine has any.
     on_cpu = [mock.patch.object(each, "device_type", "cpu") for each in (utils, parallel_dims)]
     with on_cpu[0], on_cpu[1], fake_ranks(dims.world_size):
+        # They refuse sizes of which some models cannot be made.
         converters = build_model_converters(config, dims)
         with torch.device("meta"):
             model, plain = (spec.model_cls(args) for _ in range(2))

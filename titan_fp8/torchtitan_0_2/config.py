@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchtitanConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter
 from torchtitan.protocols.train_spec import get_train_spec
@@ -167,9 +168,16 @@ def sections_of_file(args: Sequence[str]) -> set[str]:
 
 
 def custom_import(config: Any) -> None:
-    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does."""
+    """Imports `experimental.custom_import`, if any, as torchtitan's trainer does.
+
+    Raises:
+        ValueError: the import fails, or ends the program.
+    """
     if module := config.experimental.custom_import:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"experimental.custom_import = {module!r}: {error!r}") from error
 
 
 def check_merged(config: Any, is_set: Collection[str]) -> None:
@@ -178,8 +186,8 @@ def check_merged(config: Any, is_set: Collection[str]) -> None:
     Warns if the job will fail because there is no GPU, before torchtitan's own error.
 
     Raises:
-        ValueError: one of model.converters is wrong, or missing for a section that is set; or
-            tokens cannot be exchanged as asked.
+        ValueError: one of model.converters is wrong, or missing for a section that is set;
+            experimental.custom_import fails; or tokens cannot be exchanged as asked.
     """
     converters = config.model.converters
     if not isinstance(converters, list) or not all(isinstance(name, str) for name in converters):
@@ -240,3 +248,39 @@ def model_of(config: Any) -> tuple[Any, Any]:
     args = copy.deepcopy(spec.model_args[flavor])
     args.update_from_config(config)
     return spec, args
+
+
+def check_sizes(config: Any, dims: ParallelDims) -> None:
+    """Checks what torchtitan finds out only when it trains, without saying which key is wrong.
+
+    Raises:
+        ValueError: a batch, a sequence or a degree of parallelism does not fit the model or the
+            other degrees.
+    """
+    spec, training = get_train_spec(config.model.name), config.training
+    args = spec.model_args.get(config.model.flavor)
+    batch, whole = training.local_batch_size, training.global_batch_size
+    step = max(1, batch) * dims.dp_replicate * dims.dp_shard
+    experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
+    ranks = dims.dp_shard * dims.cp * dims.tp // dims.etp
+
+    def check(key: str, value: int, is_allowed: bool, allowed: str) -> None:
+        if not is_allowed:
+            raise ValueError(f"{key} = {value!r}: allowed are {allowed}")
+
+    check("training.local_batch_size", batch, batch > 0, "positive numbers")
+    check("training.seq_len", training.seq_len, training.seq_len > 0, "positive numbers")
+    multiples = f"multiples of {step}, training.local_batch_size times data-parallel ranks"
+    check("training.global_batch_size", whole, whole <= 0 or whole % step == 0, multiples)
+    alone = f"1, since torchtitan has no pipeline for model.name = {config.model.name!r}"
+    has_pipeline = dims.pp == 1 or spec.pipelining_fn is not None
+    check("parallelism.pipeline_parallel_degree", dims.pp, has_pipeline, alone)
+    for kind, degree, what, count in (
+        ("tensor", dims.tp, "n_heads", getattr(args, "n_heads", 0)),
+        ("tensor", dims.tp, "n_kv_heads", getattr(args, "n_kv_heads", 0)),
+        ("expert", dims.ep, "experts", experts),
+        ("expert", dims.ep, "ranks of FSDP, CP and TP", ranks),
+    ):
+        divides = not count or count % degree == 0
+        divisors = f"divisors of {what} = {count}"
+        check(f"parallelism.{kind}_parallel_degree", degree, divides, divisors)

@@ -19,7 +19,7 @@ from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import log_once
 from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_2 import health
-from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, experts_recipe
+from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
 from titan_fp8.torchtitan_0_2.host import speed_up
@@ -42,6 +42,7 @@ class _Converter(QuantizationConverter):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
+        check_sizes(job_config, parallel_dims)
         self.job_config, self.parallel_dims = job_config, parallel_dims
         compile_config = job_config.compile
         quantize = job_config.quantize
