@@ -297,6 +297,7 @@ def test_models_without_fsdp2_are_left_alone(tmp_path, caplog):
     with caplog.at_level("INFO"):
         model = convert(config, build(config), ranks=2)
     assert {type(p.data) for p in model.parameters()} == {Tensor}
+    assert caplog.text.count("fsdp_all_gather has no effect") == 2
     assert "FSDP2 gathers" not in caplog.text and "_fully_shard" not in caplog.text
 
 

@@ -10,6 +10,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 from titan_fp8.compile import apply_patches
 from titan_fp8.fsdp import gather_in_fp8, requantize
@@ -73,6 +74,11 @@ class _Converter(QuantizationConverter):
             self.gathers_in_fp8 = True
             report = gather_in_fp8(model, self.layer_class)
             log_gathers(section.where, f"{len(report.converted)} weights", report)
+        elif section.fsdp_all_gather and recipe != BF16 and self.parallel_dims.fsdp_enabled:
+            logger.info(
+                f"titan_fp8: {section.where} fsdp_all_gather has no effect: model.name = "
+                f"{self.job_config.model.name!r} does not use FSDP2"
+            )
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
         if ours[-1] == self.name:  # Once for both converters, when all is converted.
             speed_up(model, self.job_config, self.parallel_dims, self.uses_fsdp2, self.compiles)
