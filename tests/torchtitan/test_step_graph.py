@@ -96,6 +96,7 @@ def simulate(monkeypatch) -> list[str]:
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(Graph, "replays", 0)
     return places
 
@@ -475,6 +476,19 @@ def test_checkpoints_preserve_no_state_of_random_numbers(waiting, tmp_path, capl
     convert(config, model)
     assert not config.activation_checkpoint.preserve_rng_state
     assert ("preserve_rng_state is false now" in caplog.text) == preserve
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_step_that_draws_random_numbers_is_an_error(waiting, text, tmp_path, preserve):
+    flags = (f"{AC}.mode", "full", f"{AC}.{'' if preserve else 'no_'}preserve_rng_state")
+    config = parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY, *flags)
+    expected = pytest.raises(ValueError, match="cuda_graph = True: .*preserve_rng_state must be")
+    with trainer(config) as t:
+        Graph.model = t.model_parts[0]
+        dropout = torch.nn.functional.dropout  # No module shows that there is one.
+        Graph.model.norm.register_forward_hook(lambda m, x, y: dropout(y))
+        with expected if preserve else contextlib.nullcontext():
+            gradients(t, 0)
 
 
 def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):

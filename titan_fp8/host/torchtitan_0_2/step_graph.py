@@ -15,8 +15,8 @@ for them, so they belong to the capture, too. The optimizer stays on the default
 
 The memory of a captured step stays reserved for it. A training step that cannot be replayed,
 because health_freq observes it or it is of another form, frees this memory before it runs, and the
-next step of its form is captured anew. A form is the shape of a batch, which parameters are trained,
-and where parameters and buffers are. Evaluations run beside the graph.
+next step of its form is captured anew. A form is the shape of a batch, which parameters are
+trained, and where parameters and buffers are. Evaluations run beside the graph.
 """
 
 import contextlib
@@ -230,10 +230,13 @@ class StepGraph:
         key: the setting that asks for it, for messages.
         stream: where they run.
         job_config: the trainer's.
+        may_draw: whether a step may draw random numbers. It may not if checkpoints would preserve
+            their state without the graph, and draw others when they recompute with it.
     """
 
-    def __init__(self, key: str, stream: torch.cuda.Stream, job_config: Any):
+    def __init__(self, key: str, stream: torch.cuda.Stream, job_config: Any, may_draw: bool = True):
         self.key, self.stream, self.job_config = key, stream, job_config
+        self.may_draw = may_draw
         self.steps = 0
         self.can_capture = True
         self.form: list[Any] = []
@@ -298,7 +301,13 @@ class StepGraph:
         self.steps += not adds
         before, self.form = self.form, form_of(tensors, self.units, *arguments)
         if self.steps <= WARM_UP:
+            state = torch.cuda.get_rng_state()
             loss = self.warm_up(step, *arguments)
+            if not self.may_draw and not torch.equal(state, torch.cuda.get_rng_state()):
+                raise ValueError(
+                    f"{self.key} = True: activation_checkpoint.preserve_rng_state must be false, "
+                    "or the model without random numbers, such as those of dropout"
+                )
             self.look_at(model)
             return loss
         # The first batch of a step quantizes weights, in any way and whatever came before, and the
@@ -347,9 +356,7 @@ class StepGraph:
             )
         return loss
 
-    def capture(
-        self, step: Step, adds: bool, batch: Batch, parameters: list[nn.Parameter]
-    ) -> None:
+    def capture(self, step: Step, adds: bool, batch: Batch, parameters: list[nn.Parameter]) -> None:
         begin = time.perf_counter()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         where = parameters, self.units, self.stream, self.pool
