@@ -25,11 +25,16 @@ from titan_fp8.host.permute import (
     sort_back,
     sort_by_expert,
 )
-from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
+from titan_fp8.host.torchtitan_0_2.peer_exchange import (
+    AllToAllExchange,
+    _bytes,
+    exchanged_swiglu,
+)
 from titan_fp8.host.torchtitan_0_2.token_exchange import (
     ExchangeRows,
     exchange_counts,
 )
+from titan_fp8.ops import call
 from titan_fp8.recipe import RECIPES
 
 LOCAL, TOP_K, DIM, HIDDEN, TOKENS = 3, 2, 144, 32, 150
@@ -184,6 +189,11 @@ def compare(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_travel_as_experts_would_quantize_them(ranks):
     gloo.spawn(compare, ranks, ranks)
+
+
+def test_the_scale_of_a_single_token_travels():
+    _, s = call("quantize_1x128", torch.ones(1, 128).bfloat16())
+    assert torch.equal(_bytes(s).view(torch.float32), s)
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, sizes: Tensor) -> Tensor:

@@ -29,14 +29,18 @@ POLICY = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 
 
 def gradients(
-    ranks: tuple[int, ...], dtype: torch.dtype, factor: float | None, force_sum: bool
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    factor: float | None,
+    force_sum: bool,
+    reduce_dtype: torch.dtype = FP32,
 ) -> list[Tensor]:
     """Gradients of two batches, the second added to the first, from parameters of this dtype."""
     torch.manual_seed(0)
     model = Experts(unused=1).to(dtype)
     names = ("replicate", "shard")[-len(ranks) :]
     mesh = init_device_mesh("cpu", ranks, mesh_dim_names=names)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
     if factor is not None:
         model.set_gradient_divide_factor(factor)
     model.set_force_sum_reduction_for_comms(force_sum)  # gloo has no other reductions
@@ -89,10 +93,10 @@ def patched() -> Iterator[list]:
         yield seen
 
 
-def patched_gradients(ranks, dtype, factor, force_sum=False) -> tuple[list[Tensor], list]:
+def patched_gradients(ranks, dtype, factor, force_sum=False, *more) -> tuple[list[Tensor], list]:
     """What `gradients` gives with the patch, and what FSDP2's function was called with."""
     with patched() as seen:
-        return gradients(ranks, dtype, factor, force_sum), seen
+        return gradients(ranks, dtype, factor, force_sum, *more), seen
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -103,6 +107,14 @@ def test_gradients_of_what_one_rank_has_whole_are_divided_in_place(dtype, factor
         found, seen = patched_gradients((1,), dtype, factor)
     assert seen == [(dtype, "OneBuffer"), (dtype, "DefaultReduceScatter")]
     assert all(map(torch.equal, found, expected)) and {g.dtype for g in found} == {dtype}
+
+
+def test_what_fsdp2_divides_in_bf16_is_left_to_it():
+    with one_process():
+        expected = gradients((1,), FP32, 3.0, False, BF16)
+        found, seen = patched_gradients((1,), FP32, 3.0, False, BF16)
+    assert seen == 2 * [(None, "DefaultReduceScatter")]
+    assert all(map(torch.equal, found, expected))
 
 
 def compare_exchange(rank: int, mesh: tuple[int, ...], dtype: torch.dtype, factor: float) -> None:

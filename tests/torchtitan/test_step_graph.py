@@ -38,6 +38,7 @@ from titan import (
 from torchtitan.distributed import ParallelDims
 
 from titan_fp8.fsdp import runs_on
+from titan_fp8.fsdp.sharded_weight import gathers_of
 from titan_fp8.host import exchange
 from titan_fp8.host.torchtitan_0_2 import step_graph
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
@@ -51,7 +52,7 @@ KEY = (f"--{LINEAR}.cuda_graph",)
 
 
 class Graph:
-    """In place of a CUDA graph."""
+    """In place of a CUDA graph. A replay leaves what Python knows of gathered weights as it was."""
 
     model: torch.nn.Module
     replays = 0
@@ -61,6 +62,8 @@ class Graph:
         self.parameters = [p for p in Graph.model.parameters() if p.requires_grad]
         before = [p.grad if p.grad is None else p.grad.clone() for p in self.parameters]
         self.adds = before[0] is not None
+        self.gathers = [g for m in Graph.model.modules() for g in gathers_of(m).values()]
+        self.fresh = [gather.fresh for gather in self.gathers]
         run()
         self.gradients = [p.grad for p in self.parameters]
         for gradient, value in zip(self.gradients, before):  # A capture computes nothing.
@@ -68,14 +71,21 @@ class Graph:
 
     def replay(self):
         Graph.replays += 1
-        if self.adds:
-            return self.run()
-        for p in self.parameters:
-            p.grad = None
+        fresh = [gather.fresh for gather in self.gathers]
+        self.know(self.fresh)
+        if not self.adds:
+            for p in self.parameters:
+                p.grad = None
         self.run()
-        for p, gradient in zip(self.parameters, self.gradients):
-            gradient.copy_(p.grad)
-            p.grad = None
+        if not self.adds:
+            for p, gradient in zip(self.parameters, self.gradients):
+                gradient.copy_(p.grad)
+                p.grad = None
+        self.know(fresh)
+
+    def know(self, fresh):
+        for gather, is_fresh in zip(self.gathers, fresh):
+            gather.fresh = is_fresh
 
 
 def simulate(monkeypatch) -> list[str]:
@@ -86,6 +96,7 @@ def simulate(monkeypatch) -> list[str]:
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(Graph, "replays", 0)
     return places
 
@@ -183,13 +194,18 @@ def test_sharded_training_is_the_same(tmp_path, text, exchange):
     gloo.spawn(train_ranks, 2, tmp_path, text, *exchange)
 
 
-def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
-    """The loss, and what it adds to each parameter that is trained."""
+def run_batch(t, seed: int, length: int = 96) -> torch.Tensor:
+    """The loss, whose gradients are added to those there are."""
     inputs, labels = batch(t, seed)
     inputs, labels = {"input": inputs["input"][:, :length]}, labels[:, :length]
-    t.optimizers.zero_grad()
     tokens = torch.tensor(float(labels.numel()))
-    loss = t.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+    return t.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+
+
+def gradients(t, seed: int, length: int = 96) -> list[torch.Tensor]:
+    """The loss, and its gradient of each parameter that is trained."""
+    t.optimizers.zero_grad()
+    loss = run_batch(t, seed, length)
     gradients = [p.grad for p in t.model_parts[0].parameters()]
     return [loss.detach(), *(g.clone() for g in gradients if g is not None)]
 
@@ -210,7 +226,31 @@ def step_of_another_form(rank: int, folder: Path, text: Path) -> None:
 
 
 def test_ranks_that_replay_and_ranks_that_do_not_run_together(tmp_path, text):
-    gloo.spawn(step_of_another_form, 2, tmp_path, text, timeout=100)
+    gloo.spawn(step_of_another_form, 2, tmp_path, text, timeout=200)
+
+
+def accumulate(rank: int, folder: Path, text: Path) -> None:
+    """Two batches a step."""
+
+    def run(t, model) -> list[torch.Tensor]:
+        found = []
+        for step in range(8):
+            t.optimizers.zero_grad()
+            for last in (False, True):
+                # FSDP2 keeps the gradients of the first batch.
+                model.set_requires_gradient_sync(step < 7 or last)
+                length = 64 if step == 6 and last and rank == 1 else 96
+                run_batch(t, 2 * step + last, length)
+            found += [p.grad.to_local().clone() for p in model.parameters()]
+            if step != 2:  # So the first step that is captured finds weights that have not changed.
+                t.optimizers.step()
+        return found
+
+    check_the_same(rank, folder, text, toml("llama3", (LINEAR,)), FSDP, run, 8 - rank)
+
+
+def test_accumulation_on_ranks_is_the_same(tmp_path, text):
+    gloo.spawn(accumulate, 2, tmp_path, text, timeout=200)
 
 
 def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
@@ -230,7 +270,7 @@ def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
     assert caplog.text.count("runs without the CUDA graph") == 2
 
 
-def test_parameters_may_be_frozen_and_moved(waiting, text, tmp_path):
+def test_parameters_may_be_frozen_and_moved_and_buffers_replaced(waiting, text, tmp_path):
     runs = []
     for key in ((), KEY):
         with trainer(
@@ -238,22 +278,45 @@ def test_parameters_may_be_frozen_and_moved(waiting, text, tmp_path):
         ) as t:
             Graph.model = model = t.model_parts[0]
             weight, found = next(model.parameters()), []
-            for seed in range(10):
+            for seed in range(12):
                 if seed == 4:
                     weight.requires_grad_(False)
                 if seed == 7:
                     weight.data = weight.data.clone()
+                if seed == 10:
+                    model.freqs_cis = model.freqs_cis.conj().resolve_conj()
                 found.append(gradients(t, seed))
             runs.append(found)
-    assert Graph.replays == 5  # Steps 3, 5, 6, 8 and 9.
+    assert Graph.replays == 6  # Steps 3, 5, 6, 8, 9 and 11.
     for expected, found in zip(*runs, strict=True):
-        assert len(found) == len(expected) and all(map(torch.equal, expected, found))
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def test_gradients_of_others_are_added_to(waiting, text, tmp_path):
+    runs = []
+    for key in ((), KEY):
+        with trainer(
+            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
+        ) as t:
+            Graph.model = model = t.model_parts[0]
+            weight, found = next(model.parameters()), []
+            for seed in range(6):
+                t.optimizers.zero_grad()
+                if seed < 5:
+                    run_batch(t, seed)
+                else:
+                    weight.grad = torch.ones_like(weight)
+                run_batch(t, seed + 6)
+                found += [p.grad.clone() for p in model.parameters()]
+            runs.append(found)
+    assert Graph.replays == 4
+    assert all(map(torch.equal, *runs))
 
 
 def test_only_plain_values_let_a_batch_be_captured():
     labels = torch.zeros(2, 3)
     forms = [
-        [step_graph.form_of([], {"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
+        [step_graph.form_of([], [], {"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
         for extra in (True, "name", [torch.ones(2)], {})
     ]
     assert [a == b for a, b in forms] == [True, True, False, False]
@@ -413,6 +476,19 @@ def test_checkpoints_preserve_no_state_of_random_numbers(waiting, tmp_path, capl
     convert(config, model)
     assert not config.activation_checkpoint.preserve_rng_state
     assert ("preserve_rng_state is false now" in caplog.text) == preserve
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_step_that_draws_random_numbers_is_an_error(waiting, text, tmp_path, preserve):
+    flags = (f"{AC}.mode", "full", f"{AC}.{'' if preserve else 'no_'}preserve_rng_state")
+    config = parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY, *flags)
+    expected = pytest.raises(ValueError, match="cuda_graph = True: .*preserve_rng_state must be")
+    with trainer(config) as t:
+        Graph.model = t.model_parts[0]
+        dropout = torch.nn.functional.dropout  # No module shows that there is one.
+        Graph.model.norm.register_forward_hook(lambda m, x, y: dropout(y))
+        with expected if preserve else contextlib.nullcontext():
+            gradients(t, 0)
 
 
 def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):

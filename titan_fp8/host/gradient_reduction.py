@@ -85,9 +85,10 @@ def noting_accumulation(to_accumulated_grad: Callable) -> Callable:
 
 
 def _stays_on_its_rank(given: dict[str, Any]) -> bool:
-    """Whether these arguments of `foreach_reduce` only copy and divide gradients."""
+    """Whether these arguments of `foreach_reduce` only copy gradients, and divide them in FP32."""
     return (
         given["reduce_scatter_group"].size() == 1
+        and given["reduce_dtype"] == torch.float32
         and given["all_reduce_group"] is None
         and given["all_reduce_hook"] is None
     )

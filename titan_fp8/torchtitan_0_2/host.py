@@ -92,8 +92,8 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
         return False
     if reason := _why_not_captured(model, job_config, parallel_dims):
         raise ValueError(f"{key} = True: {reason}")
-    without = ""
-    if _preserves_rng_state(job_config):
+    without, may_draw = "", not _preserves_rng_state(job_config)
+    if not may_draw:
         job_config.activation_checkpoint.preserve_rng_state = False
         without = (
             ". activation_checkpoint.preserve_rng_state is false now, which changes nothing "
@@ -103,7 +103,7 @@ def _capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Paral
     torch.autograd.set_multithreading_enabled(False)
     stream = torch.cuda.Stream()
     fsdp.runs_on(stream)
-    steps = StepGraph(key, stream, job_config)
+    steps = StepGraph(key, stream, job_config, may_draw)
     patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, steps.save)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "

@@ -116,7 +116,8 @@ class AllToAllExchange:
 
 def _bytes(x: Tensor) -> Tensor:
     """Rows of bytes. A contiguous x may have any strides along a dimension of size 1."""
-    return x.contiguous().view(-1).view(torch.uint8).view(len(x), x.shape[1] * x.itemsize)
+    flat = x.contiguous().as_strided((x.numel(),), (1,))
+    return flat.view(torch.uint8).view(len(x), x.shape[1] * x.itemsize)
 
 
 # As the bodies of `bodies.py`. The weights and their scales come after the constants.

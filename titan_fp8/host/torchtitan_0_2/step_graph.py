@@ -15,12 +15,13 @@ for them, so they belong to the capture, too. The optimizer stays on the default
 
 The memory of a captured step stays reserved for it. A training step that cannot be replayed,
 because health_freq observes it or it is of another form, frees this memory before it runs, and the
-next step of its form is captured anew. A form is the shape of a batch, and which parameters are
-trained. Evaluations run beside the graph.
+next step of its form is captured anew. A form is the shape of a batch, which parameters are
+trained, and where parameters and buffers are. Evaluations run beside the graph.
 """
 
 import contextlib
 import functools
+import operator
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
+from titan_fp8.fsdp.sharded_weight import ShardGather, gathers_of
 from titan_fp8.host.exchange import check_all
 from titan_fp8.ops import is_observed
 
@@ -87,11 +89,17 @@ class Batch:
 
 
 def form_of(
-    parameters: list[nn.Parameter], inputs: dict[str, Any], labels: Tensor, tokens: Any
+    tensors: list[Tensor | None],
+    units: list[FSDPModule],
+    inputs: dict[str, Any],
+    labels: Tensor,
+    tokens: Any,
 ) -> list[Any]:
     """All that a graph cannot change: what is not the values of tensors.
 
-    A batch with other values than tensors and PLAIN ones has a form that equals no other.
+    `tensors` are the model's parameters and buffers, and `units` those of FSDP2. A batch with other
+    values than tensors and PLAIN ones has a form that equals no other, and so has one whose
+    gradients FSDP2 keeps to itself, to reduce them with those of a later batch.
     """
     form: list[Any] = [isinstance(tokens, Tensor)]
     for name, v in (*sorted(inputs.items()), ("labels", labels)):
@@ -99,8 +107,13 @@ def form_of(
             form.append((name, v.shape, v.dtype, v.device))
         else:
             form.append((name, v if type(v) in PLAIN else object()))
-    for p in parameters:
-        form.append((p.requires_grad, getattr(p, "_local_tensor", p).data_ptr()))
+    for t in tensors:
+        where = None if t is None else getattr(t, "_local_tensor", t).data_ptr()
+        form.append((where, t is not None and t.requires_grad))
+    for unit in units:
+        if (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+            reduces = group.reduce_grads and group.all_reduce_grads
+            form.append(group.gradient_divide_factor if reduces else object())
     return form
 
 
@@ -140,7 +153,14 @@ class CapturedStep:
             join(stream, units)
 
         self.graph = Graph(run, stream, pool)
+        self.parameters = parameters
         self.gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+
+    def has_left_gradients(self) -> bool:
+        """Whether the parameters have those of the last replay, and no others."""
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        own = [gradient for _, gradient in self.gradients]
+        return len(found) == len(own) and all(map(operator.is_, found, own))
 
     def replay(self, *arguments: Any) -> Tensor:
         """Runs the step for the arguments of a `Step`, and returns the loss."""
@@ -210,17 +230,22 @@ class StepGraph:
         key: the setting that asks for it, for messages.
         stream: where they run.
         job_config: the trainer's.
+        may_draw: whether a step may draw random numbers. It may not if checkpoints would preserve
+            their state without the graph, and draw others when they recompute with it.
     """
 
-    def __init__(self, key: str, stream: torch.cuda.Stream, job_config: Any):
+    def __init__(self, key: str, stream: torch.cuda.Stream, job_config: Any, may_draw: bool = True):
         self.key, self.stream, self.job_config = key, stream, job_config
+        self.may_draw = may_draw
         self.steps = 0
         self.can_capture = True
         self.form: list[Any] = []
         """That of the batch that has run last. A form that has not run yet cannot be captured: it
         may compile, load kernels and make an exchange."""
-        self.parameters: list[nn.Parameter] = []
+        self.held: list[tuple[dict[str, Any], str]] = []
+        """The dictionaries and the names in which modules hold parameters and buffers."""
         self.units: list[FSDPModule] = []
+        self.gathers: list[ShardGather] = []
         self.captured: dict[bool, CapturedStep] = {}
         """By whether gradients are added to those of an earlier batch of the step."""
         self.pool: Any = None
@@ -248,7 +273,7 @@ class StepGraph:
         def close(self_: Any) -> None:
             if self_.job_config is self.job_config:
                 self.captured.clear()
-                self.parameters, self.units = [], []  # The patch holds this object.
+                self.held, self.units, self.gathers = [], [], []  # The patch holds this object.
             original(self_)
 
         return close
@@ -269,25 +294,53 @@ class StepGraph:
 
     def run(self, step: Step, model: nn.Module, *arguments: Any) -> Tensor:
         """One batch, with these arguments of a `Step`. Returns the loss."""
-        adds = any(p.grad is not None for p in self.parameters)
-        self.steps += not adds
-        before, self.form = self.form, form_of(self.parameters, *arguments)
-        if self.steps <= WARM_UP:
-            loss = self.warm_up(step, *arguments)
-            self.parameters = [*model.parameters()]
-            self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-            return loss
         forget_evaluations(self.units)
+        tensors = [held.get(name) for held, name in self.held]
+        parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+        adds = any(p.grad is not None for p in parameters)
+        self.steps += not adds
+        before, self.form = self.form, form_of(tensors, self.units, *arguments)
+        if self.steps <= WARM_UP:
+            state = torch.cuda.get_rng_state()
+            loss = self.warm_up(step, *arguments)
+            if not self.may_draw and not torch.equal(state, torch.cuda.get_rng_state()):
+                raise ValueError(
+                    f"{self.key} = True: activation_checkpoint.preserve_rng_state must be false, "
+                    "or the model without random numbers, such as those of dropout"
+                )
+            self.look_at(model)
+            return loss
+        # The first batch of a step quantizes weights, in any way and whatever came before, and the
+        # others do not: ranks that replay and ranks that do not must agree.
+        if not adds:
+            self.expect_quantized(False)
         if is_observed() or self.form != before:
             self.free()
             return step(*arguments)
+        if not self.can_capture:
+            return step(*arguments)
         # The second graph adds to the gradients of the first.
-        if not self.can_capture or (adds and False not in self.captured):
+        if adds and not (False in self.captured and self.captured[False].has_left_gradients()):
             return step(*arguments)
         check_all()  # A replay calls no method of an exchange.
         if adds not in self.captured:
-            self.capture(step, adds, Batch(*arguments))
-        return self.captured[adds].replay(*arguments)
+            self.capture(step, adds, Batch(*arguments), parameters)
+        loss = self.captured[adds].replay(*arguments)
+        self.expect_quantized(True)
+        return loss
+
+    def look_at(self, model: nn.Module) -> None:
+        """Finds what a step of the model reads."""
+        modules = [*model.modules()]
+        holders = [held for m in modules for held in (m._parameters, m._buffers)]
+        self.held = [(held, name) for held in holders for name in held]
+        self.units = [m for m in modules if isinstance(m, FSDPModule)]
+        self.gathers = [gather for m in modules for gather in gathers_of(m).values()]
+
+    def expect_quantized(self, fresh: bool) -> None:
+        """Says whether gathers find weights in FP8 that have been quantized since they changed."""
+        for gather in self.gathers:
+            gather.fresh = fresh and gather.together is not None
 
     def warm_up(self, step: Step, *arguments: Any) -> Tensor:
         """A batch of the first steps."""
@@ -303,10 +356,10 @@ class StepGraph:
             )
         return loss
 
-    def capture(self, step: Step, adds: bool, batch: Batch) -> None:
+    def capture(self, step: Step, adds: bool, batch: Batch, parameters: list[nn.Parameter]) -> None:
         begin = time.perf_counter()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        where = self.parameters, self.units, self.stream, self.pool
+        where = parameters, self.units, self.stream, self.pool
         try:
             self.captured[adds] = CapturedStep(step, batch, *where)
         except Exception as error:
