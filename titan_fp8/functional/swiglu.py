@@ -14,7 +14,6 @@ from torch import Tensor
 from titan_fp8.functional.bodies import ProductSpec, quantized
 from titan_fp8.functional.checks import (
     check_bool,
-    check_devices,
     check_types,
     checked_offs,
     compute_dtype,
@@ -60,11 +59,11 @@ def fp8_swiglu(
     check_types(WEIGHTS, **weights)
     check_types(OPTIONAL, offs=offs)
     _check_shapes(x, w1, w2, w3, offs)
-    in_high_precision = {n: check_weight(n, w, recipe) for n, w in weights.items()}
+    for name, w in weights.items():
+        check_weight(name, w, recipe)
     if offs is not None:
         offs = checked_offs(offs, w1.shape[0])
-    check_devices(x, **weights, offs=offs)
-    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, **in_high_precision))
+    spec = ProductSpec(recipe, emulate, aligned, compute_dtype(x, **weights, offs=offs))
     x_MK = x.reshape(-1, x.shape[-1])
     if spec.recipe.feed_forward is not None:
         y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)
