@@ -28,35 +28,30 @@ def check_types(allowed: tuple[type, ...] = (Tensor,), **arguments: object) -> N
             raise ValueError(f"{name} is {reprlib.repr(value)}: allowed is a {names}")
 
 
-def compute_dtype(x: Tensor, **others: Tensor | None) -> torch.dtype:
+def compute_dtype(x: Tensor, **others: Any) -> torch.dtype:
     """The dtype in which F.linear would compute, autocast included: bfloat16 or float32.
 
-    `others`: the other operands by name. Without autocast all must have x's dtype.
+    `others`: the other operands by name, `offs` too. All must be on x's device, since kernels do
+    not check addresses. Tensors but offs must have x's dtype, unless there is autocast.
     """
-    dtypes = {x.dtype, *[t.dtype for t in others.values() if t is not None]}
-    if not dtypes <= _DTYPES:
-        for name, t in {"x": x, **others}.items():
-            if t is not None and t.dtype not in _DTYPES:
-                allowed = "allowed are torch.bfloat16 and torch.float32"
-                raise ValueError(f"{name} is {t.dtype}: {allowed}")
-    device = x.device.type
+    device, dtypes = x.device, {"x": x.dtype}
+    for name, t in others.items():
+        if t is not None and t.device != device:
+            raise ValueError(f"{name} is on {t.device} and x on {device}: must be the same")
+        if isinstance(t, Tensor) and name != "offs":
+            dtypes[name] = t.dtype
+    if not _DTYPES.issuperset(dtypes.values()):
+        name, dtype = next(item for item in dtypes.items() if item[1] not in _DTYPES)
+        raise ValueError(f"{name} is {dtype}: allowed are torch.bfloat16 and torch.float32")
     # is_autocast_enabled raises for meta; amp.is_autocast_available would cause a graph break.
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
         if dtype not in DTYPES:
             raise ValueError(f"autocast to {dtype}: allowed are torch.bfloat16 and torch.float32")
         return dtype
-    if len(dtypes) > 1:
-        each = {name: t.dtype for name, t in {"x": x, **others}.items() if t is not None}
-        raise ValueError(f"dtypes differ outside autocast: {each}")
+    if len({*dtypes.values()}) > 1:
+        raise ValueError(f"dtypes differ outside autocast: {dtypes}")
     return x.dtype
-
-
-def check_devices(x: Tensor, **others: Any) -> None:
-    """Tensors and quantized weights must be on x's device; kernels do not check addresses."""
-    for name, t in others.items():
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name} is on {t.device} and x on {x.device}: must be the same")
 
 
 def fits_fp8(size: int) -> bool:
@@ -69,7 +64,7 @@ def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
     if len(shape) < 2:
         raise ValueError(f"{name} has shape {tuple(shape)}: allowed are (N, K) and (E, N, K)")
     n, k = shape[-2:]
-    if not (fits_fp8(n) and fits_fp8(k)):
+    if n % 16 or k % 16 or n < 1 or k < 1:
         raise ValueError(
             f"{name} has shape {tuple(shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
             "positive multiples of 16"

@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from titan_fp8.functional.bodies import BODIES, ProductSpec, fprop
 from titan_fp8.functional.checks import (
     check_bool,
-    check_devices,
     check_types,
     checked_offs,
     compute_dtype,
@@ -52,12 +51,11 @@ class _Product(torch.autograd.Function):
         spec: ProductSpec,
         *weights: Weight,
     ) -> Tensor:
-        operands = [operands_of(w, spec.dtype) for w in weights]
-        for_fprop = [t for w, _ in operands for t in w]
+        for_fprop, for_dgrad = operands_of(weights, spec.dtype)
         y_MN, saved = _forward(x_MK, x_quantized, for_fprop, bias, offs, for_wgrad, spec)
         ctx.spec, ctx.dtypes = spec, (x_MK.dtype, *[w.dtype for w in weights])
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(offs, *[t for _, w in operands for t in w], *saved)
+        ctx.save_for_backward(offs, *for_dgrad, *saved)
         return y_MN
 
     @staticmethod
@@ -67,14 +65,15 @@ class _Product(torch.autograd.Function):
         needs_dx, needs_db, *others = ctx.needs_input_grad
         needs = needs_dx, *others[4:]
         dtypes = tuple([dtype if need else None for dtype, need in zip(ctx.dtypes, needs)])
-        gradients: list[Tensor] = []
-        if any(needs):
-            _, body = BODIES[len(needs) - 1]
-            g = g_MN.to(spec.dtype).contiguous()
-            gradients = [*run(body, g, offs, dtypes, spec, *saved, emulate=spec.emulate)]
+        _, body = BODIES[len(needs) - 1]
+        # `to` takes 2 us to find that it has nothing to do.
+        g = (g_MN if g_MN.dtype == spec.dtype else g_MN.to(spec.dtype)).contiguous()
+        gradients = run(body, g, offs, dtypes, spec, *saved, emulate=spec.emulate)
         db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
-        dx, *dws = [None if dtype is None else gradients.pop(0) for dtype in dtypes]
-        return dx, db, None, None, None, None, *dws
+        if len(gradients) < len(needs):
+            given = iter(gradients)
+            gradients = [next(given) if need else None for need in needs]
+        return gradients[0], db, None, None, None, None, *gradients[1:]
 
 
 def _forward(
@@ -84,7 +83,7 @@ def _forward(
     """y, and what backward reads besides the weights."""
     if x_quantized is None:
         body, _ = BODIES[len(for_fprop) // 2]
-        x_MK = x_MK.detach().to(spec.dtype).contiguous()
+        x_MK = (x_MK if x_MK.dtype == spec.dtype else x_MK.to(spec.dtype)).contiguous()
         y_MN, *saved = run(body, x_MK, offs, for_wgrad, spec, *for_fprop, emulate=spec.emulate)
     else:
         q, s, *columns = x_quantized
@@ -111,9 +110,9 @@ def spec_of(
     check_types(x=x)
     check_types(WEIGHTS, **weights)
     check_types(OPTIONAL, bias=bias, offs=offs)
-    in_high_precision = {name: check_weight(name, w, recipe) for name, w in weights.items()}
-    check_devices(x, **weights, bias=bias, offs=offs)
-    dtype = compute_dtype(x, **in_high_precision, bias=bias)
+    for name, w in weights.items():
+        check_weight(name, w, recipe)
+    dtype = compute_dtype(x, **weights, bias=bias, offs=offs)
     return ProductSpec(recipe, emulate, aligned, dtype)
 
 
@@ -134,10 +133,10 @@ def product(
     """
     if not torch.is_grad_enabled() and forward_ad._current_level < 0 and x_quantized is None:
         # An autograd function would only take time. But it refuses forward-mode AD.
-        for_fprop = [t for w in weights for t in operands_of(w, spec.dtype)[0]]
+        for_fprop, _ = operands_of(weights, spec.dtype)
         return _forward(x_MK, None, for_fprop, bias, offs, False, spec)[0]
-    read_x = weights[0], weights[-1]
-    for_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in read_x)
+    reads_x = weights[0].requires_grad or weights[-1].requires_grad
+    for_wgrad = torch.is_grad_enabled() and reads_x
     if torch.compiler.is_compiling():
         if in_transform():
             raise RuntimeError("titan_fp8 cannot run inside transforms of torch.func")

@@ -49,7 +49,7 @@ def fp8_swiglu(
     _check_shapes(x, w1, w2, w3, offs)
     if offs is not None:
         offs = checked_offs(offs, w1.shape[0])
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if spec.recipe.feed_forward is not None:
         y_MN = product(x_MK, (w1, w2, w3), None, offs, spec)
     else:
@@ -58,7 +58,7 @@ def fp8_swiglu(
         x_quantized = run(quantized, x_cast, offs, for_wgrad, spec, emulate=emulate)
         a_MH, b_MH = (product(x_MK, (w,), None, offs, spec, x_quantized) for w in (w1, w3))
         y_MN = product(F.silu(a_MH) * b_MH, (w2,), None, offs, spec)
-    return y_MN.view(*x.shape[:-1], w2.shape[-2])
+    return y_MN if x.dim() == 2 else y_MN.view(*x.shape[:-1], w2.shape[-2])
 
 
 def _check_shapes(x: Tensor, w1: Weight, w2: Weight, w3: Weight, offs: Tensor | None) -> None:

@@ -4,7 +4,7 @@
 weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,21 +160,24 @@ WEIGHTS = (Tensor, QuantizedWeight)
 OPTIONAL = (Tensor, type(None))
 
 
-def operands_of(w: Weight, dtype: torch.dtype) -> tuple[WeightOperand, WeightOperand]:
-    """What fprop and dgrad read of a weight: itself and None, or q and the scales of this GEMM.
+def operands_of(weights: Sequence[Weight], dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+    """What fprop and dgrad read of weights: of each itself and None, or q and this GEMM's scales.
 
     Raises:
         NotImplementedError: a GatheredWeight is to be cast to `dtype`, as by autocast.
     """
-    if isinstance(w, Tensor) and not isinstance(w, GatheredWeight):
-        return (w, None), (w, None)
-    if isinstance(w, GatheredWeight) and w.dtype != dtype:
-        raise NotImplementedError(
-            f"{w} was quantized as {w.dtype} and is to be multiplied as {dtype}: let "
-            "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
-            "fsdp_all_gather = false"
-        )
-    return w.for_fprop, w.for_dgrad
+    for_fprop: list[Any] = []
+    for_dgrad: list[Any] = []
+    for w in weights:
+        if isinstance(w, GatheredWeight) and w.dtype != dtype:
+            raise NotImplementedError(
+                f"{w} was quantized as {w.dtype} and is to be multiplied as {dtype}: let "
+                "mixed_precision_param of FSDP2 be the dtype of autocast, or set "
+                "fsdp_all_gather = false"
+            )
+        for_fprop += w.for_fprop if isinstance(w, (GatheredWeight, QuantizedWeight)) else (w, None)
+        for_dgrad += w.for_dgrad if isinstance(w, (GatheredWeight, QuantizedWeight)) else (w, None)
+    return for_fprop, for_dgrad
 
 
 @torch.no_grad()
@@ -207,11 +210,11 @@ def quantize_weight(
     return QuantizedWeight(recipe, rows, quantizers.quantize_weight_t(weight, emulate=emulate))
 
 
-def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
-    """Checks that `weight` suits the recipe. Returns it, or None if it is a QuantizedWeight."""
+def check_weight(name: str, weight: Weight, recipe: str) -> None:
+    """Checks that `weight` suits the recipe."""
     check_multiples_of_16(name, weight.shape)
     if not isinstance(weight, QuantizedWeight):
-        return weight
+        return
     if weight.recipe != recipe:
         raise ValueError(f"{name} was quantized for {weight.recipe!r}: the recipe is {recipe!r}")
     *groups, n, k = weight.shape
@@ -231,4 +234,3 @@ def check_weight(name: str, weight: Weight, recipe: str) -> Tensor | None:
                     f"{name}.{part}: {what} is {t.dtype} of shape {tuple(t.shape)} on {t.device}: "
                     f"the recipe needs {dtype} of shape {allowed} on {weight.device}"
                 )
-    return None

@@ -371,7 +371,7 @@ static PyObject *launch(PyObject *Py_UNUSED(module), PyObject *const *arguments,
   return result;
 }
 
-// replay(program, *tensors) clears the start of the workspace, which is the last tensor, and runs
+// replay(program, tensors) clears the start of the workspace, which is the last tensor, and runs
 // all steps. The program, bytes made by `replay.py`, is an array of int64_t: the numbers of tensors
 // and of slots, the bytes to clear, and for each slot its tensor and an offset; then the steps.
 static PyObject *replay(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count) {
@@ -382,10 +382,11 @@ static PyObject *replay(PyObject *Py_UNUSED(module), PyObject *const *arguments,
   int64_t tensors = word[0], slots = word[1], zeros = word[2], device;
   uint64_t tensor[MAX_ARGUMENTS], addresses[MAX_SLOTS];
   CUstream stream;
-  if (count - 1 != tensors || tensors > MAX_ARGUMENTS || slots > MAX_SLOTS)
+  if (count != 2 || PyList_Size(arguments[1]) != tensors || tensors > MAX_ARGUMENTS ||
+      slots > MAX_SLOTS)
     return PyErr_Format(PyExc_TypeError, "titan_fp8: a replay takes %d tensors", (int)tensors);
   for (int i = 0; i < tensors; i++)
-    if (!address_of(arguments[1 + i], &tensor[i]))
+    if (!address_of(PyList_GET_ITEM(arguments[1], i), &tensor[i]))
       return NULL;
   for (int i = 0; i < slots; i++)
     addresses[i] = tensor[word[3 + 2 * i]] + (uint64_t)word[4 + 2 * i];
@@ -420,7 +421,7 @@ static PyMethodDef methods[] = {
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL | METH_KEYWORDS,
      "launch(first, plans, constants, grid, places, *arguments, **options)"},
     {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL,
-     "replay(program, *tensors): see replay.py."},
+     "replay(program, tensors): see replay.py."},
     {NULL, NULL, 0, NULL},
 };
 

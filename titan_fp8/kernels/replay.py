@@ -114,8 +114,7 @@ class Replay:
         if tensors > launch.MAX_ARGUMENTS or len(self._slots) > launch.MAX_SLOTS:
             raise NotReplayable("a replay has too many tensors")
         header = array("q", [tensors, len(self._slots), zeros, *itertools.chain(*self._slots)])
-        replay, program = launch.native().replay, header.tobytes() + steps
-        return lambda tensors: replay(program, *tensors)
+        return functools.partial(launch.native().replay, header.tobytes() + steps)
 
     def _call(self, call: OpCall, inputs: int) -> Callable[[list[Tensor]], None]:
         args = [self._argument(value) for value in call.args]
@@ -214,7 +213,7 @@ def replayed(function: Function) -> Function:
     It takes CUDA tensors by position, and hashable constants. It returns a tensor or a tuple. Of
     its replays the `launch.CACHED_SHAPES` that were used last are kept.
     """
-    replays: OrderedDict[tuple, Replay | str | None] = OrderedDict()
+    replays: OrderedDict[tuple, Replay | str] = OrderedDict()
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -223,7 +222,9 @@ def replayed(function: Function) -> Function:
         # All that the recorded steps depend on; each replay gets the current addresses.
         key = (
             *[
-                (a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.get_device())
+                None
+                if a is None
+                else (a.dtype, a.shape, a.stride(), a.data_ptr() % 16, a.get_device())
                 if (kind := type(a)) in _TENSORS
                 # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but no NaN is.
                 else (kind, a.hex() if kind is float else a)
@@ -232,11 +233,8 @@ def replayed(function: Function) -> Function:
             *options.items(),
             torch._C._cuda_getDevice(),
         )
-        try:
+        if replay := replays.get(key):
             replays.move_to_end(key)
-            replay = replays[key]
-        except KeyError:
-            replay = None
         if isinstance(replay, Replay):
             return replay([t for t in args if type(t) in _TENSORS])
         if replay is None:

@@ -24,8 +24,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -51,7 +49,7 @@ modes_that_ignore_ops: weakref.WeakSet[TorchDispatchMode] = weakref.WeakSet()
 
 Kernels = Literal["hopper", "any GPU", "none"]
 _library = torch.library.Library(NAMESPACE, "DEF")
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype}
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), bool, int, float, str, tuple, torch.dtype}
 """Types of arguments that need no dispatcher; subclasses of Tensor do."""
 _wrap: "Callable[[Any], Implementation] | None" = None
 """What makes the ops over the kernels or the reference instead of `Implementation`."""
@@ -119,53 +117,52 @@ def kernels_for(device: torch.device) -> Any:
 # Running
 
 
-def run(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool = False) -> Any:
-    """`body(ops, x, *args)`, over the ops that compute x, or over dispatched ones if need be.
+def run(body: Callable[..., Any], *args: Any, emulate: bool = False) -> Any:
+    """`body(ops, *args)`, over the ops that compute the first one, or dispatched ones if need be.
 
     torch.compile, dispatch modes such as activation checkpointing's, subclasses of Tensor and the
     profiler see the ops. Otherwise they skip PyTorch's dispatcher, and on a GPU a call is replayed.
 
     Args:
         body: calls ops only, and returns fresh tensors: one, or a tuple.
-        args: tensors and hashable constants.
+        args: tensors, the first one among them, and hashable constants.
     """
-    if needs_dispatcher((x, *args)):
+    if needs_dispatcher(args):
         if mode_ignores_ops():
             with _pop_mode_temporarily():
-                return run(body, x, *args, emulate=emulate)
-        return body(EMULATED if emulate else DISPATCHED, x, *args)
-    return compute(body, x, *args, emulate=emulate)
+                return run(body, *args, emulate=emulate)
+        return body(EMULATED if emulate else DISPATCHED, *args)
+    return compute(body, args, emulate, {})
 
 
-def call(name: str, x: Tensor, *args: Any) -> Any:
+def call(name: str, *args: Any) -> Any:
     """One op, without the dispatcher where nothing needs it."""
-    if needs_dispatcher((x, *args)):
-        return getattr(DISPATCHED, name)(x, *args)
-    return compute(OPS[name], x, *args)
+    if needs_dispatcher(args):
+        return getattr(DISPATCHED, name)(*args)
+    return compute(OPS[name], args, False, {})
 
 
-def compute(
-    body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool = False, **options: Any
-) -> Any:
-    """`body(implementation, x, ...)`; on a GPU launches are replayed (`kernels/replay.py`)."""
+def compute(body: Any, args: Sequence[Any], emulate: bool, options: dict[str, Any]) -> Any:
+    """`body(implementation, *args, **options)`; on a GPU launches are replayed."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         # PyTorch's ops in here would be differentiated.
         with torch._C._AutoDispatchBelowAutograd():
-            return _compute(body, x, *args, emulate=emulate, **options)
-    return _compute(body, x, *args, emulate=emulate, **options)
+            return _compute(body, args, emulate, options)
+    return _compute(body, args, emulate, options)
 
 
-def _compute(body: Callable[..., Any], x: Tensor, *args: Any, emulate: bool, **options: Any) -> Any:
+def _compute(body: Any, args: Sequence[Any], emulate: bool, options: dict[str, Any]) -> Any:
+    x = args[0]
     if not isinstance(x, Tensor) or not x.is_cuda:
-        return body(implementation(x, emulate), x, *args, **options)
+        return body(implementation(x, emulate), *args, **options)
     # Kernels are launched on the current device.
     if x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
-            return _compute(body, x, *args, emulate=emulate, **options)
+            return _compute(body, args, emulate, options)
     kernels: Any = getattr(body, "kernels", "hopper")
     if emulate or _wrap is not None or kernels != "hopper":
-        return body(implementation(x, emulate, kernels), x, *args, **options)
-    return _replayed(body)(x, *args, **options)
+        return body(implementation(x, emulate, kernels), *args, **options)
+    return _replayed(body)(*args, **options)
 
 
 @functools.cache
@@ -184,11 +181,11 @@ def needs_dispatcher(args: Sequence[Any]) -> bool:
             return True
     elif _profiler_enabled():
         return True  # The profiler sees what goes through the dispatcher.
-    if peek_interpreter_stack() is not None or _len_torch_dispatch_stack_pre_dispatch():
-        return True  # functorch, such as vmap; tracing above autograd, such as torch.export's
-    if _PLAIN.issuperset(map(type, args)):
-        return False
-    return any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args)
+    if torch._C._are_functorch_transforms_active():
+        return True  # such as vmap
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        return True  # tracing above autograd, such as torch.export's
+    return any(issubclass(kind, Tensor) for kind in {*map(type, args)} - _PLAIN)
 
 
 def mode_ignores_ops() -> bool:
@@ -232,7 +229,7 @@ class Op:
         prototype.__signature__ = signature.replace(parameters=parameters)
         OPS[name] = self
         schema = torch.library.infer_schema(prototype, mutates_args=())
-        computed = functools.partial(compute, self)
+        computed = lambda *args, emulate=False, **opts: compute(self, args, emulate, opts)  # noqa: E731
         self.overload: torch._ops.OpOverload = register(name, schema, computed, self.fake)
         setattr(DISPATCHED, name, self.overload)
         emulated = functools.partial(self.overload, emulate=True) if self.is_fp8 else self.overload

@@ -163,15 +163,13 @@ class _ExchangedSwiGLU(torch.autograd.Function):
         *weights: Weight,
     ) -> Tensor:
         x = x.detach().contiguous()
-        operands = [operands_of(w, spec.dtype) for w in weights]
+        for_fprop, for_dgrad = operands_of(weights, spec.dtype)
         arrived = _arrive(x, scores, exchange, plan, spec)
-        for_fprop = [t for w, _ in operands for t in w]
         arguments = *arrived, plan.ends, before, for_wgrad, spec, *for_fprop
         y, *saved = run(_forward, *arguments, emulate=spec.emulate)
         sums, _ = exchange.deliver(y, plan, None if before else scores)
         ctx.exchange, ctx.plan, ctx.before, ctx.spec = exchange, plan, before, spec
         ctx.dtypes = [w.dtype for w in weights]
-        for_dgrad = [t for _, w in operands for t in w]
         ctx.x_dtype = x.dtype
         ctx.save_for_backward(scores, *for_dgrad, *saved)
         return call("combine_rows", sums, plan.rows)
@@ -223,8 +221,9 @@ def exchanged_swiglu(
         score_before_experts: the scores weight the copies of the tokens, not the outputs.
     """
     weights = {"w1": w1, "w2": w2, "w3": w3}
-    given = {name: check_weight(name, w, recipe) for name, w in weights.items()}
-    spec = ProductSpec(recipe, emulate, True, compute_dtype(x, **given))
+    for name, w in weights.items():
+        check_weight(name, w, recipe)
+    spec = ProductSpec(recipe, emulate, True, compute_dtype(x, **weights))
     for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     options = score_before_experts, for_wgrad, spec
     return _ExchangedSwiGLU.apply(x, scores, exchange, plan, *options, w1, w2, w3)
