@@ -86,14 +86,3 @@ def _fake(tensors: list[Tensor], sequence: str) -> list[Tensor]:
 OVERLOAD = registry.register(
     "sequence", "(Tensor[] tensors, str sequence) -> Tensor[]", run=_run, fake=_fake
 )
-_dispatched = OVERLOAD._op
-
-
-def _call(tensors: list[Tensor], sequence: str) -> list[Tensor]:
-    """What the overload calls. PyTorch's dispatcher would take 15 us more."""
-    if registry.needs_dispatcher(tensors):
-        return _dispatched(tensors, sequence)
-    return [*registry.compute(run_steps, (*tensors, sequence), False, {})]
-
-
-OVERLOAD._op = _call
