@@ -64,7 +64,7 @@ def test_rows(compiled, dim, top):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("dim, top", [(2048, 8), (576, 6)])
+@pytest.mark.parametrize("dim, top", cases((2048, 8), (576, 6)))
 def test_rows_in_bf16(compiled, dim, top):
     x, arrived, y, back = (
         torch.zeros(n, dim, dtype=torch.bfloat16)
