@@ -1,11 +1,10 @@
 """Parallel plans train in FP8 with torchtitan's trainer, on text.
 
-Only the plans that no other plan contains; `test_plans.py` checks what every plan computes. The
-loss must fall by 2 in 6 steps. The recipes alternate between plans. Ranks are forked, which saves
-their imports; `.ci/run` starts both models by torchrun.
+`test_plans.py` checks what every plan computes; test_exchange_training.py and test_health_plans.py
+train under TP. The loss must fall by 2 in 6 steps. Ranks are forked, which saves their imports;
+`.ci/run` starts both models by torchrun.
 """
 
-import dataclasses
 import math
 import os
 import re
@@ -16,7 +15,7 @@ import pytest
 import torch
 from gloo import spawn
 from parsing import parse_args
-from plans import PLANS, RECIPES, Plan
+from plans import Plan
 from titan import trainer, training
 from titan_logs import merge, read_log
 from torchtitan.tools.logging import init_logger
@@ -54,40 +53,23 @@ def write_seed(rank: int, flags: list[object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def seeds(text, tmp_path_factory):
-    """The seed checkpoint of each model, written by one process."""
-    seeds = {}
-    for model in {plan.model for plan in TRAINED}:
-        folder = tmp_path_factory.mktemp(model)
-        spawn(write_seed, 1, job(Plan(model), "bf16", text, folder))
-        seeds[model] = folder / "checkpoint" / "step-0"
-    return seeds
+def seed(text, tmp_path_factory):
+    """A seed checkpoint, written by one process."""
+    folder = tmp_path_factory.mktemp("seed")
+    spawn(write_seed, 1, job(Plan("deepseek_v3"), "bf16", text, folder))
+    return folder / "checkpoint" / "step-0"
 
 
-def within(plan: Plan, other: Plan) -> bool:
-    """Whether the other plan has every degree of this one, and more; etp must be the same, since
-    it changes how experts are sharded."""
-    pairs = zip(dataclasses.astuple(plan), dataclasses.astuple(other))
-    more = plan != other and all(mine in (1, theirs) for mine, theirs in pairs)
-    return more and plan.etp == other.etp
+TRAINED = {
+    Plan("deepseek_v3", replicate=2, fsdp=2, ep=2): "blockwise",
+    Plan("deepseek_v3", pp=2): "rowwise",
+}
 
 
-TRAINED = [plan for plan in PLANS if not any(within(plan, other) for other in PLANS)]
-# The MoE has HSDP, TP and PP as well, and its blocks contain those of the dense model.
-TRAINED.remove(Plan("llama3", replicate=2))
-TRAINED.remove(Plan("llama3", fsdp=2, tp=2))
-TRAINED.remove(Plan("llama3", pp=2))
-TRAINED.remove(Plan("deepseek_v3", fsdp=2, tp=2, ep=2))
-
-
-@pytest.mark.parametrize(
-    ("plan", "recipe"),
-    [(plan, RECIPES[i % 2]) for i, plan in enumerate(TRAINED)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_a_plan_trains(plan, recipe, text, seeds, tmp_path):
-    flags = job(plan, recipe, text, tmp_path)
-    flags += ["--checkpoint.initial_load_path", seeds[plan.model]]
+@pytest.mark.parametrize("plan", TRAINED, ids=lambda plan: plan.name)
+def test_a_plan_trains(plan, text, seed, tmp_path):
+    flags = job(plan, TRAINED[plan], text, tmp_path)
+    flags += ["--checkpoint.initial_load_path", seed]
     spawn(train, plan.ranks, flags, tmp_path / "log", timeout=TIMEOUT)
     log = "".join(file.read_text() for file in sorted(tmp_path.glob("log-*")))
     converted = [int(count) for count in re.findall(r"titan_fp8: converted (\d+) of", log)]
