@@ -38,10 +38,7 @@ class LongPlan(Plan):
     sequences = property(lambda self: 2 * self.shares)
 
 
-FSDP_PLANS = (
-    (LongPlan("llama3", fsdp=2, pp=2), "rowwise_with_gw_hp"),
-    (LongPlan("deepseek_v3", fsdp=4, ep=4), "blockwise_pow2"),
-)
+FSDP_PLANS = ((LongPlan("llama3", fsdp=2, pp=2), "rowwise_with_gw_hp"),)
 """Plans for four ranks, and recipes, in bf16.
 
 In FP32 and under tensor parallelism, `test_plans.py` compares FP8 gathers with the oracle.
