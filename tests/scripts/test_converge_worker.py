@@ -5,7 +5,7 @@ import torch
 from paired_runs import SCRIPTS, TINY, paired_trainer, write_moe, write_text
 from titan import build, parse_args
 
-ARMS = ("null", "blockwise", "rowwise_with_gw_hp", "errors", "control")
+ARMS = ("null", "blockwise", "control")
 COMPILE = ("--compile.enable", "--compile.backend", "eager")
 THREE_STEPS = ("--training.steps", "3")
 
