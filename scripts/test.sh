@@ -26,7 +26,7 @@ if [[ $# -gt 0 ]]; then
 fi
 
 # torch 2.11 comes with Triton 3.6.0, which may spill registers where a newer Triton does not, and so
-# compiles all cases. A replay repeats launches, whatever has compiled the kernels.
+# compiles all cases.
 with_oldest_triton() {
     local oldest=3.6.0 folder
     [[ "$("$python" -c 'import triton; print(triton.__version__)')" != "$oldest" ]] || return 0
@@ -36,7 +36,7 @@ with_oldest_triton() {
             die "could not install triton $oldest"
         mv "$logs/triton" "$folder"
     fi
-    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" --ignore-glob "*/test_replay*" tests/kernels
+    PYTHONPATH="$folder:$PYTHONPATH" "${pytest[@]}" tests/kernels
 }
 
 with_torchtitan_0_3() {

@@ -4,7 +4,7 @@ Quantizers run as ops and products through `fp8_linear` and `fp8_grouped_mm` wit
 checks judge what a layer calls. `test_mutations.py` breaks the reference and expects them to fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import oracle
@@ -164,10 +164,15 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def check_linear(
-    recipe: str, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, gemms: tuple = GEMMS
+    recipe: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    gemms: tuple = GEMMS,
+    layer: Callable = oracle.layer,
 ) -> None:
     got = run(x, w, g, recipe=recipe)
-    expected = oracle.layer(*map(oracle.array, (x, w, g)), recipe)
+    expected = layer(*map(oracle.array, (x, w, g)), recipe)
     for gemm in gemms:
         assert_product(gemm, got[gemm], expected[gemm], x.dtype)
 
@@ -180,9 +185,10 @@ def check_grouped(
     ends: Sequence[int],
     aligned: bool = False,
     gemms: tuple = GEMMS,
+    layer: Callable = oracle.layer,
 ) -> None:
     got = run(x, w, g, offsets(ends), recipe=recipe, aligned=aligned)
-    expected = oracle.layer(*map(oracle.array, (x, w, g)), recipe, np.array(ends))
+    expected = layer(*map(oracle.array, (x, w, g)), recipe, np.array(ends))
     for gemm in gemms:
         assert_product(gemm, got[gemm], expected[gemm], x.dtype)
     past = min(ends[-1], len(x))

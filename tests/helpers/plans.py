@@ -80,8 +80,6 @@ class Plan:
 PLANS = (
     Plan("llama3", fsdp=2),
     Plan("llama3", replicate=2),
-    Plan("llama3", replicate=2, fsdp=2),
-    Plan("llama3", tp=2),
     Plan("llama3", fsdp=2, tp=2),
     Plan("llama3", pp=2),
     Plan("deepseek_v3", fsdp=2),

@@ -1,14 +1,12 @@
 """torchtitan in tests: tiny models, text to train on, a trainer in this process or in others.
 
-In a subprocess `--experimental.custom_import titan` defines the tiny models.
+Ranks of torchrun take `--experimental.custom_import titan`, which defines the tiny models.
 """
 
 import contextlib
 import dataclasses
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +26,6 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.train import Trainer
 
-ROOT = Path(__file__).parents[2]
 AC = "--activation_checkpoint"
 CHECKPOINTING = {
     "full": (f"{AC}.mode", "full"),
@@ -211,16 +208,3 @@ def loss_and_gradients(
         grad = parameter.grad
         result[name] = (grad.to_local() if isinstance(grad, DTensor) else grad).clone()
     return result
-
-
-def run_module(module: str, *args: object, timeout: float = 120, **env: str):
-    """Runs `python -m module args`; stderr goes to stdout."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"
-    return subprocess.run(
-        [sys.executable, "-m", module, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
-    )

@@ -64,7 +64,7 @@ def test_rows(compiled, dim, top):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("dim, top", [(2048, 8), (576, 6)])
+@pytest.mark.parametrize("dim, top", cases((2048, 8), (576, 6)))
 def test_rows_in_bf16(compiled, dim, top):
     x, arrived, y, back = (
         torch.zeros(n, dim, dtype=torch.bfloat16)
@@ -91,8 +91,7 @@ def test_rows_in_bf16(compiled, dim, top):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("scale_fmt", cases("fp32", "ue8m0"))
-@pytest.mark.parametrize("dim", cases(2048, 576))
+@pytest.mark.parametrize("dim, scale_fmt", cases((2048, "fp32"), (576, "ue8m0")))
 def test_operands_of_experts(compiled, dim, scale_fmt):
     q, s = torch.zeros(512, dim).to(torch.float8_e4m3fn), torch.zeros(512, -(-dim // 128))
     for weight in (None, torch.zeros(1024)):

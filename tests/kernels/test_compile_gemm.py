@@ -10,8 +10,7 @@ from compile_utils import Compiler, cases, compile_launch, needs_cuobjdump
 from titan_fp8.kernels.hopper import gemm, gemm_bf16
 
 ops = torch.ops.titan_fp8
-TOKENS = {"blockwise": cases("grouped", "dense"), "rowwise": cases("dense", "grouped")}
-"""With a newer Triton one a recipe, as in test_replay_hopper.py, which needs these kernels, too."""
+CASES = [(r, tokens) for r in ("blockwise", "rowwise") for tokens in ("grouped", "dense")]
 BLOCK_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on Hopper."""
 
@@ -49,7 +48,7 @@ def assert_fit(compiled) -> None:
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("recipe, tokens", [(name, t) for name in TOKENS for t in TOKENS[name]])
+@pytest.mark.parametrize("recipe, tokens", cases(*CASES))
 @pytest.mark.parametrize("op, dtype", [("mm", torch.bfloat16), ("wgrad", torch.float32)])
 def test_compiles_for_hopper_without_spills(op, recipe, tokens, dtype):
     """With the dtypes of FSDP2's mixed precision."""
@@ -73,7 +72,7 @@ def test_scales_may_come_contiguous():
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("tokens", TOKENS["blockwise"])
+@pytest.mark.parametrize("tokens", cases("grouped", "dense"))
 def test_the_sum_of_two_products_does_too(tokens):
     *operand, c, offs = operands("blockwise", "mm", tokens == "grouped", torch.bfloat16)
     kernel, args, options = gemm.mm_launch(*operand, c, offs, tuple(operand))

@@ -5,15 +5,15 @@ On the CPU a function in PyTorch takes the place of the kernel, so that the laun
 
 import pytest
 import torch
-from compile_utils import Compiler, needs_cuobjdump
+from compile_utils import Compiler, cases, needs_cuobjdump
 from gradient_kernel import SumGradients
 
 from titan_fp8.kernels import gradients
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rank, ranks", [(0, 2), (1, 2), (3, 8)])
+@pytest.mark.parametrize("dtype", cases(torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("rank, ranks", cases((0, 2), (1, 2), (3, 8)))
 def test_the_sum_compiles_for_hopper_to_wide_accesses(monkeypatch, rank, ranks, dtype):
     compiled = []
     monkeypatch.setattr(

@@ -40,7 +40,7 @@ def test_compiles_for_hopper_to_wide_accesses(monkeypatch, k, dtype):
 
 
 @needs_cuobjdump
-@pytest.mark.parametrize("ranks, experts", RANKS_AND_EXPERTS)
+@pytest.mark.parametrize("ranks, experts", cases(*RANKS_AND_EXPERTS))
 def test_indices_compile_for_hopper_without_spills(monkeypatch, ranks, experts):
     compiled = []
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ from array import array
 
 import pytest
 import torch
-from compile_utils import triton_compile
+from compile_utils import cases, triton_compile
 from launch_utils import only
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -192,7 +192,7 @@ HOPPER = {
 """Groups with blockwise recipes, none with rowwise ones: half of the GEMMs to compile."""
 
 
-@pytest.mark.parametrize("what", HOPPER)
+@pytest.mark.parametrize("what", cases(*HOPPER))
 def test_the_launches_of_a_replay_are_those_of_python(history, kernels, what):
     function, make = HOPPER[what]
     fast = replayed(function)

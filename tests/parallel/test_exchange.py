@@ -186,7 +186,7 @@ def compare(rank: int, ranks: int) -> None:
             assert a.dtype == b.dtype and torch.equal(a, b), (name, kind, recipe, before)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_travel_as_experts_would_quantize_them(ranks):
     gloo.spawn(compare, ranks, ranks)
 

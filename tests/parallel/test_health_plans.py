@@ -17,7 +17,6 @@ if torch.cuda.is_available():
     pytest.skip("ranks on gloo, for machines without a GPU", allow_module_level=True)
 
 PLANS = (
-    Plan("llama3", fsdp=2),
     Plan("llama3", tp=2),
     Plan("llama3", pp=2),
     Plan("deepseek_v3", fsdp=2, ep=2),

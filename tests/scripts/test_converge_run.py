@@ -15,7 +15,7 @@ from corpus import write_text as write_corpus
 from paired_runs import SHORT, TINY, write_text
 from tokenizers import Tokenizer
 
-TWO_RANKS = [*SHORT, "--training.steps", "4", "--training.local_batch_size", "4"]
+TWO_RANKS = [*SHORT, "--training.steps", "2", "--training.local_batch_size", "4"]
 LAUNCHER = run.launcher
 STUB = """
 import json, os, sys, time

@@ -5,7 +5,7 @@ import torch
 from paired_runs import SCRIPTS, TINY, paired_trainer, write_moe, write_text
 from titan import build, parse_args
 
-ARMS = ("null", "blockwise", "rowwise_with_gw_hp", "errors", "control")
+ARMS = ("null", "blockwise", "control")
 COMPILE = ("--compile.enable", "--compile.backend", "eager")
 THREE_STEPS = ("--training.steps", "3")
 
@@ -31,10 +31,9 @@ def result(trainer, seed: int, ulp: bool = False) -> tuple[dict, list[torch.Tens
     return run, weights(trainer)
 
 
-@pytest.mark.parametrize("model, arm", [("deepseek_v3", "blockwise"), ("llama3", "errors")])
-def test_second_run_is_that_of_a_new_trainer(tmp_path, text, model, arm):
+def test_second_run_is_that_of_a_new_trainer(tmp_path, text):
     """Bit by bit, with the state of the optimizer, of the experts' balance and of random errors."""
-    toml = TINY if model == "llama3" else write_moe(tmp_path)
+    arm, toml = "errors", write_moe(tmp_path)
     with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
         first, _ = result(trainer, 1)
         second, after_second = result(trainer, 2)
@@ -44,11 +43,11 @@ def test_second_run_is_that_of_a_new_trainer(tmp_path, text, model, arm):
     assert first["curve"] != second["curve"]
 
 
-def test_second_run_compiles_nothing(tmp_path, text):
+def test_second_run_compiles_nothing(text):
     from torch._dynamo.utils import counters
 
     flags = (*COMPILE, *THREE_STEPS)
-    with paired_trainer("blockwise", text, write_moe(tmp_path), *flags) as trainer:
+    with paired_trainer("blockwise", text, TINY, *flags) as trainer:
         trainer.run(1, False)
         compiled = counters["stats"]["unique_graphs"]
         assert compiled
@@ -56,10 +55,10 @@ def test_second_run_compiles_nothing(tmp_path, text):
     assert counters["stats"]["unique_graphs"] == compiled
 
 
-def test_arms_of_a_seed_start_from_the_same_weights_and_read_the_same_text(tmp_path, text):
-    seen, toml = {}, write_moe(tmp_path)
+def test_arms_of_a_seed_start_from_the_same_weights_and_read_the_same_text(text):
+    seen = {}
     for arm in ("bf16", *ARMS):
-        with paired_trainer(arm, text, toml, *THREE_STEPS) as trainer:
+        with paired_trainer(arm, text, TINY, *THREE_STEPS) as trainer:
             run = trainer.run(3, arm == "null")
             trainer.restart(3)
             seen[arm] = run, weights(trainer)
@@ -69,17 +68,6 @@ def test_arms_of_a_seed_start_from_the_same_weights_and_read_the_same_text(tmp_p
         assert equal(start, theirs)
         assert all(run[key] == other[key] for key in ("weights", "order", "tokens"))
         assert run["held_out"] != other["held_out"]
-
-
-def test_the_null_is_close_and_the_control_is_found_in_every_seed(text):
-    ends = {}
-    for arm in ("bf16", "null", "control"):
-        with paired_trainer(arm, text, TINY) as trainer:
-            runs = [trainer.run(seed, arm == "null") for seed in (1, 2)]
-            ends[arm] = torch.tensor([run["held_out"]["end"] for run in runs])
-    null, control = (100 * (ends[arm] / ends["bf16"] - 1) for arm in ("null", "control"))
-    assert null.any() and null.abs().max() < 0.005
-    assert control.min() > 0.03
 
 
 def test_the_null_is_one_ulp_away(text):
@@ -112,11 +100,10 @@ def test_runs_read_text_once_and_all_of_the_held_out_text(text):
         assert len(starts) == 12 * 8
 
 
-def test_held_out_loss_is_that_of_all_its_tokens_and_does_not_change_training(text, tmp_path):
+def test_held_out_loss_is_that_of_all_its_tokens_and_does_not_change_training(text):
     import worker
 
-    toml = write_moe(tmp_path)
-    with paired_trainer("bf16", text, toml) as trainer:
+    with paired_trainer("bf16", text, TINY) as trainer:
         run, end = result(trainer, 1)
         model = trainer.model_parts[0]
         tokens = torch.from_numpy(trainer.text.held_out.astype("int64"))
@@ -125,7 +112,7 @@ def test_held_out_loss_is_that_of_all_its_tokens_and_does_not_change_training(te
             logits = model(rows[:-1].view(16, 64)).float().flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, rows[1:]).item()
     assert run["held_out"]["end"] == pytest.approx(loss, abs=1e-4)
-    with pytest.MonkeyPatch.context() as patch, paired_trainer("bf16", text, toml) as trainer:
+    with pytest.MonkeyPatch.context() as patch, paired_trainer("bf16", text, TINY) as trainer:
         patch.setattr(worker, "PARTS", {"end": 1.0})
         assert equal(end, result(trainer, 1)[1])
 

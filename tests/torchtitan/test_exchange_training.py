@@ -64,13 +64,11 @@ def train_both_ways(
     "model, ranks, flags",
     [
         ("deepseek_v3", 2, (*EP, *TRACE_BLOCKS, *ONE_BLOCK, *CHECKPOINTING["op"])),
-        ("qwen3", 2, (*EP, "--model.flavor", "tiny_moe")),
         ("deepseek_v3", 4, (*EP, *ONE_BLOCK, *CHECKPOINTING["full"])),
-        ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 1)),
         ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 2)),
         ("llama4", 2, (*EP, *ONE_BLOCK)),
     ],
-    ids=["op, compiled", "qwen3", "full, FSDP2", "expert TP 1", "expert TP 2", "llama4"],
+    ids=["op, compiled", "full, FSDP2", "expert TP 2", "llama4"],
 )  # fmt: skip
 def test_training_hardly_changes(tmp_path, text, model, ranks, flags):
     gloo.spawn(train_both_ways, ranks, ranks, tmp_path, text, model, *flags)
@@ -101,15 +99,12 @@ ROWWISE = (f"--{LINEAR}.recipe", "rowwise")
 @pytest.mark.parametrize(
     "model, ranks, flags",
     [
-        ("deepseek_v3", 2, (*EP, *TRACE_BLOCKS, *ONE_BLOCK, *CHECKPOINTING["op"])),
         ("deepseek_v3", 2, (*EP, *ONE_BLOCK, *CHECKPOINTING["op"], *BF16)),
         ("qwen3", 2, (*EP, "--model.flavor", "tiny_moe", *ROWWISE)),
         ("qwen3", 4, (*EP, "--model.flavor", "tiny_moe", *CHECKPOINTING["early stop"], *BF16)),
-        ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 1)),
-        ("deepseek_v3", 4, (*EP, *TP, *ONE_BLOCK, EXPERT_TP, 2)),
         ("llama4", 2, (*EP, *ONE_BLOCK, *CHECKPOINTING["early stop"])),
     ],
-    ids=["op, compiled", "op, bf16", "rowwise", "bf16", "expert TP 1", "expert TP 2", "llama4"],
+    ids=["op, bf16", "rowwise", "bf16", "llama4"],
 )  # fmt: skip
 def test_rows_by_peers_train_the_same(tmp_path, text, model, ranks, flags):
     gloo.spawn(train_rows, ranks, ranks, tmp_path, text, model, *flags)

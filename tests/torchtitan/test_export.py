@@ -19,6 +19,7 @@ from exports import MODELS, SHARD_BYTES, config_of, dequantized, expected_tensor
 from titan import one_process, trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchtitan.train import Trainer
 
 from titan_fp8.export.exporter import export
 from titan_fp8.export.run import Run
@@ -224,15 +225,21 @@ def check_refused(
     model: str, folder: Path, text: Path, flags: tuple[str, ...], message: str
 ) -> None:
     """A run does not start from folder / "out": ValueError before anything is loaded."""
-    config = config_of(
-        model, folder / "next", text, "--checkpoint.initial_load_path", folder / "out", *flags
-    )
-    with one_process(), trainer(config) as t:
-        before = {name: dense(p).clone() for name, p in t.model_parts[0].named_parameters()}
-        with pytest.raises(ValueError, match=message):
-            t.checkpointer.load()
-        after = dict(t.model_parts[0].named_parameters())
-        assert all(torch.equal(dense(after[name]), value) for name, value in before.items())
+    t = ready_trainer(model, text, flags)
+    t.checkpointer.initial_load_path = str(folder / "out")
+    before = {name: p.clone() for name, p in t.model_parts[0].named_parameters()}
+    with one_process(), pytest.raises(ValueError, match=message):
+        t.checkpointer.load()
+    after = dict(t.model_parts[0].named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@functools.cache
+def ready_trainer(model: str, text: Path, flags: tuple[str, ...]) -> Trainer:
+    """A trainer that has not loaded anything, for all tests of a process."""
+    (folder := text / f"start-{model}-{len(flags)}").mkdir()
+    with one_process():
+        return Trainer(config_of(model, folder, text, *flags))
 
 
 SCALE = W + "_scale_inv"

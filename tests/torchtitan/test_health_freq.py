@@ -15,6 +15,7 @@ from titan import (
     CONVERTERS,
     GROUPED_MM,
     LINEAR,
+    TRACE_BLOCKS,
     one_process,
     parse,
     toml,
@@ -83,7 +84,7 @@ def test_steps_layers_and_losses(job):
     [
         ("llama3", (*COMPILE, *CHECKPOINTING["op"])),
         ("llama3", ("--training.global_batch_size", 4, *CHECKPOINTING["full"])),
-        ("deepseek_v3", (*COMPILE, f"--{LINEAR}.recipe", "blockwise_pow2")),
+        ("deepseek_v3", (*TRACE_BLOCKS, f"--{LINEAR}.recipe", "blockwise_pow2")),
         ("deepseek_v3", (f"--{LINEAR}.recipe", "rowwise", *CHECKPOINTING["layer 2"])),
     ],
 )
@@ -106,13 +107,12 @@ def test_only_observed_steps_cost_anything(job):
                 counts.append(counted.calls.total())
         return counts
 
-    without = kernels(job("llama3", "--training.steps", 8))
-    found = kernels(job("llama3", "--training.steps", 8, linear=4))
+    without = kernels(job("llama3"))
+    found = kernels(job("llama3", linear=3))
     more = [a - b for a, b in zip(found, without)]
-    assert more[:3] == [0, 0, 0]
     # The report computes with small tensors on the CPU.
-    assert 0 < more[3] < 32 * len(linears("llama3")) + 2000
-    assert more[4:7] == [0, 0, 0]
+    assert 0 < more.pop(2) < 32 * len(linears("llama3")) + 2000
+    assert more == [0, 0, 0]
 
 
 def test_validation_is_not_observed(job, text):

@@ -15,8 +15,6 @@ from titan import (
     CHECKPOINTING,
     GROUPED_MM,
     LINEAR,
-    ONE_BLOCK,
-    TRACE_BLOCKS,
     loss_and_gradients,
     parse,
     toml,
@@ -321,8 +319,7 @@ def train_both_ways(rank: int, folder: Path, text: Path, recipe: str, *flags: st
     "recipe, flags",
     [
         ("bf16", ()),
-        ("blockwise", CHECKPOINTING["full"]),
-        ("blockwise", (*TRACE_BLOCKS, *ONE_BLOCK, *CHECKPOINTING["op"])),
+        ("blockwise", CHECKPOINTING["op"]),
     ],
 )
 def test_training_does_not_change(tmp_path, text, recipe, flags):

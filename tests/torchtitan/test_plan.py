@@ -1,5 +1,7 @@
 """`python -m titan_fp8.plan`: layers of a rank, their times, the bound without a GPU, filters."""
 
+import copy
+import functools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ ONE = (SHARD, "1", "--training.global_batch_size", "-1")
 SMALL = (*ONE, "--training.seq_len", "64", "--training.local_batch_size", "1")
 
 
+@functools.cache
 def rank_of(config, *flags):
     return read_rank(parse(str(ROOT / "configs" / f"{config}.toml"), flags))
 
@@ -106,10 +109,9 @@ def test_rank_0_of_a_pipeline_has_its_stages():
         ("llama3_debug", (), "blockwise"),
         ("llama3_debug", (SHARD, "2"), "rowwise"),
         ("deepseek_v3_debug", (SHARD, "2", EP, "2"), "blockwise"),
-        ("deepseek_v3_debug", (EP, "1"), "rowwise"),
         ("llama3_debug", ("--model.name", "gpt_oss"), "blockwise"),
     ],
-    ids=["alone", "gathered", "EP 2", "no EP", "gpt_oss"],
+    ids=["alone", "gathered", "EP 2", "gpt_oss"],
 )
 def test_layers_are_timed_as_they_are_called(config, flags, recipe, monkeypatch, capsys):
     monkeypatch.setattr(measure, "MOST_COPIES", 2)
@@ -142,7 +144,7 @@ def test_layers_are_timed_as_they_are_called(config, flags, recipe, monkeypatch,
 def test_what_torchtitan_compiles_is_timed_compiled(monkeypatch):
     """One graph for each arm of a layer, whatever its copies."""
     monkeypatch.setattr(measure, "MOST_COPIES", 2)
-    compiled = ("--compile.enable", "--compile.backend", "aot_eager")
+    compiled = ("--compile.enable", "--compile.backend", "eager")
     flags = (*SMALL, SHARD, "2", EP, "2")
     plain, rank = (rank_of("deepseek_v3_debug", *flags, *more) for more in ((), compiled))
     assert not any(layer.is_compiled for layer in plain.layers)
@@ -248,7 +250,7 @@ def test_what_is_slower_is_left_out(monkeypatch):
 
 
 def test_a_filter_has_no_section_of_a_converter_that_is_not_listed():
-    rank = rank_of("deepseek_v3_16b")
+    rank = copy.deepcopy(rank_of("deepseek_v3_16b"))
     rank.config.model.converters = ["quantize.grouped_mm.titan_fp8"]
     text = plan_main.fragment(rank, [layer for layer in rank.layers if layer.groups])
     assert "linear" not in text and 'recipe = "bf16"' in text

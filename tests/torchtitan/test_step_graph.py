@@ -129,18 +129,18 @@ def results(recorder: Recorder) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize(
     "flags, replays",
     [
-        ((), 5),
-        (("--training.global_batch_size", 4), 10),
-        ((f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.host_speedups", "True"), 5),
-        ((f"--{LINEAR}.health_freq", 6), 4),
+        ((), 3),
+        (("--training.global_batch_size", 4), 6),
+        ((f"--{LINEAR}.recipe", "bf16", f"--{LINEAR}.host_speedups", "True"), 3),
+        ((f"--{LINEAR}.health_freq", 5), 2),
     ],
     ids=["", "accumulation", "bf16", "health_freq"],
 )
 def test_training_is_the_same(waiting, text, tmp_path, monkeypatch, flags, replays):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     flags = (
-        *training(text, tmp_path), *flags,
-        *("--validation.enable", "--validation.freq", 5, "--validation.steps", 1),
+        *training(text, tmp_path), "--training.steps", 6, *flags,
+        *("--validation.enable", "--validation.freq", 4, "--validation.steps", 1),
         *("--validation.dataset", "c4_test", "--validation.dataset_path", text / "corpus"),
         *("--validation.local_batch_size", 2, "--validation.seq_len", 96),
     )  # fmt: skip
@@ -173,25 +173,24 @@ def check_the_same(rank, folder: Path, text: Path, config: str, flags, run, repl
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
 
 
-def train_ranks(rank: int, folder: Path, text: Path, *exchange: str) -> None:
+def train_ranks(rank: int, folder: Path, text: Path) -> None:
     """With evaluations, after which FSDP2 leaves weights gathered."""
 
     def run(t, model) -> list[torch.Tensor]:
         batches, found = t.batch_generator(t.dataloader), []
-        for t.step in range(1, 8):
+        for t.step in range(1, 6):
             t.train_step(batches)
             found += [p.grad.to_local().clone() for p in model.parameters()]
             with torch.no_grad():
                 found.append(model(batch(t)[0]["input"]))
         return found
 
-    flags = *EP, *exchange, *ONE_BLOCK
-    check_the_same(rank, folder, text, toml("deepseek_v3"), flags, run, 4)
+    flags = *EP, *ONE_BLOCK
+    check_the_same(rank, folder, text, toml("deepseek_v3"), flags, run, 2)
 
 
-@pytest.mark.parametrize("exchange", [(), FP8], ids=["bf16", "fp8"])
-def test_sharded_training_is_the_same(tmp_path, text, exchange):
-    gloo.spawn(train_ranks, 2, tmp_path, text, *exchange)
+def test_sharded_training_is_the_same(tmp_path, text):
+    gloo.spawn(train_ranks, 2, tmp_path, text)
 
 
 def run_batch(t, seed: int, length: int = 96) -> torch.Tensor:
@@ -329,7 +328,8 @@ def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog
         for seed in range(5):
             gradients(t, seed)
     assert not Graph.replays
-    (warning,) = [r.getMessage() for r in caplog.records if "cuda_graph" in r.getMessage()]
+    records = [r for r in caplog.records if r.levelno == logging.WARNING]
+    (warning,) = [r.getMessage() for r in records if "cuda_graph" in r.getMessage()]
     assert warning.startswith(f"titan_fp8: [{LINEAR}] cuda_graph: no step is captured")
     assert warning.endswith("the CPU waits for the GPU at moe.py:7")
 

@@ -1,10 +1,13 @@
 """The fields of the converters and of the overrides: defaults, and the error for each mistake."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import titan_0_3
+from parsing import parse_args
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config.override import OverrideConfig, apply_overrides, override
 from torchtitan.models.common.linear import Linear
@@ -47,14 +50,39 @@ def test_the_docs_show_the_defaults():
         assert apply_overrides(parsed.override, parsed)
 
 
-def test_torchtitan_takes_the_flags_of_the_quickstarts_fp32_run():
-    """CI's quickstart has too few steps for that run."""
-    script = (ROOT / "scripts/quickstart.sh").read_text(encoding="utf-8")
-    (flags,) = re.findall(r'train fp32 "\$\{bf16\[@\]\}" (.*)', script)
-    override = ("--override.imports", f"{ADAPTER}.bf16")
-    parsed = titan_0_3.parse("deepseek_v3_plain", *override, *flags.split())
-    assert apply_overrides(parsed.override, parsed)
-    assert parsed.training.mixed_precision_param == "float32"
+STUB = """#!/bin/sh
+case "$*" in
+    *distributed.run*) printf '%s\\n' "$@" >"$(mktemp run.XXXX)" ;;
+    *device_count*) echo 0 ;;
+esac
+"""
+"""In place of Python: writes the arguments of each run to a file."""
+
+
+@pytest.mark.parametrize("model", titan_0_3.MODELS)
+def test_torchtitan_takes_what_the_quickstart_runs(monkeypatch, tmp_path, model):
+    """CI's own quickstart is one for 0.2."""
+    for folder in ("scripts", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    (python := tmp_path / "python").write_text(STUB)
+    python.chmod(0o755)
+    monkeypatch.setenv("TITAN_FP8_PYTHON", str(python))
+    monkeypatch.syspath_prepend(ROOT / "configs")
+    command = ("scripts/quickstart.sh", model, "--torchtitan", "0.3", "--steps", "20")
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    runs = {}
+    for file in tmp_path.glob("run.*"):
+        *_, arguments = file.read_text().partition("\ntitan_fp8.cpu_host\n")
+        config = parse_args(arguments.splitlines())
+        assert apply_overrides(config.override, config)
+        name = Path(config.dump_folder).name.partition("-")[0]
+        runs[name] = recipes(config.model_spec.model), config.training.mixed_precision_param
+        assert name == "seed" or config.training.steps == 20
+    fp8 = {"blockwise"}, {"blockwise"} if model == "deepseek_v3" else set()
+    want = {"seed": "bfloat16", "bf16": "bfloat16", "blockwise": "bfloat16"}
+    want |= {"fp32": "float32"} if model == "deepseek_v3" else {}
+    high = set(), set()
+    assert runs == {name: (fp8 if name == "blockwise" else high, p) for name, p in want.items()}
 
 
 LIST, ONE_MORE, BOOL = ("list of strings",), ("empty string",), ("true", "false")

@@ -19,7 +19,7 @@ ADAPTER = "titan_fp8.torchtitan_0_3"
 EXPERTS = "layers.1.moe.routed_experts.inner_experts"
 EXPERT_WEIGHTS = {f"{EXPERTS}.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 TOKENS = {f"health_tokens_per_expert/{EXPERTS}/{name}" for name in ("mean", "max", "min")}
-COMPILE = ("--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager")
+COMPILE = ("--compile.enable", "--compile.components", "model", "--compile.backend", "eager")
 
 
 @pytest.fixture(autouse=True)
@@ -96,18 +96,18 @@ def test_only_observed_steps_and_their_reports_cost_anything(parse):
         ("without", FP8LinearConverter.Config()),
         ("with", FP8LinearConverter.Config(health_freq=3)),
     ):
-        config = parse("llama3_plain", "--training.steps", 6)
+        config = parse("llama3_plain")
         converter.build().convert(config.model_spec.model)
         counts[name] = []
         with titan_0_3.trainer(config) as trainer:
             data = trainer.batch_generator(trainer.dataloader)
-            for step in range(1, 7):
+            for step in range(1, 5):
                 trainer.step = step
                 with CountKernels() as counted:
                     trainer.train_step(data)
                 counts[name].append(counted.calls.total())
     more = [a - b for a, b in zip(counts["with"], counts["without"])]
-    assert more[0] == more[1] == more[3] == more[4] == 0 < min(more[2], more[5])
+    assert more.pop(2) > 0 and more == [0, 0, 0]
 
 
 def test_without_it_the_trainer_is_as_it_was():

@@ -202,7 +202,7 @@ class Block(nn.Module):
         return x + self.wo(self.wq(h).sigmoid() * self.wk(h))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise_with_gw_hp"])
 def test_a_compiled_block_computes_the_same(fresh_graphs, monkeypatch, recipe):
     calls = []
     run = sequence.run_steps
