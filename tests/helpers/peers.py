@@ -25,6 +25,7 @@ def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "utils", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
 
 
 class Peers:

@@ -3,6 +3,7 @@
 They run torchrun, but its two ranks only sleep.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -48,7 +49,8 @@ def start(tmp_path):
 
     yield call
     for pid in running(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # It may have ended by now.
+            os.kill(pid, signal.SIGKILL)
 
 
 def with_default_signals() -> None:

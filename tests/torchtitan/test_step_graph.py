@@ -96,7 +96,6 @@ def simulate(monkeypatch) -> list[str]:
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(Graph, "replays", 0)
     return places
 
