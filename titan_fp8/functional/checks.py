@@ -4,7 +4,7 @@ Each raises a ValueError that names the argument, its value and what is allowed.
 """
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def check_types(allowed: tuple[type, ...] = (Tensor,), **arguments: object) -> N
             raise ValueError(f"{name} is {reprlib.repr(value)}: allowed is a {names}")
 
 
-def compute_dtype(x: Tensor, **others: Any) -> torch.dtype:
+def compute_dtype(x: Tensor, others: Mapping[str, Any]) -> torch.dtype:
     """The dtype in which F.linear would compute, autocast included: bfloat16 or float32.
 
     `others`: the other operands by name, `offs` too. All must be on x's device, since kernels do
@@ -36,7 +36,7 @@ def compute_dtype(x: Tensor, **others: Any) -> torch.dtype:
     """
     device, dtypes = x.device, {"x": x.dtype}
     for name, t in others.items():
-        if t is not None and t.device != device:
+        if t.device != device:
             raise ValueError(f"{name} is on {t.device} and x on {device}: must be the same")
         if isinstance(t, Tensor) and name != "offs":
             dtypes[name] = t.dtype

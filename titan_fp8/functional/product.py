@@ -107,13 +107,19 @@ def spec_of(
     get_recipe(recipe)
     check_bool("emulate", emulate)
     check_bool("aligned", aligned)
-    check_types(x=x)
-    check_types(WEIGHTS, **weights)
-    check_types(OPTIONAL, bias=bias, offs=offs)
+    if not (isinstance(x, Tensor) and isinstance(bias, OPTIONAL) and isinstance(offs, OPTIONAL)):
+        check_types(x=x)
+        check_types(OPTIONAL, bias=bias, offs=offs)
+    operands = weights.copy()
     for name, w in weights.items():
+        if not isinstance(w, WEIGHTS):
+            check_types(WEIGHTS, **{name: w})
         check_weight(name, w, recipe)
-    dtype = compute_dtype(x, **weights, bias=bias, offs=offs)
-    return ProductSpec(recipe, emulate, aligned, dtype)
+    if bias is not None:
+        operands["bias"] = bias
+    if offs is not None:
+        operands["offs"] = offs
+    return ProductSpec(recipe, emulate, aligned, compute_dtype(x, operands))
 
 
 def product(

@@ -223,7 +223,7 @@ def exchanged_swiglu(
     weights = {"w1": w1, "w2": w2, "w3": w3}
     for name, w in weights.items():
         check_weight(name, w, recipe)
-    spec = ProductSpec(recipe, emulate, True, compute_dtype(x, **weights))
+    spec = ProductSpec(recipe, emulate, True, compute_dtype(x, weights))
     for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     options = score_before_experts, for_wgrad, spec
     return _ExchangedSwiGLU.apply(x, scores, exchange, plan, *options, w1, w2, w3)
