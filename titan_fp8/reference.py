@@ -198,17 +198,6 @@ def quantize_weight_col_t(w: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_row(w.mT.contiguous())
 
 
-def quantize_shard_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x (..., R, K) as `dtype`: q (..., R, K), s (..., R), maxima of columns (..., K)."""
-    x = x.to(dtype)
-    return (*quantize_row(x), x.abs().amax(-2).float())
-
-
-def quantize_shard_col(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Columns of x (..., R, K) as `dtype`, by their maxima amax (..., K): q (..., R, K)."""
-    return cast(x.to(dtype).float(), scale_of(amax).unsqueeze(-2))
-
-
 def transpose_fp8(q: Tensor) -> Tensor:
     """q (..., R, C), transposed and contiguous: (..., C, R)."""
     return q.mT.contiguous()

@@ -51,7 +51,7 @@ def gathered_product(weight: Tensor, offs: Tensor) -> Layer:
     """The blockwise product with the weight that FSDP2 gathers with `fsdp_all_gather`."""
     q, s = torch.ops.titan_fp8.quantize_128x128(weight)
     _, s_t = torch.ops.titan_fp8.quantize_128x128_t(weight)
-    gathered = GatheredWeight(q, s, None, s_t, weight.dtype).requires_grad_()
+    gathered = GatheredWeight(q, s, s_t, weight.dtype).requires_grad_()
     return Layer(lambda x: titan_fp8.fp8_grouped_mm(x, gathered, offs, aligned=True), (gathered,))
 
 

@@ -138,8 +138,6 @@ def quantizer_inputs(offs: Tensor | None) -> dict[str, tuple]:
         "quantize_col_t": (x, offs),
         "quantize_row_col_t": (x, offs),
         "quantize_weight_col_t": (w,),
-        "quantize_shard_row": (w, torch.bfloat16),
-        "quantize_shard_col": (w, w.abs().amax(-2).float(), torch.bfloat16),
         "swiglu_1x128": (x, normal(M, K)),
         "swiglu_backward_1x128_128x1_t": (x, normal(M, K), normal(M, K), offs),
         "swiglu_dscores": (x, normal(M, K), normal(M, K), torch.rand(M, device="cuda"), True),

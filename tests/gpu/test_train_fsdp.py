@@ -48,7 +48,7 @@ def losses(folder: Path, model: str, recipe: str, gathers: bool, ep: int) -> dic
     ("model", "recipe", "ep"),
     [
         ("llama3", "blockwise", 1),
-        ("llama3", "rowwise", 1),
+        ("llama3", "blockwise_pow2", 1),
         ("deepseek_v3", "blockwise", 1),
         ("deepseek_v3", "blockwise", 2),
     ],

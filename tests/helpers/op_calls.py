@@ -67,8 +67,6 @@ def calls(tokens=((300, 144), (257, 48), (0, 32)), gemms=((300, 144, 272), (0, 3
         yield ops.transpose_fp8, (torch.randn(shape).to(E4M3),)
         for x, dtype in ((torch.randn(shape), DTYPES[0]), (torch.randn(shape), DTYPES[1])):
             yield ops.quantize_128x128, (x, dtype)
-            yield ops.quantize_shard_row, (x, dtype)
-            yield ops.quantize_shard_col, (x, x.abs().amax(-2), dtype)
     for (m, n, k), (offs, aligned), dtype in itertools.product(gemms, LAYOUTS.values(), DTYPES):
         if m > 256 or not aligned:
             yield from gemm_calls(m, n, k, offs, aligned, dtype)

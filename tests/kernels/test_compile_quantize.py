@@ -15,14 +15,12 @@ from titan_fp8.kernels.hopper import (
     quantize_blockwise,
     quantize_rowwise,
     quantize_rowwise_columns,
-    quantize_shard,
 )
 
 MODULES = (
     quantize_blockwise,
     quantize_rowwise,
     quantize_rowwise_columns,
-    quantize_shard,
 )
 DTYPES = cases(torch.bfloat16, torch.float32)
 OFFS = uneven_ends(*GROUPED[0][:2], 128)
@@ -77,18 +75,6 @@ def test_weights(compiled, shape, dtype):
     hopper.quantize_128x128_t(w)
     hopper.quantize_weight_col_t(w)
     assert_unspilled(compiled, 5)
-
-
-@needs_cuobjdump
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shards(compiled, dtype):
-    x, amax = torch.empty(QUANTIZE_WEIGHTS[0], dtype=dtype), torch.empty(QUANTIZE_WEIGHTS[0][-1])
-    hopper.quantize_shard_row(x, torch.bfloat16)
-    hopper.quantize_shard_col(x, amax, torch.bfloat16)
-    assert_unspilled(compiled, 2)
-    for kernel in compiled:
-        assert "STG.E.64" in kernel.sass and "LDG.E.128" in kernel.sass
-        assert "LDG.E.64" not in kernel.sass
 
 
 @needs_cuobjdump

@@ -5,12 +5,10 @@ import itertools
 import re
 
 import gloo
-import plans
 import pytest
 import torch
 import torch.distributed as dist
 from all_gathers import count_all_gathers, counting
-from op_calls import RECIPES
 from titan import GROUPED_MM, LINEAR, build, convert, job, one_process
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +26,7 @@ from titan_fp8.recipe import get_recipe
 from titan_fp8.torchtitan_0_2.config import TitanFP8GroupedMM, TitanFP8Linear
 
 BF16, FP32 = torch.bfloat16, torch.float32
+BLOCKWISE = ("blockwise", "blockwise_pow2")
 SHAPES = [
     ((384, 256), 0),  # a block of rows for each of three ranks
     ((768, 144), 0),
@@ -87,7 +86,7 @@ def assert_gathered(layer: nn.Module, whole: Tensor, what: object) -> None:
 
 
 def compare_bits(rank: int, ranks: int) -> None:
-    for (shape, dim), recipe, dtype in itertools.product(SHAPES, RECIPES, (BF16, FP32)):
+    for (shape, dim), recipe, dtype in itertools.product(SHAPES, BLOCKWISE, (BF16, FP32)):
         for broken in (False, True)[: 2 if dtype == BF16 else 1]:
             torch.manual_seed(0)
             layer = Layer(shape, recipe, broken)
@@ -101,7 +100,7 @@ def test_gathered_weights_are_those_of_the_whole_weight():
     gloo.spawn(compare_bits, 3, 3)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_pow2"])
+@pytest.mark.parametrize("recipe", BLOCKWISE)
 def test_one_rank_gathers_in_fp8_too(recipe):
     with one_process():
         layer = Layer((2, 144, 48), recipe)
@@ -141,17 +140,6 @@ def assert_gathered_as_before(layer: nn.Module, whole: Tensor) -> None:
         layer.reshard()
 
 
-def test_one_rank_copies_a_rowwise_weight_in_high_precision(caplog):
-    log_once.cache_clear()
-    with one_process():
-        layer = Layer((48, 32), "rowwise")
-        whole = layer.weight.detach().to(BF16)
-        fsdp.gather_in_fp8(layer, Layer)
-        shard(layer, 1)
-        assert_gathered_as_before(layer, whole)
-    assert caplog.text.count("a weight is gathered in high precision: one rank has all of it") == 1
-
-
 def shard_the_last_dimension(rank: int) -> None:
     torch.manual_seed(0)
     layer = Layer((48, 32), "blockwise")
@@ -185,6 +173,15 @@ def test_a_weight_that_others_read_is_left():
     assert [row[0] for row in report.converted] == ["c.weight"]
     assert [row[2] for row in report.left] == 2 * ["another module reads it, too"]
     assert model["b"].weight is model["a"].weight
+
+
+def test_rowwise_weights_are_left():
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+    convert_linears(model, recipe="rowwise", filter_fqns=["b"])
+    convert_linears(model, filter_fqns=[])
+    report = fsdp.gather_in_fp8(model, FP8Linear)
+    assert [row[0] for row in report.converted] == ["b.weight"]
+    assert [row[0] for row in report.left] == ["a.weight"]
 
 
 # Training
@@ -222,16 +219,9 @@ def train(recipe: str, widths: tuple[int, ...], fp8: bool, together: bool = Fals
     return losses, [p.full_tensor() for p in model.parameters()], counter.bytes_sent, calls
 
 
-def assert_bytes(recipe: str, ratio: float) -> None:
-    """Compares bytes in FP8 and bf16; all but those of the norms are of FP8 weights."""
-    expected = 1 / 2 if "blockwise" in recipe else 1  # rows and columns
-    assert expected <= ratio <= expected + 0.03, (recipe, ratio, expected)
-
-
 def compare_training(rank: int) -> None:
-    """With one recipe of each kind of scales."""
     all_widths = (272, 144, 176, 48), (256, 512, 256, 512)
-    for recipe, widths in zip(plans.RECIPES, all_widths, strict=True):
+    for recipe, widths in zip(BLOCKWISE, all_widths, strict=True):
         losses, parameters, sent, calls = train(recipe, widths, fp8=False)
         assert not calls
         for together in (False, True):
@@ -239,7 +229,8 @@ def compare_training(rank: int) -> None:
             got = train(recipe, widths, fp8=True, together=together)
             assert torch.stack(got[0]).equal(torch.stack(losses)), what
             assert all(map(torch.equal, got[1], parameters)), what
-            assert_bytes(recipe, got[2] / sent)
+            # All but the bytes of the norms are of FP8 weights.
+            assert 0.5 <= got[2] / sent <= 0.53, what
             # Every gather on its own, of forward and of backward, or once a step.
             a_step = MICROBATCHES * 2 * LAYERS * [1]
             assert got[3] == (a_step + (STEPS - 1) * [LAYERS] if together else STEPS * a_step), what

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from all_gathers import counting
-from plans import GROUPED_MM, LINEAR, Plan
+from plans import LINEAR, Plan
 from titan import (
     CHECKPOINTING,
     COMPILE_BLOCKS,
@@ -39,7 +39,7 @@ class LongPlan(Plan):
 
 
 FSDP_PLANS = (
-    (LongPlan("llama3", fsdp=2, pp=2), "rowwise_with_gw_hp"),
+    (LongPlan("llama3", fsdp=2, pp=2), "blockwise"),
     (LongPlan("deepseek_v3", fsdp=4, ep=4), "blockwise_pow2"),
 )
 """Plans for four ranks, and recipes, in bf16.
@@ -137,20 +137,17 @@ class Job:
         return logged
 
 
-ROWWISE = f"--{LINEAR}.recipe", "rowwise"
-ROWWISE_EXPERTS = *ROWWISE, f"--{GROUPED_MM}.recipe", "rowwise"
+POW2 = f"--{LINEAR}.recipe", "blockwise_pow2"
 TWO_BATCHES = ("--training.global_batch_size", 8)
 WAYS: dict[str, list[tuple[object, ...]]] = {
     "llama3": [
-        (*TWO_BATCHES, *ROWWISE, "--parallelism.fsdp_reshard_after_forward", "never"),
+        (*TWO_BATCHES, *POW2, "--parallelism.fsdp_reshard_after_forward", "never"),
     ],
     "deepseek_v3": [
         (*COMPILE_BLOCKS, *CHECKPOINTING["op"], *ONE_BLOCK, *TWO_BATCHES),
     ],
 }
 """Flags: gradient accumulation, one gather a step, torch.compile, activation checkpointing.
-
-The next test recomputes experts in rowwise.
 """
 
 
@@ -173,7 +170,7 @@ def test_training_is_the_same_in_every_mode(tmp_path, text):
 
 def test_recomputed_experts_that_several_ranks_share(tmp_path, text):
     """Backward recomputes the last block before FSDP2 has gathered its experts for backward."""
-    ways = {"deepseek_v3": [(*CHECKPOINTING["full"], *ROWWISE_EXPERTS)]}
+    ways = {"deepseek_v3": [(*CHECKPOINTING["full"], *POW2)]}
     gloo.spawn(compare_ways, 4, tmp_path, text, ways)
 
 

@@ -1,7 +1,7 @@
 """Weights that FSDP2 gathers in FP8, in what users do besides training; on gloo ranks.
 
-Each test compares bits with those of gathers in high precision, in a model with one recipe of each
-kind of scales; `test_fsdp_all_gather_plans.py` trains with the others.
+Each test compares bits with those of gathers in high precision, in a model with two recipes;
+`test_fsdp_all_gather_plans.py` trains with the others.
 """
 
 import copy
@@ -15,7 +15,6 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from plans import RECIPES
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,13 +28,14 @@ from titan_fp8.fsdp.sharded_weight import gathers_of, quantized
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.modules.linear import FP8Linear
 
+BLOCKWISE = ("blockwise", "blockwise_pow2")
 DIM = 64  # On three ranks, shards of 22, 22 and 20 rows.
 
 
 def build(fp8: bool) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(3)))
-    convert_linears(model, recipe="rowwise", filter_fqns=["0.1", "2.1"])
+    convert_linears(model, recipe="blockwise_pow2", filter_fqns=["0.1", "2.1"])
     convert_linears(model, recipe="blockwise", filter_fqns=[])  # the others
     return gather(model, fp8)
 
@@ -284,7 +284,7 @@ class FeedForward(nn.Module):
 def gather_some_in_fp8(fp8: bool) -> list[Tensor]:
     """FSDP2 gathers a weight in high precision if it shards its last dimension."""
     found = []
-    for recipe, others in itertools.product(RECIPES, (["w2"], ["w3"], ["w1", "w2"])):
+    for recipe, others in itertools.product(BLOCKWISE, (["w2"], ["w3"], ["w1", "w2"])):
         torch.manual_seed(0)
         model = FeedForward()
         convert_linears(model, recipe=recipe, filter_fqns=[])
@@ -437,8 +437,8 @@ def test_small_shards_that_are_replaced():
 def change_recipe(rank: int) -> None:
     model = shard(build(fp8=True))
     model(batch(0)).sum().backward()
-    model[1][1].recipe = "blockwise_pow2"
-    with pytest.raises(RuntimeError, match=r"1\.1: recipe is 'blockwise_pow2'.*for 'rowwise'"):
+    model[1][1].recipe = "blockwise"
+    with pytest.raises(RuntimeError, match=r"1\.1: recipe is 'blockwise'.*for 'blockwise_pow2'"):
         model(batch(0))
 
 

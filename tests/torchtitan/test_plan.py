@@ -104,7 +104,7 @@ def test_rank_0_of_a_pipeline_has_its_stages():
     "config, flags, recipe",
     [
         ("llama3_debug", (), "blockwise"),
-        ("llama3_debug", (SHARD, "2"), "rowwise"),
+        ("llama3_debug", (SHARD, "2"), "blockwise"),
         ("deepseek_v3_debug", (SHARD, "2", EP, "2"), "blockwise"),
         ("deepseek_v3_debug", (EP, "1"), "rowwise"),
         ("llama3_debug", ("--model.name", "gpt_oss"), "blockwise"),
@@ -166,7 +166,7 @@ def test_what_torchtitan_compiles_is_timed_compiled(monkeypatch):
     assert not any(layer.is_compiled for layer in gpt_oss.layers)  # torchtitan does not
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_pow2"])
 def test_a_weight_that_is_gathered_in_fp8_gives_the_same_values(recipe):
     """The layer of a job with FSDP2, and the same layer that quantizes its weight itself."""
     rank = rank_of("llama3_debug", *SMALL, SHARD, "2", RECIPE, recipe)

@@ -18,7 +18,7 @@ from titan_fp8.torchtitan_0_3 import FP8GroupedExpertsConverter, FP8LinearConver
 
 EP = ("--parallelism.expert_parallel_degree", 2)
 MICRO_BATCHES = ("--training.global_batch_size", 4)
-PLANS = {"llama3": ("rowwise", MICRO_BATCHES), "deepseek_v3": ("blockwise", EP)}
+PLANS = {"llama3": ("blockwise_pow2", MICRO_BATCHES), "deepseek_v3": ("blockwise", EP)}
 STEPS = 3
 
 
@@ -60,7 +60,7 @@ def test_the_losses_are_the_same_to_the_bit(model, text, tmp_path):
 
 def test_what_others_read_is_gathered_in_high_precision(caplog):
     caplog.set_level(logging.INFO)
-    options = {"recipe": "rowwise", "fsdp_all_gather": True}
+    options = {"recipe": "blockwise", "fsdp_all_gather": True}
     linears = FP8LinearConverter.Config(filter_fqns=["wo"], **options)
     tied = qwen3.model_registry("debugmodel", converters=[linears]).model
     assert tied.enable_weight_tying

@@ -364,7 +364,7 @@ def test_a_gathered_weight_where_another_was_quantized():
         q, s = impl.quantize_128x128(w)
         a, sa = impl.quantize_1x128(x)
         impl.blockwise_fprop(a, sa, w)
-        second.module.weight = nn.Parameter(GatheredWeight(q, s, None, s.mT, torch.float32))
+        second.module.weight = nn.Parameter(GatheredWeight(q, s, s.mT, torch.float32))
         b, sb = impl.quantize_1x128(2 * x)
         impl.blockwise_fprop(b, sb, q, w_scale=s)
         copies.extend((q, a, b))

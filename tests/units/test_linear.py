@@ -428,7 +428,7 @@ def test_an_error_in_forward_names_the_module(compiled):
 
 def test_a_gathered_weight_is_not_cast():
     q, s = reference.quantize_128x128(torch.randn(32, 48))
-    weight = GatheredWeight(q, s, None, s.mT, torch.float32)
+    weight = GatheredWeight(q, s, s.mT, torch.float32)
     x = torch.randn(3, 48)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotImplementedError, match="mixed_p"):
         fp8_linear(x, weight)
@@ -437,7 +437,7 @@ def test_a_gathered_weight_is_not_cast():
 
 def test_a_gathered_weight_has_no_other_views():
     q, s = reference.quantize_128x128(torch.randn(32, 48))
-    weight = GatheredWeight(q, s, None, s.mT, torch.float32)
+    weight = GatheredWeight(q, s, s.mT, torch.float32)
     assert weight.as_strided((32, 48), (48, 1), 0).shape == weight.view(32, 48).shape
     for view in (((32, 48), (48, 1), 16), ((32, 48), (1, 32), 0)):
         with pytest.raises(NotImplementedError, match="cannot be viewed as"):

@@ -266,7 +266,7 @@ def test_layers_use_the_dispatcher_where_something_needs_it():
         of_subclass = lambda: titan_fp8.fp8_linear(x.as_subclass(Subclass), w)  # noqa: E731
         assert dispatched(of_subclass) == ops_of_layer
         (q, scale), (_, of_columns) = ops.quantize_128x128(w), ops.quantize_128x128_t(w)
-        gathered = GatheredWeight(q, scale, None, of_columns, w.dtype)
+        gathered = GatheredWeight(q, scale, of_columns, w.dtype)
         assert dispatched(lambda: titan_fp8.fp8_linear(x, gathered)) == set()
 
 

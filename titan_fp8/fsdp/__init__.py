@@ -26,6 +26,7 @@ from titan_fp8.fsdp.sharded_weight import (
 )
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.patches import FP8_GATHERS
+from titan_fp8.recipe import get_recipe
 
 
 def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionReport:
@@ -46,7 +47,7 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
             and use their parameters of two and three dimensions in FP8 products only.
 
     Returns:
-        The report on every weight of these layers.
+        The report on every weight of these layers. Those of rowwise recipes are left.
 
     Raises:
         RuntimeError: this version of FSDP2 cannot be patched.
@@ -62,6 +63,8 @@ def gather_in_fp8(model: nn.Module, layer_class: type[nn.Module]) -> ConversionR
                 continue
             shape = " x ".join(map(str, param.shape))
             reason = "another module reads it, too" if readers[param] > 1 else None
+            if not get_recipe(str(layer.recipe)).has_weight_blocks:
+                reason = "rowwise, its rows and its columns would take as many bytes"
             if report.add(f"{fqn}.{name}", shape, str(layer.recipe), reason):
                 mark(layer, name)
     return report

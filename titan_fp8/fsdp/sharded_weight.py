@@ -42,7 +42,6 @@ from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.layouts import E4M3
 from titan_fp8.ops import DTYPES
 from titan_fp8.patches import log_once
-from titan_fp8.recipe import get_recipe
 
 _home: torch.cuda.Stream | None = None
 """Where the model runs; None is the default stream."""
@@ -112,20 +111,18 @@ class ShardGather:
                 return f"{dtype} weights are not quantized"
         if spec.dim == len(spec.whole) - 1:
             return "its last dimension is sharded"
-        if spec.group is None and not get_recipe(self.recipe).has_weight_blocks:
-            return "one rank has all of it, and FSDP2 then handles one tensor per weight, not two"
         return None
 
     def layouts(self, shard: QuantizedShard) -> tuple[Tensor, ...]:
-        """What FSDP2 gathers: the FP8 copies of the shard, as the dtype `ShardSpec.carrier`."""
+        """What FSDP2 gathers: the FP8 copy of the shard, as the dtype `ShardSpec.carrier`."""
         if shard.q is None:
             # A checkpoint with experts in it sees what FSDP2 does for them, and on torch 2.13 the
             # recomputation may call no op that forward, where the copy was there, has not called.
             modes = torch._C._len_torch_dispatch_stack()
             with _disable_current_modes() if modes else contextlib.nullcontext():
                 cast_shard(shard, self.values)
-        copies = (q for q in (shard.q, shard.q_columns) if q is not None)
-        return tuple(q.view(shard.spec.carrier) for q in copies)
+        assert shard.q is not None
+        return (shard.q.view(shard.spec.carrier),)
 
     @property
     def is_due(self) -> bool:
@@ -185,12 +182,8 @@ class ShardGather:
             return None
         shape = self.param._orig_size
         # The gathered rows may end in padding.
-        q, *columns = (
-            output.flatten().view(E4M3)[: shape.numel()].view(shape)
-            for output in all_gather_outputs
-        )
-        q_columns = columns[0] if columns else None
-        return GatheredWeight(q, self.shard.s, q_columns, self.shard.s_t, param_dtype), ()
+        q = all_gather_outputs[0].flatten().view(E4M3)[: shape.numel()].view(shape)
+        return GatheredWeight(q, self.shard.s, self.shard.s_t, param_dtype), ()
 
 
 # FSDP2 asks for the signature at each gather of each weight. Python would derive it each time,

@@ -1,19 +1,18 @@
 """Quantizes shards of weights, with the same result as quantizing the whole weights.
 
 A rank has some rows of a weight (N, K), or some experts of (E, N, K), or some rows of each expert.
-It quantizes them alone, except for blocks that span several ranks: 128x128 blocks at the edge of a
-shard, and with rowwise recipes every column. The scale of such a block is the largest of the scales
-of its parts, so the ranks agree on it by a maximum:
+It quantizes them alone, except for 128x128 blocks at the edge of a shard, which span several ranks.
+The scale of such a block is the largest of the scales of its parts, so the ranks agree on it by a
+maximum:
 
 1. Each rank quantizes what it has to itself. Where it shares blocks, it pads its rows to whole
-   ones, to compute the scales of its parts. With rowwise recipes it computes the absolute maxima of
-   its parts of columns. All of these go into a table for the whole weight, zero elsewhere.
+   ones, to compute the scales of its parts. All scales go into a table for the whole weight, zero
+   elsewhere.
 2. One all-reduce takes the maximum over the ranks, of the tables of all weights at once. Then every
    rank knows all scales of the weight, and they need not be gathered.
 3. A rank that shares blocks casts its whole shard with the agreed scales.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, pad_blocks, round_up
 from titan_fp8.recipe import get_recipe
-from titan_fp8.reference import cast, scale_of
+from titan_fp8.reference import cast
 
 
 @dataclass(frozen=True)
@@ -74,46 +73,33 @@ class ShardSpec:
 
 
 class QuantizedShard:
-    """The FP8 copies of one rank's shard, and the scales of the whole weight.
+    """The FP8 copy of one rank's shard, and the scales of the whole weight.
 
     The scales are always updated in place, because gathered weights refer to them.
 
     Attributes:
-        q: the shard as fprop reads it, padded; None before the first quantization and once
-            released.
-        q_columns: rowwise, the shard quantized along its columns, for dgrad; else None.
+        q: the shard in FP8, padded; None before the first quantization and once released.
         s, s_t: the scales of the whole weight, for fprop and dgrad.
-        amax: rowwise, the absolute maxima of the columns of the whole weight; else None.
-        table: what the ranks agree on, of which `s` and `amax` are views.
+        table: what the ranks agree on, of which `s` is a view.
     """
 
     def __init__(self, recipe: str, emulate: bool, spec: ShardSpec, device: torch.device):
         self.emulate, self.spec = emulate, spec
         self.recipe = get_recipe(recipe)
         self.q: Tensor | None = None
-        self.q_columns: Tensor | None = None
-        self.amax: Tensor | None = None
         *lead, n, k = spec.whole
+        rows, columns = cdiv(n, BLOCK), cdiv(k, BLOCK)
         fp32: Any = {"dtype": torch.float32, "device": device}
-        if self.recipe.has_weight_blocks:
-            rows, columns = cdiv(n, BLOCK), cdiv(k, BLOCK)
-            # In the layout of 128x128 scales (`layouts.py`).
-            self.table = torch.zeros(*lead, rows, round_up(columns, 4), **fp32)
-            table_t = torch.zeros(*lead, columns, round_up(rows, 4), **fp32)
-            self.s, self.s_t = self.table[..., :columns], table_t[..., :rows]
-        else:
-            sizes = math.prod(lead) * n, math.prod(lead) * k
-            self.table = torch.zeros(sum(sizes), **fp32)
-            self.s, self.amax = (part.view(*lead, -1) for part in self.table.split(sizes))
-            self.s_t = torch.zeros_like(self.amax)
+        # In the layout of 128x128 scales (`layouts.py`).
+        self.table = torch.zeros(*lead, rows, round_up(columns, 4), **fp32)
+        table_t = torch.zeros(*lead, columns, round_up(rows, 4), **fp32)
+        self.s, self.s_t = self.table[..., :columns], table_t[..., :rows]
 
     def shares_blocks(self, x: Tensor) -> bool:
         """Whether other ranks have rows of the first or the last 128x128 blocks of the shard x."""
         first, n = self.spec.first_row, self.spec.whole[-2]
         last = first + x.shape[-2]
-        if self.amax is not None or not x.numel():
-            return False
-        return bool(first % BLOCK or last % BLOCK and last < n)
+        return bool(x.numel() and (first % BLOCK or last % BLOCK and last < n))
 
     def padded(self, q: Tensor) -> Tensor:
         """q, FP8 or empty, padded with zeros to the shape of the largest shard."""
@@ -124,8 +110,8 @@ class QuantizedShard:
         return padded
 
     def release(self) -> None:
-        """Frees the FP8 copies. The scales stay, and with them `cast_shard` makes the same ones."""
-        self.q = self.q_columns = None
+        """Frees the FP8 copy. The scales stay, and with them `cast_shard` makes the same one."""
+        self.q = None
 
 
 @torch.no_grad()
@@ -141,15 +127,14 @@ def quantize_shards(shards: Iterable[tuple[QuantizedShard, Tensor]]) -> None:
     torch._foreach_zero_([shard.table for shard, _ in shards])
     _copy(copy for shard, x in shards for copy in _quantize_alone(shard, x))
     _agree([shard for shard, _ in shards])
-    _copy((shard.s_t, shard.s.mT) for shard, _ in shards if shard.amax is None)
-    _scale_columns((shard.amax, shard.s_t) for shard, _ in shards if shard.amax is not None)
+    _copy((shard.s_t, shard.s.mT) for shard, _ in shards)
     for shard, x in shards:
         _cast_shared(shard, x)
 
 
 @torch.no_grad()
 def cast_shard(shard: QuantizedShard, x: Tensor) -> None:
-    """Makes the FP8 copies again, of values that have not changed: no collective is needed."""
+    """Makes the FP8 copy again, of values that have not changed: no collective is needed."""
     if not shard.shares_blocks(x):
         _quantize_alone(shard, x)
     _cast_shared(shard, x)
@@ -165,48 +150,28 @@ def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _quantize_alone(shard: QuantizedShard, x: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Step 1. Returns what belongs into the table, as copies to make."""
-    spec, options = shard.spec, {"emulate": shard.emulate}
+    spec = shard.spec
     if not x.numel():
         shard.q = shard.padded(x)
         return []
     start, end = spec.first_row, spec.first_row + x.shape[-2]
     scales = spec.part(shard.s, x.shape[0])
-    if shard.amax is not None:
-        q, s, amax = torch.ops.titan_fp8.quantize_shard_row(x, spec.dtype, **options)
-        shard.q = shard.padded(q)
-        return [(scales[..., start:end], s), (spec.part(shard.amax, x.shape[0]), amax)]
     if shared := shard.shares_blocks(x):
         x = nn.functional.pad(x, (0, 0, start % BLOCK, -end % BLOCK))
-    q, s = shard.recipe.quantize_weight(x, spec.dtype, **options)
+    q, s = shard.recipe.quantize_weight(x, spec.dtype, emulate=shard.emulate)
     if not shared:
         shard.q = shard.padded(q)
     return [(scales[..., start // BLOCK : cdiv(end, BLOCK), :], s)]
 
 
 def _cast_shared(shard: QuantizedShard, x: Tensor) -> None:
-    """Step 3: casts with the scales, or by the maxima, on which the ranks agree."""
+    """Step 3: casts with the scales on which the ranks agree."""
     spec = shard.spec
-    if shard.amax is not None:
-        if x.numel():
-            amax = spec.part(shard.amax, x.shape[0])
-            quantize = torch.ops.titan_fp8.quantize_shard_col
-            x = quantize(x, amax, spec.dtype, emulate=shard.emulate)
-        shard.q_columns = shard.padded(x)
-    elif shard.shares_blocks(x):
+    if shard.shares_blocks(x):
         rows = slice(spec.first_row, spec.first_row + x.shape[-2])
         s = spec.part(shard.s, x.shape[0]).repeat_interleave(BLOCK, -2)[..., rows, :, None]
         blocks = pad_blocks(x.to(spec.dtype).float(), -1).unflatten(-1, (-1, BLOCK))
         shard.q = shard.padded(cast(blocks, s).flatten(-2)[..., : x.shape[-1]].contiguous())
-
-
-def _scale_columns(columns: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Sets the scales of columns, given as pairs of their maxima and their scales."""
-    pairs = list(columns)
-    if pairs:
-        # All weights at once, because every operation is a launch.
-        scales = scale_of(torch.cat([amax.flatten() for amax, _ in pairs]))
-        parts = scales.split([amax.numel() for amax, _ in pairs])
-        _copy((s_t.view(-1), part) for (_, s_t), part in zip(pairs, parts))
 
 
 def _agree(shards: list[QuantizedShard]) -> None:

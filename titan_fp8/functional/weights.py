@@ -27,25 +27,19 @@ class GatheredWeight(Tensor):
 
     Attributes:
         q: FP8, of the weight's shape. FSDP2 frees its memory and gathers into it again.
-        s: the scales of q, as fprop reads them.
-        q_columns: the weight quantized along its columns, of the weight's shape; the op of dgrad
-            transposes it. None if q serves for both, as with blocks of 128x128.
-        s_t: the scales that dgrad reads.
+        s, s_t: the scales of its 128x128 blocks, as fprop and as dgrad reads them.
     """
 
     q: Tensor
     s: Tensor
-    q_columns: Tensor | None
     s_t: Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, q: Tensor, s: Tensor, q_columns: Tensor | None, s_t: Tensor, dtype: torch.dtype
-    ) -> "GatheredWeight":
+    def __new__(cls, q: Tensor, s: Tensor, s_t: Tensor, dtype: torch.dtype) -> "GatheredWeight":
         weight = Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
-        weight.q, weight.s, weight.q_columns, weight.s_t = q, s, q_columns, s_t
+        weight.q, weight.s, weight.s_t = q, s, s_t
         return weight
 
     @property
@@ -56,18 +50,16 @@ class GatheredWeight(Tensor):
     @property
     def for_dgrad(self) -> tuple[Tensor, Tensor]:
         """q, which the op of dgrad transposes, and the scales of the transpose."""
-        return self.q if self.q_columns is None else self.q_columns, self.s_t
+        return self.q, self.s_t
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        columns = [] if self.q_columns is None else ["q_columns"]
-        return ["q", "s", *columns, "s_t"], self.dtype
+        return ["q", "s", "s_t"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor], dtype: torch.dtype, shape: Any, strides: Any
     ) -> "GatheredWeight":
-        columns = tensors.get("q_columns")
-        return GatheredWeight(tensors["q"], tensors["s"], columns, tensors["s_t"], dtype)
+        return GatheredWeight(tensors["q"], tensors["s"], tensors["s_t"], dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
@@ -96,7 +88,7 @@ def _same(
     view = [*(size or own[0])], [*(stride or own[1])], storage_offset or 0
     if view != own:
         raise NotImplementedError(f"{w} cannot be viewed as size, stride, offset {view}")
-    return GatheredWeight(w.q, w.s, w.q_columns, w.s_t, w.dtype)
+    return GatheredWeight(w.q, w.s, w.s_t, w.dtype)
 
 
 def _zeros_like(

@@ -45,14 +45,12 @@ class Layer(NamedTuple):
     module: nn.Module
     parameter: str
 
-    def addresses(self) -> list[int]:
+    def address(self) -> int:
         """Of the local tensor as it is now: sharded, gathered or gathered in FP8."""
         weight: Any = getattr(self.module, self.parameter)
         if isinstance(weight, DTensor):
             weight = weight._local_tensor
-        if isinstance(weight, GatheredWeight):
-            return [q.data_ptr() for q in (weight.q, weight.q_columns) if q is not None]
-        return [weight.data_ptr()]
+        return (weight.q if isinstance(weight, GatheredWeight) else weight).data_ptr()
 
 
 @dataclass(eq=False)
@@ -118,14 +116,11 @@ class Observer:
             return
         gather.layouts(shard)  # Has been released, if it has been gathered.
         assert shard.q is not None
-        s, s_t = (t if w.dim() == 2 else shard.spec.part(t, len(w)) for t in (shard.s, shard.s_t))
-        place = shard.spec.first_row, shard.spec.dtype
-        sample = self.sampler.take_weight(w, shard.q, s, *place)
-        of_dgrad = sample  # of the same 128x128 blocks
-        if shard.q_columns is not None:
-            of_dgrad = self.sampler.take_weight(w, shard.q_columns, s_t, *place, by_column=True)
-        self._operands.append(Operand(sample, roles={(layer, "w fprop")}))
-        self._operands.append(Operand(of_dgrad, roles={(layer, "w dgrad")}))
+        s = shard.s if w.dim() == 2 else shard.spec.part(shard.s, len(w))
+        sample = self.sampler.take_weight(w, shard.q, s, shard.spec.first_row, shard.spec.dtype)
+        # Both read the same 128x128 blocks.
+        roles = {(layer, "w fprop"), (layer, "w dgrad")}
+        self._operands.append(Operand(sample, roles=roles))
 
     # What was multiplied
 
@@ -158,12 +153,11 @@ class Observer:
         """The layers whose parameter, or gathered weight in FP8, is in the memory of w."""
         address = w.data_ptr()
         known = self._layers_at.get(address, ())
-        found = [index for index in known if address in self.layers[index].addresses()]
+        found = [index for index in known if address == self.layers[index].address()]
         if not found:  # FSDP2 has gathered others.
             self._layers_at = defaultdict(list)
             for index, layer in enumerate(self.layers):
-                for each in layer.addresses():
-                    self._layers_at[each].append(index)
+                self._layers_at[layer.address()].append(index)
             found = self._layers_at.get(address, [])
         return found
 

@@ -93,23 +93,17 @@ class Sampler:
         s: Tensor,
         first_row: int = 0,
         dtype: torch.dtype | None = None,
-        by_column: bool = False,
     ) -> int:
         """Samples rows of a quantized weight w (R, C) or (E, R, C), a transposed view or a shard.
 
-        q has w's shape, that of a shard maybe more rows; s (..., ⌈R/128⌉, ⌈C/128⌉), (..., R) or,
-        `by_column`, (..., C), where R are the rows of the whole weight, in which a shard begins at
-        `first_row`. w was cast to `dtype` before it was quantized.
+        q has w's shape, that of a shard maybe more rows; s (..., ⌈R/128⌉, ⌈C/128⌉) or (..., R),
+        where R are the rows of the whole weight, in which a shard begins at `first_row`. w was cast
+        to `dtype` before it was quantized.
         """
         if w.dim() == 2:
             w, q, s = w[None], q[None], s[None]
         expert, row, whole_row, block = self._rows_of_weight(*w.shape[:2], first_row, w.device)
-        if by_column:
-            sampled = s[expert]
-        elif s.dim() == 2:
-            sampled = s[expert, whole_row][:, None]
-        else:
-            sampled = s[expert, block]
+        sampled = s[expert, whole_row][:, None] if s.dim() == 2 else s[expert, block]
         x = w[expert, row].to(dtype or w.dtype)
         return self._add(x, q.view(torch.uint8)[expert, row], sampled, s)
 

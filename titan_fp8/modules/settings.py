@@ -35,8 +35,8 @@ class Settings:
     """Computes the same numbers in FP32 arithmetic, on any device; slow. CPUs always do."""
 
     fsdp_all_gather: bool = True
-    """With FSDP2 or HSDP each rank quantizes its shard of a weight once a step, and FSDP2 gathers
-    FP8. The values are the same. False: FSDP2 gathers high precision."""
+    """With FSDP2 or HSDP and a blockwise recipe each rank quantizes its shard of a weight once a
+    step, and FSDP2 gathers FP8. The values are the same. False: FSDP2 gathers high precision."""
 
     health_freq: int = 0
     """N: every N steps, report what FP8 does to the operands of each layer (underflow, error and

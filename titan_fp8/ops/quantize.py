@@ -88,13 +88,6 @@ primitive(reference.quantize_col_t, *_COLUMNS_OF_K, x=high(M, K))
 primitive(reference.quantize_row_col_t, fp8(M, K), fp32(M), *_COLUMNS_OF_K, x=high(M, K))
 primitive(reference.quantize_weight_col_t, fp8(..., K, R), fp32(..., K), w=high(..., R, K))
 
-# Rowwise, of a rank's shard of a weight that FSDP2 gathers in FP8
-
-primitive(
-    reference.quantize_shard_row, fp8(..., R, K), fp32(..., R), fp32(..., K), x=high(..., R, K)
-)
-primitive(reference.quantize_shard_col, fp8(..., R, K), x=high(..., R, K), amax=fp32(..., K))
-
 # Of weights that are in FP8 already
 
 primitive(reference.transpose_fp8, fp8(..., K, N), q=fp8(..., N, K))

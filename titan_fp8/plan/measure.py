@@ -125,6 +125,5 @@ def _module(rank: Rank, layer: Layer, device: str, in_fp8: bool) -> nn.Module:
 def gathered(weight: Tensor, recipe: str) -> GatheredWeight:
     """A weight as FSDP2 gathers it in FP8."""
     ops = get_recipe(recipe)
-    (q, s), (q_t, s_t) = ops.quantize_weight(weight), ops.quantize_weight_t(weight)
-    columns = None if ops.has_weight_blocks else q_t.mT.contiguous()
-    return GatheredWeight(q, s, columns, s_t, weight.dtype)
+    (q, s), (_, s_t) = ops.quantize_weight(weight), ops.quantize_weight_t(weight)
+    return GatheredWeight(q, s, s_t, weight.dtype)

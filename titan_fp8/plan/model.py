@@ -25,7 +25,7 @@ from torchtitan.tools import utils
 from titan_fp8.fsdp.sharded_weight import marks
 from titan_fp8.functional.checks import fits_fp8
 from titan_fp8.modules.feed_forward import FP8FeedForward
-from titan_fp8.recipe import BF16, get_recipe
+from titan_fp8.recipe import BF16
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, model_of
 from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 
@@ -185,10 +185,8 @@ def _layers(
                 f"{name}: sizes {sorted(odd)} on a rank are no multiples of 16, and training would "
                 "stop: choose another degree of parallelism, or leave it out by filter_fqns or fqns"
             )
-        # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
-        fewest = 1 if recipe == BF16 or get_recipe(recipe).has_weight_blocks else 2
         is_marked = marks(first) and not rank.config.training.enable_cpu_offload
-        gathers_fp8 = bool(is_marked) and min(ranks) >= fewest
+        gathers_fp8 = bool(is_marked) and min(ranks) > 0
         reason = left.get(name, "its converter is not listed") if recipe == BF16 else ""
         groups, m = (weights[0][0], routed) if is_experts else (0, tokens)
         is_compiled = "_orig_mod" in raws[0]

@@ -49,7 +49,6 @@ class _Converter(QuantizationConverter):
             self.section, self.recipe = quantize.linear.titan_fp8, quantize.linear.titan_fp8.recipe
         else:
             self.section, self.recipe = quantize.grouped_mm.titan_fp8, experts_recipe(quantize)
-        self.gathers_in_fp8 = False
         self.without_fsdp2 = job_config.model.name.startswith(WITHOUT_FSDP2)
         self.uses_fsdp2 = parallel_dims.fsdp_enabled and not self.without_fsdp2
         self.compiles = compile_config.enable and "model" in compile_config.components
@@ -68,8 +67,8 @@ class _Converter(QuantizationConverter):
         )
         for fqn, *_ in self.report.converted:
             vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
-        if section.fsdp_all_gather and recipe != BF16 and self.uses_fsdp2:
-            self.gathers_in_fp8 = True
+        self.requantizes = section.fsdp_all_gather and recipe != BF16 and self.uses_fsdp2
+        if self.requantizes and get_recipe(recipe).has_weight_blocks:
             report = gather_in_fp8(model, self.layer_class)
             log_gathers(section.where, f"{len(report.converted)} weights", report)
         ours = [name for name in self.job_config.model.converters if name in (LINEAR, GROUPED_MM)]
@@ -120,7 +119,7 @@ class _Converter(QuantizationConverter):
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Has the shards that FSDP2 gathers in FP8 quantized. Ops quantize all other operands."""
-        if self.gathers_in_fp8:
+        if self.requantizes:
             requantize(model if isinstance(model, list) else [model])
 
 

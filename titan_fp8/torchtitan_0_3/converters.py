@@ -18,7 +18,7 @@ from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.modules.conversion import check_device, convert_and_log, errors_prefixed
 from titan_fp8.modules.report import ConversionReport
 from titan_fp8.modules.settings import ExpertsSettings, LinearSettings
-from titan_fp8.recipe import BF16
+from titan_fp8.recipe import BF16, get_recipe
 from titan_fp8.torchtitan_0_3 import fsdp, health, patches
 from titan_fp8.torchtitan_0_3.experts import convert_experts
 from titan_fp8.torchtitan_0_3.feed_forward import fuse_feed_forwards
@@ -60,7 +60,7 @@ class _Converter(QuantizationConverter):
             lambda model: self.convert_configs(model, config),
             fuse_feed_forwards,
         )
-        if config.fsdp_all_gather and converts:
+        if config.fsdp_all_gather and converts and get_recipe(config.recipe).has_weight_blocks:
             fsdp.gather_in_fp8(config.where, model_config, report)
         if config.health_freq and report.converted:
             patches.STEP_HEALTH.apply(health.reporting)

@@ -22,7 +22,6 @@ from titan_fp8.kernels.hopper.quantize_rowwise_columns import (
     quantize_row_col_t,
     quantize_weight_col_t,
 )
-from titan_fp8.kernels.hopper.quantize_shard import quantize_shard_col, quantize_shard_row
 from titan_fp8.kernels.hopper.swiglu_quantize import (
     swiglu_1x128,
     swiglu_backward_1x128_128x1_t,
