@@ -11,8 +11,10 @@ import logging
 import sys
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import gloo
 import pytest
@@ -247,6 +249,17 @@ def accumulate(rank: int, folder: Path, text: Path) -> None:
     check_the_same(rank, folder, text, toml("llama3", (LINEAR,)), FSDP, run, 8 - rank)
 
 
+def both_ways(run: Callable, folder: Path, text: Path) -> Iterator[tuple[Any, Any]]:
+    """Pairs of what `run` of a trainer returns without the graph and with it."""
+    results = []
+    for key in ((), KEY):
+        config = parse(folder, toml("llama3", (LINEAR,)), *training(text, folder), *key)
+        with trainer(config) as t:
+            Graph.model = t.model_parts[0]
+            results.append(run(t))
+    return zip(*results, strict=True)
+
+
 def test_accumulation_on_ranks_is_the_same(tmp_path, text):
     gloo.spawn(accumulate, 2, tmp_path, text, timeout=200)
 
@@ -254,61 +267,51 @@ def test_accumulation_on_ranks_is_the_same(tmp_path, text):
 def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     lengths = 96, 96, 96, 96, 64, 32, 32, 96, 96  # 32 is not captured before it has run.
-    runs = []
-    for key in ((), KEY):
-        with trainer(
-            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
-        ) as t:
-            Graph.model = t.model_parts[0]
-            runs.append([gradients(t, *each) for each in enumerate(lengths)])
-    for expected, found in zip(*runs, strict=True):
+    pairs = both_ways(
+        lambda t: [gradients(t, *each) for each in enumerate(lengths)], tmp_path, text
+    )
+    for expected, found in pairs:
         assert all(map(torch.equal, expected, found))
-        assert Graph.replays == 3
+    assert Graph.replays == 3
     assert caplog.text.count("are a CUDA graph now") == 3
     assert caplog.text.count("runs without the CUDA graph") == 2
 
 
 def test_parameters_may_be_frozen_and_moved_and_buffers_replaced(waiting, text, tmp_path):
-    runs = []
-    for key in ((), KEY):
-        with trainer(
-            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
-        ) as t:
-            Graph.model = model = t.model_parts[0]
-            weight, found = next(model.parameters()), []
-            for seed in range(12):
-                if seed == 4:
-                    weight.requires_grad_(False)
-                if seed == 7:
-                    weight.data = weight.data.clone()
-                if seed == 10:
-                    model.freqs_cis = model.freqs_cis.conj().resolve_conj()
-                found.append(gradients(t, seed))
-            runs.append(found)
+    def run(t):
+        (model,) = t.model_parts
+        weight = next(model.parameters())
+        for seed in range(12):
+            if seed == 4:
+                weight.requires_grad_(False)
+            if seed == 7:
+                weight.data = weight.data.clone()
+            if seed == 10:
+                model.freqs_cis = model.freqs_cis.conj().resolve_conj()
+            yield gradients(t, seed)
+
+    pairs = both_ways(lambda t: [*run(t)], tmp_path, text)
     assert Graph.replays == 6  # Steps 3, 5, 6, 8, 9 and 11.
-    for expected, found in zip(*runs, strict=True):
+    for expected, found in pairs:
         assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def test_gradients_of_others_are_added_to(waiting, text, tmp_path):
-    runs = []
-    for key in ((), KEY):
-        with trainer(
-            parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *key)
-        ) as t:
-            Graph.model = model = t.model_parts[0]
-            weight, found = next(model.parameters()), []
-            for seed in range(6):
-                t.optimizers.zero_grad()
-                if seed < 5:
-                    run_batch(t, seed)
-                else:
-                    weight.grad = torch.ones_like(weight)
-                run_batch(t, seed + 6)
-                found += [p.grad.clone() for p in model.parameters()]
-            runs.append(found)
+    def run(t):
+        (model,) = t.model_parts
+        weight = next(model.parameters())
+        for seed in range(6):
+            t.optimizers.zero_grad()
+            if seed < 5:
+                run_batch(t, seed)
+            else:
+                weight.grad = torch.ones_like(weight)
+            run_batch(t, seed + 6)
+            yield from (p.grad.clone() for p in model.parameters())
+
+    pairs = both_ways(lambda t: [*run(t)], tmp_path, text)
     assert Graph.replays == 4
-    assert all(map(torch.equal, *runs))
+    assert all(torch.equal(expected, found) for expected, found in pairs)
 
 
 def test_only_plain_values_let_a_batch_be_captured():
