@@ -11,16 +11,26 @@ import torch
 from torch import Tensor
 
 
-def in_transform() -> bool:
-    """Whether a transform of torch.func, such as grad or vmap, is active.
+class Function(torch.autograd.Function):
+    """An autograd function that is called by `call`, also where it is compiled."""
 
-    In eager mode PyTorch refuses these; in code of torch.compile gradients would be zero.
-    """
+    @classmethod
+    def call(cls, *args: Any) -> Any:
+        """`apply`. RuntimeError inside a transform of torch.func, such as grad or vmap.
+
+        In eager mode that error is PyTorch's; in code of torch.compile gradients would be zero.
+        """
+        if torch.compiler.is_compiling() and _in_transform():
+            raise RuntimeError("titan_fp8 cannot run inside transforms of torch.func")
+        return cls.apply(*args)
+
+
+def _in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
 # What torch.compiler.assume_constant_result does. That would import torch._dynamo, and Triton, now.
-in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def no_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from titan_fp8.functional.checks import (
     checked_offs,
     compute_dtype,
 )
-from titan_fp8.functional.function import in_transform, no_double_backward
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.weights import (
     OPTIONAL,
     WEIGHTS,
@@ -34,7 +34,7 @@ from titan_fp8.ops import run
 from titan_fp8.recipe import get_recipe
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     """y (M, N) of x (M, K) and weights, dense or for groups that end at `offs` (E,).
 
     `for_wgrad`: backward computes the gradient of a weight that reads x, so it needs the columns.
@@ -144,10 +144,8 @@ def product(
     reads_x = weights[0].requires_grad or weights[-1].requires_grad
     for_wgrad = torch.is_grad_enabled() and reads_x
     if torch.compiler.is_compiling():
-        if in_transform():
-            raise RuntimeError("titan_fp8 cannot run inside transforms of torch.func")
         weights = _told_apart(x_MK, weights)
-    return _Product.apply(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
+    return _Product.call(x_MK, bias, offs, x_quantized, for_wgrad, spec, *weights)
 
 
 def _told_apart(x_MK: Tensor, weights: Sequence[Weight]) -> list[Weight]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from titan_fp8.functional.function import no_double_backward
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.layouts import round_up
 from titan_fp8.ops import call
 
@@ -29,7 +29,7 @@ def wait_for_collective(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
-class Expand(torch.autograd.Function):
+class Expand(Function):
     """Copies x (T, dim) into rows (R, dim): row r is the token of slots[r], times its score if any.
 
     Slot k · t + i is choice i of token t. slots (R,) and its inverse, rows (T, k), are integers; -1
@@ -51,7 +51,7 @@ class Expand(torch.autograd.Function):
         return call("combine_rows", g, rows, scores), None, None, call("dot_rows", x, g, rows)
 
 
-class Combine(torch.autograd.Function):
+class Combine(Function):
     """Sums the rows of y (R, dim) of each token, times their scores if any: (T, dim).
 
     slots, rows and scores are those of `Expand`.
@@ -72,7 +72,7 @@ class Combine(torch.autograd.Function):
         return dy, None, None, None if scores is None else call("dot_rows", g, y, rows)
 
 
-class Permute(torch.autograd.Function):
+class Permute(Function):
     """x[index] in forward, g[inverse] in backward; an index of -1, padding, makes zeros."""
 
     @staticmethod
@@ -110,7 +110,7 @@ def sort_by_expert(
         int32. R is the most that padding can lead to, as in torchtitan: the sum would need a sync.
     """
     permutation, sizes = permutation_by_expert(counts, ranks, x.shape[0], alignment)
-    return Permute.apply(x, *permutation), permutation, sizes
+    return Permute.call(x, *permutation), permutation, sizes
 
 
 def permutation_by_expert(
@@ -125,7 +125,7 @@ def permutation_by_expert(
 
 def sort_back(y: Tensor, permutation: Permutation) -> Tensor:
     """The inverse of `sort_by_expert`: rows y (R, dim) to tokens (S, dim)."""
-    return Permute.apply(y, permutation.places, permutation.tokens)
+    return Permute.call(y, permutation.places, permutation.tokens)
 
 
 def rows_of_slots(slots: Tensor, scores: Tensor) -> Tensor:

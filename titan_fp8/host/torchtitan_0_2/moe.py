@@ -63,7 +63,7 @@ class GatherMoE(MoE):
         if self.exchange_capacity is not None:
             return Routed(tokens, None, counts, slots, rows, scores, chosen)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
-        copies = Expand.apply(tokens, slots, rows, before)
+        copies = Expand.call(tokens, slots, rows, before)
         return Routed(tokens, copies, counts, slots, rows, after, chosen)
 
     def finish(self, routed: Routed) -> Tensor:
@@ -85,7 +85,7 @@ class GatherMoE(MoE):
         shared_experts = _without_compiler(self.shared_experts)
         shared = None if shared_experts is None else shared_experts(tokens)
         if copies is not None:
-            out = Combine.apply(copies, slots, rows, scores)
+            out = Combine.call(copies, slots, rows, scores)
         out = out.to(tokens.dtype)
         return out if shared is None else shared + out
 

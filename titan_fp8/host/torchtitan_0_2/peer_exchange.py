@@ -35,7 +35,7 @@ from titan_fp8.functional.bodies import (
     quantized,
 )
 from titan_fp8.functional.checks import compute_dtype
-from titan_fp8.functional.function import no_double_backward
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.weights import Weight, check_weight, operands_of
 from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
 from titan_fp8.host.permute import Permutation, permutation_by_expert
@@ -143,7 +143,7 @@ def _backward(
     )
 
 
-class _ExchangedSwiGLU(torch.autograd.Function):
+class _ExchangedSwiGLU(Function):
     """out (T, N) of tokens x (T, K): their experts' outputs, weighted by scores (T, k) and summed.
 
     `before`: the scores weight the copies of the tokens instead of the outputs. `for_wgrad`:
@@ -226,7 +226,7 @@ def exchanged_swiglu(
     spec = ProductSpec(recipe, emulate, True, compute_dtype(x, weights))
     for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     options = score_before_experts, for_wgrad, spec
-    return _ExchangedSwiGLU.apply(x, scores, exchange, plan, *options, w1, w2, w3)
+    return _ExchangedSwiGLU.call(x, scores, exchange, plan, *options, w1, w2, w3)
 
 
 class Exchanged:
@@ -279,14 +279,14 @@ class Exchanged:
         self.exchange = self._by_peers(x, x.dtype, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
         self.plan = self.exchange.plan(*self.routing)
         scores_before = self.scores if self.before else None
-        rows = SendRows.apply(x, scores_before, self.exchange, self.plan)
+        rows = SendRows.call(x, scores_before, self.exchange, self.plan)
         return rows, group_sizes(self.plan)
 
     def combine(self, y: Tensor) -> Tensor:
         """The tokens' outputs (T, dim), from what experts return; the hook after them calls it."""
         if self.in_fp8:
             return y
-        return ReturnRows.apply(y, None if self.before else self.scores, self.exchange, self.plan)
+        return ReturnRows.call(y, None if self.before else self.scores, self.exchange, self.plan)
 
     def run(
         self, x: Tensor, w1: Weight, w2: Weight, w3: Weight, recipe: str, emulate: bool

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_fp8.functional.function import no_double_backward
+from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.host.exchange import PeerExchange, PeerPlan
 from titan_fp8.host.permute import wait_for_collective
 from titan_fp8.ops import call
@@ -24,7 +24,7 @@ def _rows(x: Tensor, scores: Tensor | None, exchange: PeerExchange, plan: PeerPl
     return call("gather_rows", *exchange.arrive_rows(x, scores, plan))
 
 
-class SendRows(torch.autograd.Function):
+class SendRows(Function):
     """Tokens x (T, dim) to the rows (C, dim) of this rank's experts, times scores (T, k) if any.
 
     Rows are sorted by expert, and zero where they are padding, or past the last group.
@@ -48,7 +48,7 @@ class SendRows(torch.autograd.Function):
         return dx, dscores, None, None
 
 
-class ReturnRows(torch.autograd.Function):
+class ReturnRows(Function):
     """The experts' rows y (C, dim), summed for each token (T, dim), times scores (T, k) if any."""
 
     @staticmethod
