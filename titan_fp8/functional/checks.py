@@ -64,7 +64,7 @@ def check_multiples_of_16(name: str, shape: Sequence[int]) -> None:
     if len(shape) < 2:
         raise ValueError(f"{name} has shape {tuple(shape)}: allowed are (N, K) and (E, N, K)")
     n, k = shape[-2:]
-    if n % 16 or k % 16 or n < 1 or k < 1:
+    if not (fits_fp8(n) and fits_fp8(k)):
         raise ValueError(
             f"{name} has shape {tuple(shape)}: FP8 GEMMs need N = {n} and K = {k} to be "
             "positive multiples of 16"

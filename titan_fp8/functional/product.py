@@ -65,15 +65,16 @@ class _Product(Function):
         needs_dx, needs_db, *others = ctx.needs_input_grad
         needs = needs_dx, *others[4:]
         dtypes = tuple([dtype if need else None for dtype, need in zip(ctx.dtypes, needs)])
-        _, body = BODIES[len(needs) - 1]
-        # `to` takes 2 us to find that it has nothing to do.
-        g = (g_MN if g_MN.dtype == spec.dtype else g_MN.to(spec.dtype)).contiguous()
-        gradients = run(body, g, offs, dtypes, spec, *saved, emulate=spec.emulate)
+        gradients: tuple[Tensor, ...] = ()
+        if any(needs):
+            _, body = BODIES[len(needs) - 1]
+            # `to` takes 2 us to find that it has nothing to do.
+            g = (g_MN if g_MN.dtype == spec.dtype else g_MN.to(spec.dtype)).contiguous()
+            gradients = run(body, g, offs, dtypes, spec, *saved, emulate=spec.emulate)
         db = g_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_db else None
-        if len(gradients) < len(needs):
-            given = iter(gradients)
-            gradients = [next(given) if need else None for need in needs]
-        return gradients[0], db, None, None, None, None, *gradients[1:]
+        given = iter(gradients)
+        dx, *dws = [next(given) if need else None for need in needs]
+        return dx, db, None, None, None, None, *dws
 
 
 def _forward(
