@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from titan_fp8 import convert_linears, fp8_grouped_mm, fp8_linear
 from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.host.permute import Permute
 from titan_fp8.recipe import RECIPES as STAGES
 
 
@@ -216,6 +217,14 @@ def test_second_derivatives_are_an_error(name):
     y = DIFFERENTIABLE_ONCE[name](x, w)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_compiled_gathers_of_tokens_refuse_torch_func():
+    """Their gradients would be zero."""
+    index = torch.arange(8)
+    gradient = torch.func.grad(lambda x: Permute.call(x, index, index).sum())
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.compile(gradient, backend="eager")(torch.randn(8, 16))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE_ONCE)

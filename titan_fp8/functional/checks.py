@@ -28,8 +28,8 @@ def check_types(allowed: tuple[type, ...] = (Tensor,), **arguments: object) -> N
             raise ValueError(f"{name} is {reprlib.repr(value)}: allowed is a {names}")
 
 
-def compute_dtype(x: Tensor, others: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in which F.linear would compute, autocast included: bfloat16 or float32.
+def checked_dtype(x: Tensor, others: Mapping[str, Any]) -> torch.dtype:
+    """The dtype in which F.linear would compute, bfloat16 or float32, also under autocast.
 
     `others`: the other operands by name, `offs` too. All must be on x's device, since kernels do
     not check addresses. Tensors but offs must have x's dtype, unless there is autocast.

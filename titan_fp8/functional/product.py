@@ -19,8 +19,8 @@ from titan_fp8.functional.bodies import BODIES, ProductSpec, fprop
 from titan_fp8.functional.checks import (
     check_bool,
     check_types,
+    checked_dtype,
     checked_offs,
-    compute_dtype,
 )
 from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.weights import (
@@ -120,7 +120,7 @@ def spec_of(
         operands["bias"] = bias
     if offs is not None:
         operands["offs"] = offs
-    return ProductSpec(recipe, emulate, aligned, compute_dtype(x, operands))
+    return ProductSpec(recipe, emulate, aligned, checked_dtype(x, operands))
 
 
 def product(

@@ -70,11 +70,12 @@ class _Converter(QuantizationConverter):
         )
         for fqn, *_ in self.report.converted:
             vars(model.get_submodule(fqn))["health_freq"] = section.health_freq
-        if section.fsdp_all_gather and recipe != BF16 and self.uses_fsdp2:
+        gathers = section.fsdp_all_gather and recipe != BF16
+        if gathers and self.uses_fsdp2:
             self.gathers_in_fp8 = True
             report = gather_in_fp8(model, self.layer_class)
             log_gathers(section.where, f"{len(report.converted)} weights", report)
-        elif section.fsdp_all_gather and recipe != BF16 and self.parallel_dims.fsdp_enabled:
+        elif gathers and self.parallel_dims.fsdp_enabled:
             logger.info(
                 f"titan_fp8: {section.where} fsdp_all_gather has no effect: model.name = "
                 f"{self.job_config.model.name!r} does not use FSDP2"

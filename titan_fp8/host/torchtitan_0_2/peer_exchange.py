@@ -34,9 +34,9 @@ from titan_fp8.functional.bodies import (
     feed_forward_backward,
     quantized,
 )
-from titan_fp8.functional.checks import compute_dtype
 from titan_fp8.functional.function import Function, no_double_backward
-from titan_fp8.functional.weights import Weight, check_weight, operands_of
+from titan_fp8.functional.product import spec_of
+from titan_fp8.functional.weights import Weight, operands_of
 from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
 from titan_fp8.host.permute import Permutation, permutation_by_expert
 from titan_fp8.host.torchtitan_0_2.row_exchange import ReturnRows, SendRows, group_sizes
@@ -220,10 +220,7 @@ def exchanged_swiglu(
         recipe: a blockwise one.
         score_before_experts: the scores weight the copies of the tokens, not the outputs.
     """
-    weights = {"w1": w1, "w2": w2, "w3": w3}
-    for name, w in weights.items():
-        check_weight(name, w, recipe)
-    spec = ProductSpec(recipe, emulate, True, compute_dtype(x, weights))
+    spec = spec_of(x, {"w1": w1, "w2": w2, "w3": w3}, recipe, emulate, aligned=True)
     for_wgrad = torch.is_grad_enabled() and (w1.requires_grad or w3.requires_grad)
     options = score_before_experts, for_wgrad, spec
     return _ExchangedSwiGLU.call(x, scores, exchange, plan, *options, w1, w2, w3)
