@@ -13,6 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_fp8
+from titan_fp8.compile import graph_passes
 from titan_fp8.compile.graph_passes import MAX_STEPS, FewerOps, merge_ops, narrow_quantizers
 from titan_fp8.ops import registry, sequence
 from titan_fp8.ops.sequence import Place, Step, encode
@@ -168,6 +169,12 @@ def test_the_string_of_a_sequence_can_stand_in_c():
     assert sequence._decode(string) == ((step,), (Place(1, 0),), ([],))
 
 
+def test_a_sequence_refuses_fp16():
+    string = encode([Step("quantize_row", (Place(0, 0),), {})], [Place(1, 0)])
+    with pytest.raises(ValueError, match="titan_fp8::sequence: tensors are .torch.float16"):
+        fp8.sequence([torch.zeros(2, 16).half()], string)
+
+
 class Other(CustomGraphPass):
     def __init__(self, uuid):
         self.uuid_of_other, self.graphs = uuid, []
@@ -189,6 +196,15 @@ def test_passes_of_others_run_first_and_decide_what_is_cached():
     assert both.uuid() is None  # A function has no uuid, so nothing is cached.
     assert FewerOps.after(Other(None)).uuid() is None
     assert FewerOps.after(other).uuid() not in (None, alone.uuid())
+
+
+def test_a_pass_that_takes_more_than_a_graph_stays(caplog):
+    kind = graph_passes.CustomInferenceAwareGraphPass
+    if not kind:
+        pytest.skip("torch 2.11 has none")
+    other = type("Aware", (kind,), {"__call__": lambda *_: None, "uuid": lambda _: "other"})()
+    assert FewerOps.after(other) is other
+    assert "FewerOps is left out: it cannot follow" in caplog.text
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ Sequences. Ops that read each other's outputs or the same tensor, such as a quan
 after it, become one `sequence` (`ops/sequence.py`), and what only they read is no tensor any more.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from itertools import zip_longest
 from operator import getitem
 from typing import Any, cast
 
+import torch._inductor.custom_graph_pass
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -25,6 +27,13 @@ from titan_fp8.ops import sequence
 from titan_fp8.ops.registry import OPS, SCHEMAS
 from titan_fp8.ops.sequence import Place, Step
 from titan_fp8.recipe import RECIPES
+
+_log = logging.getLogger(__name__)
+
+# torch 2.13; in 2.11 no pass is one.
+CustomInferenceAwareGraphPass: Any = getattr(
+    torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", ()
+)
 
 MAX_STEPS = 16
 """Steps of a sequence, few enough for a replay (`MAX_SLOTS` in `kernels/launch.py`)."""
@@ -50,11 +59,18 @@ class FewerOps(CustomGraphPass):
 
     @classmethod
     def after(cls, existing: Any) -> Any:
-        """What to install in place of `existing`: a pass, a list of passes or None."""
+        """What to install in place of `existing`: a pass, a list of passes or None.
+
+        That is `existing` itself, with a warning, if it has a pass that takes more than a graph.
+        """
         if isinstance(existing, cls):
             return existing
         several = isinstance(existing, (list, tuple))
-        return cls(tuple(existing) if several else (existing,) if existing else ())
+        before = tuple(existing) if several else (existing,) if existing else ()
+        if any(isinstance(each, CustomInferenceAwareGraphPass) for each in before):
+            _log.warning("titan_fp8: %s is left out: it cannot follow %r", cls.__name__, existing)
+            return existing
+        return cls(before)
 
     def __call__(self, graph: fx.Graph) -> None:
         for graph_pass in self.before:

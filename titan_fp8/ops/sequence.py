@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_fp8.layouts import E4M3
 from titan_fp8.ops import registry
+from titan_fp8.ops.operands import DTYPES
+
+_DTYPES = {*DTYPES, E4M3, torch.int32, torch.int64}
 
 
 class Place(NamedTuple):
@@ -63,6 +67,9 @@ def run_steps(ops: Any, *arguments: Any) -> tuple[Tensor, ...]:
     """Runs the sequence that is the last argument on the tensors before it."""
     *tensors, sequence = arguments
     steps, results, gone = _decode(sequence)
+    if not _DTYPES.issuperset([t.dtype for t in tensors]):
+        dtypes = [t.dtype for t in tensors]
+        raise ValueError(f"titan_fp8::sequence: tensors are {dtypes}: allowed are {_DTYPES}")
     found: list[list[Any]] = [tensors]
     for step, places in zip(steps, gone, strict=True):
         args = [found[a.step][a.output] if isinstance(a, Place) else a for a in step.arguments]
