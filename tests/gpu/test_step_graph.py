@@ -5,6 +5,7 @@ observes them. Evaluations come after steps 1, 4, 8 and 12, and leave weights ga
 show what gradients did to the weights.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -83,6 +84,6 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(tmp_path):
         "deepseekv3_args['debugmodel'].moe_args.use_grouped_mm = False\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+        patch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
         log, _ = train(tmp_path, "deepseek_v3", 1, *flags)
     assert "cuda_graph: no step is captured" in log and "moe.py:" in log
