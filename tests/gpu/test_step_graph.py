@@ -37,16 +37,18 @@ def train(folder: Path, model: str, ranks: int, *flags: object) -> tuple[str, di
     command += ["--training.steps", STEPS, "--lr_scheduler.warmup_steps", 2]
     command += ["--activation_checkpoint.mode", "selective"]
     command += ["--activation_checkpoint.selective_ac_option", "op"]
-    command += ["--validation.enable", "--validation.freq", 4, "--validation.steps", 2]
-    command += ["--validation.dataset", "c4_test", "--validation.seq_len", 192]
-    command += ["--validation.dataset_path", "./data/corpus/validation"]
+    if model == "llama3":  # torchtitan evaluates no deepseek_v3
+        command += ["--validation.enable", "--validation.freq", 4, "--validation.steps", 2]
+        command += ["--validation.dataset", "c4_test", "--validation.seq_len", 192]
+        command += ["--validation.dataset_path", "./data/corpus/validation"]
     command += ["--debug.deterministic", "--debug.seed", 7, "--metrics.log_freq", 1]
     command += ["--metrics.enable_tensorboard", "--checkpoint.no_enable"]
     # Not every machine with two GPUs has NVLink multicast.
     off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     log = log_of(command, TIMEOUT, NGPU=str(ranks), LOG_RANK="0", **off)
     series = read_run(folder, "run").series
-    return log, {name: series[name] for name in ("loss", "grad_norm", "validation loss")}
+    names = ["loss", "grad_norm", *["validation loss"] * (model == "llama3")]
+    return log, {name: series[name] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,8 @@ def test_the_same_training(tmp_path, model, ranks, flags, graphs):
     assert log.count("are a CUDA graph now") == graphs, log[-5000:]
     assert ("GPUs exchange tokens by writing" in log) == (EP_2[0] in flags)
     assert expected["loss"].keys() == set(range(1, STEPS + 1))
-    assert expected["validation loss"].keys() == {1, 4, 8, 12}
+    if model == "llama3":
+        assert expected["validation loss"].keys() == {1, 4, 8, 12}
     assert found == expected
 
 
