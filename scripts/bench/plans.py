@@ -4,10 +4,10 @@
         [PLAN ...]
 
 Without a PLAN it runs all that use as many GPUs as there are (CUDA_VISIBLE_DEVICES counts): 1, 2 or
-4. Every run is compiled and has op-level activation checkpointing. FSDP2 gathers weights in FP8,
-unless "+bf16_all_gather" follows the recipe. Results are in outputs/bench_plans: a folder for each
-run, and the table as result.json, which release.py reads. A run that fails is reported in the
-table, the others go on, and the exit status is 1.
+4. Every run is compiled and has op-level activation checkpointing. "+cuda_graph" and
+"+exchange_fp8" may follow a recipe and "bf16 tuned". Results are in outputs/bench_plans: a folder
+for each run, and result.json for release.py. A run that fails is reported in the table, the others
+go on, and the exit status is 1.
 
 "torchao tensorwise" and "torchao rowwise" are stock torchtitan with torchao 0.17 on PYTHONPATH.
 Linears take torchtitan's converter, tensorwise with FP8 gathers; that of experts does not work with
@@ -35,7 +35,10 @@ from titan_fp8.recipe import BF16, RECIPE_NAMES
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "outputs" / "bench_plans"
-IN_BF16 = "+bf16_all_gather"
+OPTIONS = {
+    "cuda_graph": f"--{train.LINEAR}.cuda_graph",
+    "exchange_fp8": f"--{train.GROUPED_MM}.exchange=fp8",
+}
 FLOAT8 = "--quantize.linear.float8"
 TORCHAO = {
     "torchao tensorwise": [
@@ -45,7 +48,6 @@ TORCHAO = {
     "torchao rowwise": [f"{FLOAT8}.recipe_name", "rowwise"],
 }
 ARMS = (*RECIPE_NAMES, train.TUNED, *TORCHAO)
-ALLOWED = (*ARMS, *(recipe + IN_BF16 for recipe in RECIPE_NAMES if recipe != BF16))
 ABOUT = "Every run is compiled and has op-level activation checkpointing."
 
 
@@ -71,7 +73,6 @@ class Plan:
     tokens: int = 8192
     micro_batches: int = 1
     dtype: str = "float32"
-    reshard: str = "default"
     balanced: bool = False
     model: str = ""
 
@@ -91,15 +92,13 @@ PLANS = {
     "llama3-8b": Plan(LLAMA, "8B", dtype="bfloat16"),
     "llama3-8b-fsdp2": Plan(LLAMA, "8B", shard=2),
     "llama3-8b-fsdp2-2048": Plan(LLAMA, "8B", shard=2, tokens=2048),
-    "llama3-8b-fsdp2-2048-kept": Plan(LLAMA, "8B", shard=2, tokens=2048, reshard="never"),
     "llama3-8b-fsdp2-2048x4": Plan(LLAMA, "8B", shard=2, tokens=2048, micro_batches=4),
     "llama3-8b-tp2": Plan(LLAMA, "8B", tp=2, dtype="bfloat16"),
-    "llama3-8b-pp2": Plan(LLAMA, "8B", pp=2, batch=4, tokens=4096, dtype="bfloat16"),
-    "llama3-8b-cp2": Plan(LLAMA, "8B", cp=2),
-    "llama3-8b-ddp2": Plan(LLAMA, "8B", 8, replicate=2),
     "llama3-70b-tp2": Plan(LLAMA_70B, "70B", 6, tp=2, dtype="bfloat16"),
     # 16 billion parameters in FP32 with the optimizer's states do not fit on two GPUs.
     "deepseek-16b-ep2": Plan(DEEPSEEK, "16B", shard=2, ep=2, dtype="bfloat16", **MOE),
+    "deepseek-16b-ep2-6": Plan(DEEPSEEK, "16B", 6, shard=2, ep=2, dtype="bfloat16", **MOE),
+    "qwen3-30b-ep2": Plan(DEEPSEEK, "30B-A3B", 12, shard=2, ep=2, dtype="bfloat16", **QWEN),
     "deepseek-16b-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tokens=4096, dtype="bfloat16"),
     "llama3-8b-fsdp4": Plan(LLAMA, "8B", shard=4),
     "llama3-8b-fsdp4-2048": Plan(LLAMA, "8B", shard=4, tokens=2048),
@@ -114,9 +113,7 @@ PLANS = {
     "deepseek-16b-ep4-bf16": Plan(DEEPSEEK, "16B", shard=4, ep=4, dtype="bfloat16", **MOE),
     "qwen3-30b-ep4": Plan(DEEPSEEK, "30B-A3B", 24, shard=4, ep=4, dtype="bfloat16", **QWEN),
     "deepseek-16b-ep2-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=2, **MOE),
-    "deepseek-16b-ep2-tp2-fsdp2-etp1": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=2, etp=1, **MOE),
     "deepseek-16b-ep4-tp2-fsdp2": Plan(DEEPSEEK, "16B", shard=2, tp=2, ep=4, etp=1, **MOE),
-    # A stage has two of the four GPUs, so expert parallelism has at most two, too.
     "deepseek-16b-ep2-pp2": Plan(DEEPSEEK, "16B", 8, shard=2, pp=2, ep=2, **MOE),
 }
 """Without FSDP, torchtitan computes under TP and PP in the dtype of the parameters, so they are
@@ -137,8 +134,8 @@ def config_of(plan: Plan, arm: str, folder: Path) -> str:
 
 
 def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
-    """torchtitan's flags for one run of an arm, with or without IN_BF16 at its end."""
-    arm, in_bf16, _ = arm.partition(IN_BF16)
+    """torchtitan's flags for one run of an arm, which OPTIONS may follow."""
+    arm, *options = arm.split("+")
     values = {
         "model.flavor": plan.flavor,
         "model.hf_assets_path": "./data/tokenizer",
@@ -149,7 +146,6 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
         "parallelism.pipeline_parallel_degree": plan.pp,
         "parallelism.expert_parallel_degree": plan.ep,
         "parallelism.expert_tensor_parallel_degree": plan.etp,
-        "parallelism.fsdp_reshard_after_forward": plan.reshard,
         "training.local_batch_size": plan.batch,
         "training.global_batch_size": plan.batch_of_all,
         "training.seq_len": plan.tokens,
@@ -173,9 +169,8 @@ def flags_of(plan: Plan, arm: str, steps: int) -> list[str]:
         flags += ["--quantize.grouped_mm.float8.fqns", "experts"] * experts
         flags += ["--experimental.custom_import", "scripts.converge.arms"] * experts
         return flags
-    sections = (train.LINEAR, train.GROUPED_MM)[: 1 + experts]
-    flags += [f"--{section}.no_fsdp_all_gather" for section in sections if in_bf16]
-    return [*flags, *train.arm_flags(arm, sections)]
+    flags += [OPTIONS[option] for option in options]
+    return [*flags, *train.arm_flags(arm, (train.LINEAR, train.GROUPED_MM)[: 1 + experts])]
 
 
 def row_of(name: str, recipe: str, result: train.Row | str, base: Row | None) -> Row:
@@ -194,13 +189,8 @@ def row_of(name: str, recipe: str, result: train.Row | str, base: Row | None) ->
 
 def parse(argv: list[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python scripts/bench plans",
-        None,
-        __doc__,
-        f"PLAN: {', '.join(PLANS)}",
-        formatter_class=raw,
-    )
+    texts = "python scripts/bench plans", None, __doc__, f"PLAN: {', '.join(PLANS)}"
+    parser = argparse.ArgumentParser(*texts, formatter_class=raw)
     parser.add_argument("plans", nargs="*", metavar="PLAN")
     parser.add_argument("--steps", type=int, default=30, help="of each run (default: 30)")
     repeats = "of all recipes, in turn (default: 1)"
@@ -211,8 +201,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if unknown := [name for name in args.plans if name not in PLANS]:
         parser.error(f"no such plan: {', '.join(unknown)}; there are {', '.join(PLANS)}")
     for recipe in args.recipes.split(","):
-        if recipe not in ALLOWED:
-            parser.error(f"--recipes: {recipe!r} is no recipe; allowed: {', '.join(ALLOWED)}")
+        arm, *options = recipe.split("+")
+        if arm not in ARMS or options and (arm in (BF16, *TORCHAO) or {*options} - OPTIONS.keys()):
+            allowed = f"{', '.join(ARMS)}; +{', +'.join(OPTIONS)} after a recipe or {train.TUNED!r}"
+            parser.error(f"--recipes: {recipe!r} is no recipe; allowed: {allowed}")
         if recipe in TORCHAO and not common.HAS_TORCHAO:
             parser.error(f"--recipes: {recipe!r} needs torchao 0.17 on PYTHONPATH")
     if args.steps % train.LOG_EVERY or args.steps <= train.WARM_UP:

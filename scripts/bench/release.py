@@ -4,7 +4,8 @@
 
 All results must be of one commit. Runs of a plan on one kind of card are repeats, whichever file
 they are in: values are medians, and "spread %" is the distance from the slowest to the fastest run.
-"x bf16" and the chart are relative to stock bf16, "FP8 alone" is blockwise to bf16 with speedups.
+"x bf16" and the chart are relative to stock bf16, "FP8 alone" is the fastest blockwise arm to the
+fastest of bf16 with speedups.
 """
 
 import argparse
@@ -26,6 +27,8 @@ TITLES = {
     "llama3-70b-tp4": "Llama3-70B, 6 of 80 layers, TP 4, 1 x 8192",
     "deepseek-16b-ep4-bf16": "DeepSeekV3-16B, EP 4, 4 x 4096",
     "qwen3-30b-ep4": "Qwen3-30B-A3B, 24 of 48 layers, EP 4, 2 x 4096",
+    "qwen3-30b-ep2": "Qwen3-30B-A3B, 12 of 48 layers, EP 2, 2 x 4096",
+    "deepseek-16b-ep2-6": "DeepSeekV3-16B, 6 of 27 layers, EP 2, 4 x 4096",
 }
 """The plans of a release. Others have their own names in the table."""
 Cells = dict[str, dict[str, list[Row]]]
@@ -47,7 +50,8 @@ def read(files: list[Path]) -> tuple[str, Cells]:
             title = (
                 f"{TITLES.get(row['plan'], row['plan'])}, {result['card'].removeprefix('NVIDIA ')}"
             )
-            arm = {BF16: STOCK, TUNED: SPEEDUPS}.get(row["recipe"], row["recipe"])
+            arm, *options = row["recipe"].split("+")
+            arm = " + ".join([{BF16: STOCK, TUNED: SPEEDUPS}.get(arm, arm), *options])
             cells.setdefault(title, {}).setdefault(arm, []).append(row)
     return where.pop(), cells
 
@@ -105,7 +109,11 @@ def main(argv: list[str]) -> int:
         for arm, row in of_plan.items():
             x = f", {row['x bf16']:.2f}x" if row["x bf16"] and arm != STOCK else ""
             texts[arm] = f"{row['tokens/s']:,.0f}{x}" if row["runs"] else "failed"
-        fp8, bf16 = (of_plan.get(arm, {}).get("tokens/s") for arm in ("blockwise", SPEEDUPS))
+        speeds = [(arm, row["tokens/s"] or 0) for arm, row in of_plan.items()]
+        fp8, bf16 = (
+            max((speed for arm, speed in speeds if arm.startswith(name)), default=0)
+            for name in ("blockwise", SPEEDUPS)
+        )
         alone = f"{fp8 / bf16:.2f}x" if fp8 and bf16 else ""
         table.append({"model and plan": title} | texts | {"FP8 alone": alone})
     print(f"{where}; tokens/s per GPU\n\n{markdown_table(table)}\n")

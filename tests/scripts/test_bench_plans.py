@@ -43,8 +43,8 @@ def test_every_plan_has_the_gpus_that_its_name_says():
         (["--steps", "32"], "--steps 32: multiples of 5"),
         (["--recipes", "bf16,fp8"], "--recipes: 'fp8' is no recipe; allowed: blockwise, "),
         (["llama3-8b-fsdp4"], "llama3-8b-fsdp4: more GPUs than the 2 there are"),
-        (["--recipes", "bf16+bf16_all_gather"], "'bf16+bf16_all_gather' is no recipe"),
-        (["--recipes", "bf16 tuned+bf16_all_gather"], "'bf16 tuned+bf16_all_gather' is no recipe"),
+        (["--recipes", "bf16+cuda_graph"], "'bf16+cuda_graph' is no recipe"),
+        (["--recipes", "blockwise+graph"], "'blockwise+graph' is no recipe"),
         (["--recipes", "torchao rowwise"], "'torchao rowwise' needs torchao 0.17 on PYTHONPATH"),
     ],
 )
@@ -62,15 +62,14 @@ def test_the_number_of_gpus_chooses_the_plans(monkeypatch, gpus):
     assert {PLANS[name].gpus for name in plans.parse([]).plans} == {gpus}
 
 
-@pytest.mark.parametrize("name", ["llama3-8b-fsdp2", "deepseek-16b-ep2"])
-def test_weights_are_gathered_in_bf16_if_the_recipe_says_so(name):
-    for in_bf16 in ("", plans.IN_BF16):
-        quantize = parsed(name, f"rowwise{in_bf16}").quantize
-        assert quantize.linear.titan_fp8.recipe == "rowwise"
-        gathers = quantize.linear.titan_fp8.fsdp_all_gather
-        experts = quantize.grouped_mm.titan_fp8.fsdp_all_gather
-        assert gathers == (not in_bf16)
-        assert experts == (gathers or not name.startswith("deepseek"))
+def test_options_follow_an_arm():
+    for arm, exchange in (("rowwise", "bf16"), ("blockwise+exchange_fp8", "fp8")):
+        for option in ("", "+cuda_graph"):
+            quantize = parsed("deepseek-16b-ep2", arm + option).quantize
+            assert quantize.linear.titan_fp8.recipe == arm.partition("+")[0]
+            assert quantize.linear.titan_fp8.cuda_graph == bool(option)
+            assert quantize.grouped_mm.titan_fp8.exchange == exchange
+    assert parsed("llama3-8b-fsdp2", "bf16 tuned+cuda_graph").quantize.linear.titan_fp8.cuda_graph
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-fsdp4", "qwen3-30b-ep4"])
