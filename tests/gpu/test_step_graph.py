@@ -58,8 +58,9 @@ def train(folder: Path, model: str, ranks: int, *flags: object) -> tuple[str, di
         ("llama3", 2, COMPILED, 3),
         ("llama3", 2, BF16, 1),
         ("deepseek_v3", 2, (*COMPILED, *EP_2, *IN_FP8), 3),
-        ("deepseek_v3", 2, (*COMPILED, *EP_2), 3),
-        ("deepseek_v3", 2, (*COMPILED, *EP_2, *BF16), 1),
+        # Compiled blocks round gradients of tokens in high precision once less by all-to-alls.
+        ("deepseek_v3", 2, EP_2, 3),
+        ("deepseek_v3", 2, (*EP_2, *BF16), 1),
     ],
     ids=["one GPU, accumulation", "FSDP, compiled", "bf16", "EP, FP8", "EP", "EP, bf16"],
 )
