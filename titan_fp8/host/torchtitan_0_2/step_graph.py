@@ -21,6 +21,7 @@ trained, and where parameters and buffers are. Evaluations run beside the graph.
 
 import contextlib
 import functools
+import logging
 import operator
 import time
 import warnings
@@ -35,6 +36,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8.fsdp.sharded_weight import ShardGather, gathers_of
 from titan_fp8.host.exchange import check_all
 from titan_fp8.ops import is_observed
+from titan_fp8.patches import log_once
 
 WARM_UP = 3
 """The steps before the first that is captured."""
@@ -315,6 +317,11 @@ class StepGraph:
         if not adds:
             self.expect_quantized(False)
         if is_observed() or self.form != before:
+            log_once(
+                logging.INFO,
+                f"titan_fp8: {self.key}: steps that health_freq observes run without a CUDA graph, "
+                "and so does a batch of another form than the one before, such as another shape",
+            )
             self.free()
             return step(*arguments)
         if not self.can_capture:
@@ -379,10 +386,6 @@ class StepGraph:
         """Frees the memory of what has been captured."""
         if not self.captured:
             return
-        logger.info(
-            f"titan_fp8: {self.key}: this step is observed, or is of another form, as with another "
-            "shape of the batch. So it runs without the CUDA graph; a later one is captured anew"
-        )
         torch.cuda.synchronize()
         self.captured.clear()
         self.pool = None
