@@ -75,12 +75,15 @@ def test_the_docs_show_the_defaults(tmp_path):
 
 def test_the_lines_of_the_readme_convert_a_dense_model_and_one_with_experts(tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
+    block, for_experts = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
     config = parse(tmp_path, block.replace("[model]", '[model]\nname = "llama3"'))
     linear, _ = sections(config)
     assert config.model.converters == [LINEAR] and linear[0] == "blockwise"
-    block = re.sub("converters = .*\n# with experts:", "converters =", block)
-    assert parse(tmp_path, block).model.converters == list(BOTH)
+    block = re.sub("converters = .*\n# with experts:", "converters =", block) + for_experts
+    config = parse(tmp_path, block)
+    assert config.model.converters == list(BOTH)
+    assert config.quantize.linear.titan_fp8.cuda_graph
+    assert config.quantize.grouped_mm.titan_fp8.exchange == "fp8"
 
 
 def test_every_key_is_read_from_the_toml(tmp_path):
