@@ -6,9 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_fp8.host.all_to_all import ExchangeRows, exchange_counts
 from titan_fp8.host.permute import Combine, Expand, sort_back, sort_by_expert
 from titan_fp8.host.torchtitan_0_2.row_exchange import ReturnRows, SendRows, group_sizes
-from titan_fp8.host.torchtitan_0_2.token_exchange import ExchangeRows, exchange_counts
 
 
 def exchanged_rows(

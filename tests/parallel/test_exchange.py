@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
+from titan_fp8.host.all_to_all import ExchangeRows, exchange_counts
 from titan_fp8.host.exchange import rows_for
 from titan_fp8.host.permute import (
     Combine,
@@ -29,10 +30,6 @@ from titan_fp8.host.torchtitan_0_2.peer_exchange import (
     AllToAllExchange,
     _bytes,
     exchanged_swiglu,
-)
-from titan_fp8.host.torchtitan_0_2.token_exchange import (
-    ExchangeRows,
-    exchange_counts,
 )
 from titan_fp8.ops import call
 from titan_fp8.recipe import RECIPES
