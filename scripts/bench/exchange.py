@@ -32,7 +32,7 @@ from tables import Row
 
 from titan_fp8.host import permute
 from titan_fp8.host.all_to_all import all_to_all, exchange_counts, wait_for
-from titan_fp8.host.exchange import PeerExchange, rows_for
+from titan_fp8.host.peer_exchange import PeerExchange, rows_for
 from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import call

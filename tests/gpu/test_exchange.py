@@ -31,7 +31,7 @@ from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
-from titan_fp8.host.exchange import PeerExchange, rows_for
+from titan_fp8.host.peer_exchange import PeerExchange, rows_for
 from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
 from titan_fp8.kernels import hopper
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8.host.exchange import ArrivedRows, PeerPlan
+from titan_fp8.host.peer_exchange import ArrivedRows, PeerPlan
 from titan_fp8.host.torchtitan_0_2 import peer_exchange, step_graph
 from titan_fp8.layouts import round_up
 from titan_fp8.torchtitan_0_2 import host

@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
 from titan_fp8.host.all_to_all import ExchangeRows, exchange_counts
-from titan_fp8.host.exchange import rows_for
+from titan_fp8.host.peer_exchange import rows_for
 from titan_fp8.host.permute import (
     Combine,
     Expand,

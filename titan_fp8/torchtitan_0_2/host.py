@@ -10,7 +10,7 @@ from torchtitan.tools.logging import logger
 from titan_fp8 import fsdp
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
-from titan_fp8.host.exchange import TIMEOUT_S
+from titan_fp8.host.peer_exchange import TIMEOUT_S
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
 from titan_fp8.host.torchtitan_0_2.peer_exchange import reach_each_other

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
-from titan_fp8.host.exchange import TIMEOUT_S
+from titan_fp8.host.peer_exchange import TIMEOUT_S
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
 from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
 from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks

@@ -38,7 +38,7 @@ from titan_fp8.functional.function import Function, no_double_backward
 from titan_fp8.functional.product import spec_of
 from titan_fp8.functional.weights import Weight, operands_of
 from titan_fp8.host.all_to_all import all_to_all, exchange_counts, wait_for
-from titan_fp8.host.exchange import Arrived, PeerExchange, rows_for
+from titan_fp8.host.peer_exchange import Arrived, PeerExchange, rows_for
 from titan_fp8.host.permute import Permutation, permutation_by_expert
 from titan_fp8.host.torchtitan_0_2.row_exchange import ReturnRows, SendRows, group_sizes
 from titan_fp8.layouts import BLOCK, E4M3
