@@ -4,18 +4,22 @@ docs/exchange.md explains the design. The CPU launches and never waits. It learn
 on the GPU from pinned memory, which `check` reads.
 """
 
+import functools
 import logging
 import math
+import socket
 import threading
 import time
 import weakref
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from titan_fp8.host.exchange import Arrived, Exchange, Plan
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
 
 ALIGN_BYTES = 256
@@ -25,18 +29,8 @@ _log = logging.getLogger(__name__)
 _exchanges: "weakref.WeakSet[PeerExchange]" = weakref.WeakSet()
 
 
-class Arrived(NamedTuple):
-    """Tokens in FP8 that have come to this rank, and which of them its experts get."""
-
-    q: Tensor  # (R, K) FP8
-    s: Tensor  # (R, ⌈K/128⌉)
-    slots: Tensor  # (C,) int32: row c of the experts is row ⌊slots[c] / k⌋; negative for padding
-    weight: Tensor  # (C,) FP32: the scores of the experts' rows
-    k: int
-
-
 class ArrivedRows(NamedTuple):
-    """The same in high precision, as `gather_rows` takes them."""
+    """As `Arrived`, in high precision, as `gather_rows` takes it."""
 
     x: Tensor  # (R, K)
     slots: Tensor  # (C,) int32, as in `Arrived`; -1 past the last group, too
@@ -44,24 +38,20 @@ class ArrivedRows(NamedTuple):
     k: int
 
 
-class PeerPlan(NamedTuple):
-    """Where the copies of a batch's tokens go, and what arrives; made by `PeerExchange.plan`."""
+@dataclass(eq=False)
+class PeerPlan(Plan):
+    """The plan of a PeerExchange. `arrive` writes `rows`."""
 
     order: Tensor  # (T, k) integers: where each copy is among this rank's; -1 if not sent
     chosen: Tensor  # (T, k) integers: its expert
-    rows: Tensor  # (T, k) int32: where it returns, or its rank's sum at the first; by `arrive`
     offset: Tensor  # (experts,) int32: `order` plus this is its row at its receiver
-    ends: Tensor  # (local experts,) int32: of the padded groups that arrive
     filled: Tensor  # (local experts,) int32: where the padding of each group begins
 
 
-class PeerExchange:
-    """A rank's part of the exchange within `group`, whose GPUs can write to each other's memory.
+class PeerExchange(Exchange[PeerPlan]):
+    """Tokens by writes into symmetric memory, which also holds what `arrive` and `deliver` return.
 
-    All ranks of the group make it together, with the same arguments, and then call `plan` and any
-    number of times `arrive` and `deliver`, in turns and on one stream each: none is called twice in
-    a row, `plan` neither. What the last two return holds until the next call of the same one;
-    kernels read it that are launched before the next call of any.
+    All ranks of the group make it together, with the same arguments.
 
     Args:
         group: NCCL ranks of one host, at most 32.
@@ -168,14 +158,7 @@ class PeerExchange:
         )
 
     def plan(self, order: Tensor, chosen: Tensor, counts: Tensor, slots: Tensor) -> PeerPlan:
-        """Exchanges the counts of a batch, and computes where its copies go.
-
-        Args:
-            order: (T, k) integers: where each copy is among those of this rank, sorted by expert;
-                -1 for a copy that another rank sends.
-            chosen: (T, k) integers: the expert of each copy.
-            counts: (experts,) integers: this rank's copies for each expert.
-            slots: the inverse of `order`, of which this exchange has no use.
+        """As `Exchange.plan`; slots may be anything.
 
         Raises:
             ValueError: other shapes.
@@ -194,15 +177,9 @@ class PeerExchange:
             self.table, self.failure, self.rank, self.alignment, self.capacity
         )
         rows = order.new_empty(order.shape, dtype=torch.int32)
-        return PeerPlan(order.contiguous(), chosen.contiguous(), rows, offset, ends, filled)
+        return PeerPlan(rows, ends, order.contiguous(), chosen.contiguous(), offset, filled)
 
     def arrive(self, q: Tensor, s: Tensor, scores: Tensor, plan: PeerPlan) -> Arrived:
-        """What comes to this rank's experts of all ranks' tokens in FP8, in symmetric memory.
-
-        Args:
-            q, s: (T, dim) and (T, ⌈dim/128⌉), as quantize_1x128 returns them.
-            scores: (T, k) FP32, which become the weights of rows.
-        """
         self._send(q, s, scores, plan)
         return Arrived(self.q, self.s, self.slots, self.weight, self.top_k)
 
@@ -227,18 +204,7 @@ class PeerExchange:
     def deliver(
         self, y: Tensor, plan: PeerPlan, scores: Tensor | None, dscores: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums the rows y of a token that this rank has, in FP32, and sends the sums back.
-
-        After `arrive_rows` it sends the rows as they are; scores and dscores must be None.
-
-        Args:
-            y: (capacity, dim) of what has arrived last, in the dtype in which it returns.
-            scores: the factors of the rows, which have arrived with them; None for sums without.
-            dscores: (capacity,) FP32, which return as they are; or None.
-
-        Returns:
-            What returns (T · k, dim), in symmetric memory, at `plan.rows`; dscores (T, k), or None.
-        """
+        """As `Exchange.deliver`. After `arrive_rows` no rows are summed; scores, dscores: None."""
         if y.dtype != self.back.dtype:
             raise ValueError(f"rows that return are {y.dtype}: allowed is {self.back.dtype}")
         self.kernels.deliver(
@@ -260,6 +226,26 @@ class PeerExchange:
         self.kernels.barrier(
             self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, table
         )
+
+
+@functools.cache
+def reach_each_other(group: ProcessGroup) -> bool:
+    """Whether each rank's GPU can write to the memory of the others; a collective at first.
+
+    Ranks that see one GPU each, all of them under the same index, are not told apart by PyTorch's
+    symmetric memory.
+    """
+    mine = here, device = socket.gethostname(), torch.cuda.current_device()
+    all_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(all_ranks, mine, group=group)
+    del all_ranks[group.rank()]
+    reachable = all(
+        host == here and other != device and torch.cuda.can_device_access_peer(device, other)
+        for host, other in all_ranks
+    )
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, reachable, group=group)
+    return all(answers)
 
 
 def check_all() -> None:

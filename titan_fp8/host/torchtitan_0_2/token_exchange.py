@@ -1,7 +1,7 @@
 """What expert parallelism does before and after the experts: tokens between ranks, and their order.
 
 These replace torchtitan's hooks on the experts. Rows travel by all-to-alls that take less CPU time
-(`host/all_to_all.py`), or as an `Exchanged` says.
+(`host/all_to_all.py`), or as a `TokenDispatcher` does it.
 
 What arrives is sorted by source rank. torchtitan's `_permute` sorts it by expert and pads each
 group; `_unpermute` inverts it. Both scatter rows by `index_put`, copy the whole tensor to append a
@@ -17,26 +17,28 @@ from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.host.all_to_all import ExchangeRows, exchange_counts
-from titan_fp8.host.permute import Permutation, sort_back, sort_by_expert
+from titan_fp8.host.permute import sort_back, sort_by_expert
+from titan_fp8.host.torchtitan_0_2.token_dispatcher import TokenDispatcher
 
 
 def token_dispatch(
     self: expert_parallel.ExpertParallel,
     mod: Any,
-    inputs: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor | TokenDispatcher],
     device_mesh: DeviceMesh,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | TokenDispatcher]:
     """ExpertParallel._token_dispatch: sends each row to the rank of its expert.
 
     Args:
-        inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
+        inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers;
+            or tokens (T, dim) and their dispatcher.
 
     Returns:
         The rows of the local experts, padded, and the padded sizes of the groups; or what
-        `Exchanged.dispatch` returns.
+        `TokenDispatcher.dispatch` returns.
     """
     rows, counts = inputs
-    if not isinstance(counts, Tensor):  # an `Exchanged` of peer_exchange.py
+    if isinstance(counts, TokenDispatcher):
         self.permuted_indices = counts
         return counts.dispatch(rows, mod, device_mesh)
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
@@ -53,7 +55,7 @@ def token_combine(
 ) -> Tensor:
     """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
     permutation, self.permuted_indices = self.permuted_indices, None
-    if not isinstance(permutation, Permutation):
+    if isinstance(permutation, TokenDispatcher):
         return permutation.combine(rows)
     rows, group = sort_back(rows, permutation), device_mesh.get_group()
     return ExchangeRows.apply(rows, self.input_splits, self.output_splits, group.group_name)
