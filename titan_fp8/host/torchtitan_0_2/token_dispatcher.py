@@ -7,6 +7,7 @@ without waiting for the CPU, for steps that are captured as a CUDA graph (`host/
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,30 +104,19 @@ class TokenDispatcher:
         self, group: ProcessGroup, x: Tensor, dtype: torch.dtype, alignment: int
     ) -> PeerExchange:
         order, _, counts, slots = self.routing
-        sizes = *x.shape, order.shape[1], len(counts), len(slots), self.capacity
-        return _peer_exchange(group, *sizes, self.timeout_s, dtype, alignment)
+        (tokens, dim), top_k, experts = x.shape, order.shape[1], len(counts)
+        capacity = rows_for(tokens, top_k, experts, group.size(), self.capacity, len(slots))
+        return _peer_exchange(
+            group, tokens=tokens, top_k=top_k, dim=dim, experts=experts, capacity=capacity,
+            dtype=dtype, alignment=alignment, timeout_s=self.timeout_s,
+        )  # fmt: skip
 
 
 @functools.cache
-def _peer_exchange(
-    group: ProcessGroup,
-    tokens: int,
-    dim: int,
-    top_k: int,
-    experts: int,
-    copies: int,
-    factor: float,
-    timeout_s: float,
-    dtype: torch.dtype,
-    alignment: int,
-) -> PeerExchange:
-    """The exchange of batches of this size. The layers of a model use it one after the other."""
-    exchange = PeerExchange(
-        group, tokens=tokens, top_k=top_k, dim=dim, experts=experts,
-        capacity=rows_for(tokens, top_k, experts, group.size(), factor, copies),
-        dtype=dtype, alignment=alignment, timeout_s=timeout_s,
-        key="[quantize.grouped_mm.titan_fp8] exchange_capacity",
-    )  # fmt: skip
+def _peer_exchange(group: ProcessGroup, **options: Any) -> PeerExchange:
+    """One for all layers of the same sizes, which use it one after the other."""
+    key = "[quantize.grouped_mm.titan_fp8] exchange_capacity"
+    exchange = PeerExchange(group, **options, key=key)
     logger.info(
         f"titan_fp8: {group.size()} GPUs exchange tokens by writing to each other's memory, "
         f"{exchange.memory.nbytes / 2**20:.0f} MiB of each; experts have room for "
