@@ -5,6 +5,7 @@ on the GPU from pinned memory, which `check` reads.
 """
 
 import functools
+import itertools
 import logging
 import math
 import socket
@@ -235,17 +236,14 @@ def reach_each_other(group: ProcessGroup) -> bool:
     Ranks that see one GPU each, all of them under the same index, are not told apart by PyTorch's
     symmetric memory.
     """
-    mine = here, device = socket.gethostname(), torch.cuda.current_device()
-    all_ranks: list[Any] = [None] * group.size()
-    dist.all_gather_object(all_ranks, mine, group=group)
-    del all_ranks[group.rank()]
-    reachable = all(
-        host == here and other != device and torch.cuda.can_device_access_peer(device, other)
-        for host, other in all_ranks
+    device, visible = torch.cuda.current_device(), range(torch.cuda.device_count())
+    reach = [d for d in visible if d != device and torch.cuda.can_device_access_peer(device, d)]
+    ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranks, (socket.gethostname(), device, reach), group=group)
+    return all(
+        host == other_host and other in reach
+        for (host, _, reach), (other_host, other, _) in itertools.permutations(ranks, 2)
     )
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, reachable, group=group)
-    return all(answers)
 
 
 def check_all() -> None:
