@@ -31,9 +31,8 @@ from bench.common import Result
 from tables import Row
 
 from titan_fp8.host import permute
-from titan_fp8.host.exchange import PeerExchange, rows_for
-from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange
-from titan_fp8.host.torchtitan_0_2.token_exchange import all_to_all, exchange_counts, wait_for
+from titan_fp8.host.all_to_all import AllToAllExchange, all_to_all, exchange_counts, wait_for
+from titan_fp8.host.peer_exchange import PeerExchange, rows_for
 from titan_fp8.kernels import hopper
 from titan_fp8.ops import call
 

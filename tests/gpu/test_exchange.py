@@ -31,8 +31,10 @@ from torchtitan.models.moe.moe import _run_experts_grouped_mm
 
 from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
-from titan_fp8.host.exchange import PeerExchange, rows_for
-from titan_fp8.host.torchtitan_0_2.peer_exchange import AllToAllExchange, exchanged_swiglu
+from titan_fp8.host.all_to_all import AllToAllExchange
+from titan_fp8.host.exchange import Plan
+from titan_fp8.host.fp8_exchange import exchanged_swiglu
+from titan_fp8.host.peer_exchange import PeerExchange, rows_for
 from titan_fp8.kernels import hopper
 
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -151,7 +153,7 @@ def assert_same(what: str, got: Tensor, want: Tensor) -> None:
     assert not different.any(), f"{what}: {different.sum()} of {different.numel()} bytes differ"
 
 
-def in_groups(operands: tuple[Tensor, ...], plan: NamedTuple) -> dict[str, Tensor]:
+def in_groups(operands: tuple[Tensor, ...], plan: Plan) -> dict[str, Tensor]:
     """The operands of GEMMs up to the last end."""
     (q, s, q_t, s_t), end = operands, int(plan.ends[-1])
     columns = {"columns": q_t[:, :end], "scales of columns": s_t[:, : end // 128]}

@@ -51,7 +51,7 @@ def exchange(rank: int, ranks: int) -> None:
     global delays
     import test_exchange as t
 
-    from titan_fp8.host.exchange import PeerExchange
+    from titan_fp8.host.peer_exchange import PeerExchange
     from titan_fp8.kernels import exchange as kernels
 
     t.RANKS = ranks

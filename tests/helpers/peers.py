@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8.host.exchange import ArrivedRows, PeerPlan
-from titan_fp8.host.torchtitan_0_2 import peer_exchange, step_graph
+from titan_fp8.host.peer_exchange import ArrivedRows, PeerPlan
+from titan_fp8.host.torchtitan_0_2 import step_graph, token_dispatcher
 from titan_fp8.layouts import round_up
 from titan_fp8.torchtitan_0_2 import host
 
 
 def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets jobs with `cuda_graph` run on the CPU, whose ranks exchange rows by these peers."""
-    monkeypatch.setattr(peer_exchange, "PeerExchange", Peers)
+    monkeypatch.setattr(token_dispatcher, "PeerExchange", Peers)
     monkeypatch.setattr(host, "reach_each_other", lambda group: True)
     monkeypatch.setattr(host, "utils", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
@@ -54,7 +54,7 @@ class Peers:
         assert len(places) <= self.capacity
         identity = torch.arange(order.numel(), dtype=torch.int32).view_as(order)
         rows = torch.where(order < 0, -1, identity)
-        return PeerPlan(order, chosen, rows, places, torch.tensor(ends, dtype=torch.int32), None)
+        return PeerPlan(rows, torch.tensor(ends, dtype=torch.int32), order, chosen, places, None)
 
     def arrive_rows(self, x: Tensor, scores: Tensor | None, plan: PeerPlan) -> ArrivedRows:
         for buffer in (self.q, self.weight):

@@ -6,9 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_fp8.host.all_to_all import ExchangeRows, exchange_counts
 from titan_fp8.host.permute import Combine, Expand, sort_back, sort_by_expert
-from titan_fp8.host.torchtitan_0_2.row_exchange import ReturnRows, SendRows, group_sizes
-from titan_fp8.host.torchtitan_0_2.token_exchange import ExchangeRows, exchange_counts
+from titan_fp8.host.row_exchange import ReturnRows, SendRows, group_sizes
 
 
 def exchanged_rows(
@@ -23,7 +23,7 @@ def exchanged_rows(
     """The outputs (T, dim) of tokens x.
 
     Args:
-        routing: order, chosen, counts and slots, as in `PeerExchange.plan`.
+        routing: order, chosen, counts and slots, as in `Exchange.plan`.
         experts: computes rows, given the sizes of their groups, which are padded to `alignment`.
         before: scores (T, k) weight what is sent, not what returns.
         peers: a PeerExchange; without it, all-to-alls.

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from titan_fp8 import reference
 from titan_fp8.functional.swiglu import fp8_swiglu
-from titan_fp8.host.exchange import rows_for
+from titan_fp8.host.all_to_all import (
+    AllToAllExchange,
+    ExchangeRows,
+    _bytes,
+    exchange_counts,
+)
+from titan_fp8.host.fp8_exchange import exchanged_swiglu
+from titan_fp8.host.peer_exchange import rows_for
 from titan_fp8.host.permute import (
     Combine,
     Expand,
@@ -24,15 +31,6 @@ from titan_fp8.host.permute import (
     slots_by_expert,
     sort_back,
     sort_by_expert,
-)
-from titan_fp8.host.torchtitan_0_2.peer_exchange import (
-    AllToAllExchange,
-    _bytes,
-    exchanged_swiglu,
-)
-from titan_fp8.host.torchtitan_0_2.token_exchange import (
-    ExchangeRows,
-    exchange_counts,
 )
 from titan_fp8.ops import call
 from titan_fp8.recipe import RECIPES

@@ -27,7 +27,7 @@ from torchtitan.models.moe import utils as torchtitan
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_fp8 import reference
-from titan_fp8.host import permute
+from titan_fp8.host import all_to_all, permute
 from titan_fp8.host.torchtitan_0_2 import moe, token_exchange
 
 NAN = float("nan")
@@ -262,14 +262,14 @@ def exchange_both_ways(rank: int) -> None:
     group = dist.group.WORLD
     counts = torch.arange(8) + 10 * rank
     want = functional.all_to_all_single(counts, None, None, group=group)
-    got, splits = token_exchange.exchange_counts(counts, group)
+    got, splits = all_to_all.exchange_counts(counts, group)
     assert type(got) is Tensor and torch.equal(got, want)
     assert splits == [each.view(2, -1).sum(1).tolist() for each in (counts, got)]
     for sent in ([[5, 3], [0, 2]], [[0, 0], [4, 0]], [[0, 7], [7, 0]], [[0, 0], [0, 0]]):
         mine, theirs = sent[rank], [sizes[rank] for sizes in sent]
         x = torch.randn(sum(mine), 3)
         results = []
-        ours = token_exchange.ExchangeRows.apply
+        ours = all_to_all.ExchangeRows.apply
         for exchange, where in (
             (functional.all_to_all_single_autograd, group),
             (ours, group.group_name),

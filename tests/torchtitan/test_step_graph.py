@@ -41,7 +41,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_fp8.fsdp import runs_on
 from titan_fp8.fsdp.sharded_weight import gathers_of
-from titan_fp8.host import exchange
+from titan_fp8.host import peer_exchange
 from titan_fp8.host.torchtitan_0_2 import step_graph
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
@@ -375,7 +375,7 @@ def test_every_step_checks_the_exchanges(waiting, text, tmp_path, monkeypatch):
         raise RuntimeError("a rank has died")
 
     exchanges = [SimpleNamespace(check=lambda: None)]
-    monkeypatch.setattr(exchange, "_exchanges", exchanges)
+    monkeypatch.setattr(peer_exchange, "_exchanges", exchanges)
     with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
         Graph.model = t.model_parts[0]
         for seed in range(5):

@@ -4,11 +4,14 @@ One key switches it on, `host_speedups`; with FP8 it is on by default. The adapt
 torchtitan has use for.
 
 - permute.py: sorting tokens by expert, and back, by gathers in both passes.
+- exchange.py, peer_exchange.py, all_to_all.py: tokens between the ranks of experts.
+- fp8_exchange.py, row_exchange.py: the same for autograd, in FP8 and in high precision.
 - gradient_reduction.py: FSDP2 sends bf16 gradients in bf16.
 - profiler_ranges.py: FSDP2 marks ranges for the profiler only while it runs.
-- torchtitan_0_2/: what uses the gathers, and more that is for torchtitan 0.2 only.
+- torchtitan_0_2/: what uses these, and more that is for torchtitan 0.2 only.
 
-`torchtitan_0_2/step_graph.py` has a key of its own, `cuda_graph`.
+The exchange in FP8 has a key of its own, `exchange`, and `torchtitan_0_2/step_graph.py` too,
+`cuda_graph`.
 """
 
 from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation

@@ -1,9 +1,9 @@
 """The kernels that exchange tokens between GPUs of one host that write to each other's memory.
 
-Every rank has the same buffers at the same offsets in its symmetric memory (`host/exchange.py`). A
-kernel gets its own rank's buffers and `deltas` (ranks,), the distance in units of 16 bytes from
-there to the memory of each rank. So an address on another GPU is plain arithmetic, and the compiler
-knows that it is a multiple of 16.
+`host/peer_exchange.py` launches them. Every rank has the same buffers at the same offsets in its
+symmetric memory. A kernel gets its own rank's buffers and `deltas` (ranks,), the distance in units
+of 16 bytes from there to the memory of each rank. So an address on another GPU is plain arithmetic,
+and the compiler knows that it is a multiple of 16.
 
     barrier    tells all ranks that this one is here, and waits for them; may carry the counts
     places     where the copies of this rank go, and the group ends of what arrives

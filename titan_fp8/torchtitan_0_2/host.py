@@ -10,10 +10,9 @@ from torchtitan.tools.logging import logger
 from titan_fp8 import fsdp
 from titan_fp8.compile.activation_checkpointing import with_fp8_policy
 from titan_fp8.host import speed_up_fsdp2
-from titan_fp8.host.exchange import TIMEOUT_S
+from titan_fp8.host.peer_exchange import TIMEOUT_S, reach_each_other
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
-from titan_fp8.host.torchtitan_0_2.peer_exchange import reach_each_other
 from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.modules.checks import permutation_of

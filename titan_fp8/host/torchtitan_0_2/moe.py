@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
-from titan_fp8.host.exchange import TIMEOUT_S
+from titan_fp8.host.peer_exchange import TIMEOUT_S
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
-from titan_fp8.host.torchtitan_0_2.peer_exchange import Exchanged
+from titan_fp8.host.torchtitan_0_2.token_dispatcher import TokenDispatcher
 from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
 
 
@@ -35,7 +35,7 @@ class GatherMoE(MoE):
 
     exchange_capacity: float | None = None
     """Tokens travel to their experts, and a rank can get so many, relative to balanced routing
-    (`peer_exchange.py`). None: copies of them travel as they are."""
+    (`token_dispatcher.py`). None: copies of them travel as they are."""
     exchange_timeout_s: float = TIMEOUT_S
     """How long a rank waits for the others, if they write to each other's memory."""
     exchanges_in_fp8: bool = True
@@ -71,14 +71,14 @@ class GatherMoE(MoE):
         tokens, copies, counts, slots, rows, scores, chosen = routed
         if copies is None:
             assert scores is not None and self.exchange_capacity is not None
-            exchanged = Exchanged(
-                rows, chosen, counts, slots, scores,
+            dispatcher = TokenDispatcher(
+                (rows, chosen, counts, slots), scores,
                 before=self.score_before_experts,
                 capacity=self.exchange_capacity,
                 timeout_s=self.exchange_timeout_s,
                 in_fp8=self.exchanges_in_fp8,
             )  # fmt: skip
-            out = self.experts(tokens, exchanged)
+            out = self.experts(tokens, dispatcher)
         else:
             copies = self.experts(copies, counts)
         # Computed here to overlap with the all-to-all that returns the copies.

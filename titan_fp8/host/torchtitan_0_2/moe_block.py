@@ -11,7 +11,7 @@ Under op-level checkpointing, the checkpoint's dispatch mode sees each op that t
 those that the region's code calls it saves only attention, and not FlexAttention, which is
 compiled. So a region with FlexAttention runs without the mode, in forward and when recomputed. Of
 what follows the region it saves the all-to-alls, for which the mode comes back
-(`token_exchange.py`). It would also save every second matmul of experts that run in a loop
+(`host/all_to_all.py`). It would also save every second matmul of experts that run in a loop
 (`use_grouped_mm = false`); here these are computed again.
 
 A hook on the MoE layer or on the compiled wrapper of a part would be skipped. A block with such a

@@ -1,103 +1,44 @@
-"""The all-to-alls of expert parallelism, and the permutation around the experts, in less CPU time.
+"""What expert parallelism does before and after the experts: tokens between ranks, and their order.
 
-PyTorch's functional collectives do in Python what torchtitan's dispatch does not need: they resolve
-the process group, check the sizes, and pass through two autograd functions. These functions call
-the same ops, so activation checkpointing sees and saves what it did before. torchtitan copies the
-sums of sent and of received rows to the CPU one after the other; here they are copied together.
+These replace torchtitan's hooks on the experts. Rows travel by all-to-alls that take less CPU time
+(`host/all_to_all.py`), or as a `TokenDispatcher` does it.
 
 What arrives is sorted by source rank. torchtitan's `_permute` sorts it by expert and pads each
 group; `_unpermute` inverts it. Both scatter rows by `index_put`, copy the whole tensor to append a
 row for padding, and compute the indices by some twenty operations on short vectors, again when they
-recompute. Gathers do both here (`titan_fp8/host/permute.py`).
+recompute. Gathers do both here (`host/permute.py`).
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe import utils as moe_utils
 
-from titan_fp8.compile.activation_checkpointing import inside_checkpoint
-from titan_fp8.functional.function import no_double_backward
-from titan_fp8.host.permute import Permutation, sort_back, sort_by_expert
-
-_c10d = torch.ops._c10d_functional
-
-
-def all_to_all(x: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
-    """Starts to send rows of x (S, ...) to each rank; `wait_for` returns those received.
-
-    There is no gradient. In an op-level checkpoint forward saves what it has received.
-    """
-    with torch._C._AutoDispatchBelowAutograd(), inside_checkpoint():
-        return _c10d.all_to_all_single.default(x, received, sent, group_name)
-
-
-def wait_for(x: Tensor) -> Tensor:
-    """What a collective returns, once it is there."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return _c10d.wait_tensor.default(x)
-
-
-def exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[Tensor, list[list[int]]]:
-    """Exchanges the rows for each expert (experts,) between the ranks.
-
-    Returns:
-        How many rows come from each rank for each local expert (experts,), rank first; and how many
-        this rank sends to, and receives from, each rank. Under op-level checkpointing a
-        recomputation gets what forward has saved.
-    """
-    with torch.no_grad():
-        parts = [len(counts) // group.size()] * group.size()
-        received = wait_for(all_to_all(counts, parts, parts, group.group_name))
-        splits = torch.stack((counts, received)).view(2, group.size(), -1).sum(-1)
-        with inside_checkpoint():
-            splits = splits.to("cpu")
-    return received, splits.tolist()
-
-
-class ExchangeRows(torch.autograd.Function):
-    """Sends rows of x (S, dim) to each rank; returns those received, as AsyncCollectiveTensor.
-
-    Gradients flow through ops on the result. Its `wait()` returns a tensor without gradients, which
-    suits the forward of an autograd function, as in `host/permute.py`. Backward sends the gradient
-    of each row back to where it came from.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, received: list[int], sent: list[int], group_name: str
-    ) -> Tensor:
-        ctx.arguments = sent, received, group_name
-        return AsyncCollectiveTensor(all_to_all(x, received, sent, group_name))
-
-    @staticmethod
-    @no_double_backward
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return wait_for(all_to_all(g.contiguous(), *ctx.arguments)), None, None, None
+from titan_fp8.host.all_to_all import ExchangeRows, exchange_counts
+from titan_fp8.host.permute import sort_back, sort_by_expert
+from titan_fp8.host.torchtitan_0_2.token_dispatcher import TokenDispatcher
 
 
 def token_dispatch(
     self: expert_parallel.ExpertParallel,
     mod: Any,
-    inputs: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor | TokenDispatcher],
     device_mesh: DeviceMesh,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | TokenDispatcher]:
     """ExpertParallel._token_dispatch: sends each row to the rank of its expert.
 
     Args:
-        inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers.
+        inputs: rows (S, dim), sorted by expert, and the rows for each expert (experts,) integers;
+            or tokens (T, dim) and their dispatcher.
 
     Returns:
         The rows of the local experts, padded, and the padded sizes of the groups; or what
-        `Exchanged.dispatch` returns.
+        `TokenDispatcher.dispatch` returns.
     """
     rows, counts = inputs
-    if not isinstance(counts, Tensor):  # an `Exchanged` of peer_exchange.py
+    if isinstance(counts, TokenDispatcher):
         self.permuted_indices = counts
         return counts.dispatch(rows, mod, device_mesh)
     group, ranks = device_mesh.get_group(), device_mesh.shape[0]
@@ -114,7 +55,7 @@ def token_combine(
 ) -> Tensor:
     """ExpertParallel._token_combine: sends each expert's rows back to where they came from."""
     permutation, self.permuted_indices = self.permuted_indices, None
-    if not isinstance(permutation, Permutation):
+    if isinstance(permutation, TokenDispatcher):
         return permutation.combine(rows)
     rows, group = sort_back(rows, permutation), device_mesh.get_group()
     return ExchangeRows.apply(rows, self.input_splits, self.output_splits, group.group_name)

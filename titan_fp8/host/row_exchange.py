@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8.functional.function import Function, no_double_backward
-from titan_fp8.host.exchange import PeerExchange, PeerPlan
+from titan_fp8.host.peer_exchange import PeerExchange, PeerPlan
 from titan_fp8.host.permute import wait_for_collective
 from titan_fp8.ops import call
 
