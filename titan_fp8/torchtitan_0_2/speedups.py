@@ -4,7 +4,7 @@
 |-|--------------------------------------------------|---------------|--------------------------|
 |1| backward runs on the thread that calls it        | host_speedups |                          |
 |2| FSDP2 sends bf16 gradients, marks fewer ranges   | host_speedups | FSDP2                    |
-|3| steps are CUDA graphs (`cuda_graph.py`)          | cuda_graph    | 1, a GPU                 |
+|3| steps are CUDA graphs (`cuda_graph.py`)          | cuda_graph    | 1, a GPU; with EP also 4 |
 |4| tokens are permuted by gathers                   | permutation   | torchtitan's MoE layers  |
 |5| the exchange of tokens takes less CPU time       |               | 4, expert parallelism    |
 |6| tokens are exchanged in FP8                      | exchange      | 5, experts in FP8        |
