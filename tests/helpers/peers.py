@@ -15,14 +15,14 @@ from torch import Tensor
 from titan_fp8.host.peer_exchange import ArrivedRows, PeerPlan
 from titan_fp8.host.torchtitan_0_2 import step_graph, token_dispatcher
 from titan_fp8.layouts import round_up
-from titan_fp8.torchtitan_0_2 import host
+from titan_fp8.torchtitan_0_2 import cuda_graph
 
 
 def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets jobs with `cuda_graph` run on the CPU, whose ranks exchange rows by these peers."""
     monkeypatch.setattr(token_dispatcher, "PeerExchange", Peers)
-    monkeypatch.setattr(host, "reach_each_other", lambda group: True)
-    monkeypatch.setattr(host, "utils", SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(cuda_graph, "reach_each_other", lambda group: True)
+    monkeypatch.setattr(cuda_graph, "utils", SimpleNamespace(device_type="cuda"))
     monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)

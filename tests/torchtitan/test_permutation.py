@@ -211,8 +211,8 @@ def results(layer: MoE, x: Tensor) -> dict[str, Tensor]:
 def test_a_layer_by_gathers_equals_torchtitans(top_k, before, shared, half, dtype):
     args = {"top_k": top_k, "score_before_experts": before, "num_shared_experts": shared}
     layers = [moe_layer(dtype, **args) for _ in range(2)]
-    assert moe.route_by_gathers(nn.ModuleList(layers[1:])) == 1
-    assert moe.route_by_gathers(nn.ModuleList(layers[1:])) == 0
+    assert moe.route_by_gathers(nn.ModuleList(layers[1:])) == layers[1:]
+    assert not moe.route_by_gathers(nn.ModuleList(layers[1:]))
     for layer in layers if half else ():
         layer.reorderer = HalfOfTheTokens(layer.reorderer)
     x = torch.randn(2, 20, 32, dtype=dtype)

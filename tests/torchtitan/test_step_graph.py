@@ -46,7 +46,7 @@ from titan_fp8.host.torchtitan_0_2 import step_graph
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
 from titan_fp8.patches import Target
-from titan_fp8.torchtitan_0_2 import host
+from titan_fp8.torchtitan_0_2 import cuda_graph
 
 pytestmark = pytest.mark.usefixtures("fresh_torchtitan")
 
@@ -458,7 +458,7 @@ def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
 @pytest.mark.parametrize("exchange", [(), FP8], ids=["bf16", "fp8"])
 def test_gpus_of_experts_must_reach_each_other(waiting, tmp_path, monkeypatch, exchange):
     monkeypatch.setattr(ParallelDims, "get_mesh", lambda *args: SimpleNamespace(get_group=object))
-    monkeypatch.setattr(host, "reach_each_other", lambda group: False)
+    monkeypatch.setattr(cuda_graph, "reach_each_other", lambda group: False)
     config = job(tmp_path, "deepseek_v3", *KEY, *EP, *exchange)
     with pytest.raises(ValueError, match="cuda_graph = True: .* must reach each other's memory"):
         convert(config, build(config), 2)

@@ -91,7 +91,7 @@ class Run:
         linear, grouped = _section(config, "linear"), _section(config, "grouped_mm")
         self._read_modules(model, linear, grouped)
         self.scale_fmt = self._format_of(
-            linear and linear.recipe, grouped and experts_recipe(config.quantize)
+            linear and linear.recipe, grouped and experts_recipe(config)
         )
         self._read_tokenizer(Path(config.model.hf_assets_path))
 

@@ -1,7 +1,7 @@
 """What speeds torchtitan and FSDP2 up and is not FP8: jobs in bf16 may use all of it, too.
 
 One key switches it on, `host_speedups`; with FP8 it is on by default. The adapters apply what their
-torchtitan has use for.
+torchtitan has use for; `titan_fp8/torchtitan_0_2/speedups.py` says what depends on what.
 
 - permute.py: sorting tokens by expert, and back, by gathers in both passes.
 - exchange.py, peer_exchange.py, all_to_all.py: tokens between the ranks of experts.
@@ -9,9 +9,6 @@ torchtitan has use for.
 - gradient_reduction.py: FSDP2 sends bf16 gradients in bf16.
 - profiler_ranges.py: FSDP2 marks ranges for the profiler only while it runs.
 - torchtitan_0_2/: what uses these, and more that is for torchtitan 0.2 only.
-
-The exchange in FP8 has a key of its own, `exchange`, and `torchtitan_0_2/step_graph.py` too,
-`cuda_graph`.
 """
 
 from titan_fp8.host.gradient_reduction import in_bf16, noting_accumulation

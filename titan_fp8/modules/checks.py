@@ -76,11 +76,6 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
 """The check of each key (`settings.py`)."""
 
 
-def permutation_of(permutation: str | None, host_speedups: bool) -> str:
-    """The permutation that a setting chooses; by default it is one of the speed-ups."""
-    return permutation or ("gather" if host_speedups else "host")
-
-
 # Modules to convert
 
 

@@ -1,7 +1,4 @@
-"""Measures whether FP8 pays for a model and a parallel plan; docs/plan.md says how to use it.
-
-Importing this chooses torchtitan's device.
-"""
+"""Whether FP8 pays for a model and a plan: docs/plan.md. Importing it sets torchtitan's device."""
 
 import importlib.metadata
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_fp8.plan.model import Layer, Rank, Report
+from titan_fp8.plan.measure import Report
+from titan_fp8.plan.model import Layer, Rank
 from titan_fp8.recipe import BF16, get_recipe
 
 TABLES = Path(__file__).parent / "tables"

@@ -9,7 +9,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,36 +18,34 @@ from torchtitan.models.moe import utils as moe_utils
 
 from titan_fp8.functional.weights import GatheredWeight
 from titan_fp8.modules.revert import revert
-from titan_fp8.plan.model import Layer, Rank, Report, fake_ranks
+from titan_fp8.plan.model import Layer, Rank, fake_ranks
 from titan_fp8.recipe import BF16, get_recipe
 
 BYTES, MOST_COPIES = 192 << 20, 8
 """As many copies as exceed three L2 caches of a Hopper GPU; one, if a layer does by itself."""
-ROUNDS, ROUND_S = 3, 0.1
+Report = tuple[list[str], list[list[str]], list[Layer], list[str]]
+"""Columns; rows, of the cells of a layer or a sum, and of columns; what is slower in FP8; notes."""
 
 
 def seconds_of(steps: Sequence[Callable]) -> list[float]:
-    """The median time of each step, in loops that take turns."""
+    """The median time of each step, in three loops of 0.1 s that take turns."""
     # They wait for the GPU, and call a step twice before they time it, which compiles it.
     timers = [Timer("step()", globals={"step": step}) for step in steps]
-    counts = [math.ceil(ROUND_S / timer.timeit(1).mean) for timer in timers]
-    rounds = [[t.timeit(count).mean for t, count in zip(timers, counts)] for _ in range(ROUNDS)]
+    counts = [math.ceil(0.1 / timer.timeit(1).mean) for timer in timers]
+    rounds = [[t.timeit(count).mean for t, count in zip(timers, counts)] for _ in range(3)]
     return [statistics.median(times) for times in zip(*rounds)]
 
 
 def report(rank: Rank, device: str = "cuda") -> Report:
     """Times layers. Experts are slower in FP8 if even and uneven groups of tokens together are."""
-    times, count = dict[Layer, dict[str, list[float]]](), len(rank.layers)
+    times, rows = dict[Layer, dict[str, list[float]]](), list[list[str]]()
     with fake_ranks(1):
         for i, layer in enumerate(rank.layers, 1):
-            print(f"{i} of {count}: timing {layer.cells[0]}", file=sys.stderr, flush=True)
+            name, *cells = layer.cells
+            print(f"{i} of {len(rank.layers)}: timing {name}", file=sys.stderr, flush=True)
             ways = ("even", "uneven") if layer.groups > 1 else ("",)
             times[layer] = {way: us_of(rank, layer, way, device) for way in ways}
-    rows = [
-        [f"{layer.cells[0]} {way}".strip(), *layer.cells[1:], *_cells(us)]
-        for layer, by_way in times.items()
-        for way, us in by_way.items()
-    ]
+            rows += [[f"{name} {way}".strip(), *cells, *_cells(times[layer][way])] for way in ways]
     for way in sorted({way for by_way in times.values() for way in by_way if way}) or [""]:
         own = [(len(x.modules), by_way.get(way) or by_way[""]) for x, by_way in times.items()]
         total = [sum(number * us[i] for number, us in own) for i in (0, -1)]
@@ -79,11 +76,10 @@ def _step(rank: Rank, layer: Layer, way: str, device: str, in_fp8: bool, copies:
     if layer.groups:
         tokens = tokens_of_experts(layer, way, unit if rank.dims.ep_enabled else 1)
         others, shape = [tokens.to(device)], [int(tokens.sum()), shape[-1]]
-    options: Any = {"device": device, "dtype": rank.dtype, "requires_grad": True}
-    inputs = [torch.randn(shape, **options) for _ in modules]
+    xs = [torch.randn(shape, device=device, dtype=rank.dtype, requires_grad=True) for _ in modules]
 
     def forward() -> list[Tensor]:
-        return [module(x, *others) for module, x in zip(modules, inputs)]
+        return [module(x, *others) for module, x in zip(modules, xs)]
 
     def run() -> list[Tensor]:
         moe_utils.TOKEN_GROUP_ALIGN_SIZE_M = unit  # which a converter has set, for FP8 only
@@ -92,7 +88,7 @@ def _step(rank: Rank, layer: Layer, way: str, device: str, in_fp8: bool, copies:
     call, backend = forward, rank.config.compile.backend
     if layer.is_compiled:
         call = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
-    variables = [*inputs, *(p for module in modules for p in module.parameters())]
+    variables = [*xs, *(p for module in modules for p in module.parameters())]
     gradients = [torch.randn_like(y) for y in run()]
     return lambda: torch.autograd.grad(run(), variables, gradients)
 

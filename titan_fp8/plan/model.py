@@ -1,4 +1,4 @@
-"""The linears, feed-forwards and experts of a rank, on a model without storage.
+"""What a rank computes: its linears, feed-forwards and experts, on a model without storage.
 
 The job's converters convert the model. torchtitan parallelizes and compiles a second one, without
 FP8, on a fake process group: its parameters have a rank's shapes, and names say what is compiled.
@@ -32,7 +32,6 @@ from titan_fp8.torchtitan_0_2.experts import is_grouped_experts
 KINDS = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel"]
 KINDS += ["pipeline_parallel", "expert_parallel", "expert_tensor_parallel"]
 MAX_GPUS = 1 << 14
-WRAPPERS = re.compile(r"\.(_orig_mod|_checkpoint_wrapped_module)\b")  # in names
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,7 @@ class Rank:
     model: nn.Module  # the whole, converted model on the meta device
     dtype: torch.dtype  # in which layers get their inputs and weights
     attention_flop: float  # forward and backward; 0 if its mask may leave more than causality out
-    layers: tuple[Layer, ...] = ()
-
-
-Report = tuple[list[str], list[list[str]], list[Layer], list[str]]
-"""Columns; rows, of the cells of a layer or a sum, and of columns; what is slower in FP8; notes."""
+    layers: tuple[Layer, ...]
 
 
 def parse(file: str, flags: Sequence[str]) -> JobConfig:
@@ -100,12 +95,27 @@ def read_rank(config: JobConfig) -> Rank:
             f"--job.custom_config_module titan_fp8.plugin --model.converters {LINEAR}"
         )
     config.parallelism.enable_async_tensor_parallel = False  # changes no shape
+    model, parts, why_bf16 = _models(config, dims)
+    tokens, copies = _tokens(config, dims)
+    equal = dict[Layer, list[str]]()
+    for name, module, own in _modules(model, parts, dims.tp_enabled):
+        m, why = copies if is_grouped_experts(module) else tokens, why_bf16.get(name)
+        equal.setdefault(_layer(config, name, module, own, m, why), []).append(name)
+    layers = tuple(replace(layer, modules=tuple(names)) for layer, names in equal.items())
+    # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
+    is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
+    dtype = config.training.mixed_precision_param if is_mixed else config.training.dtype
+    attention_flop = _attention_flop(config, dims, parts, tokens)
+    return Rank(config, dims, model, TORCH_DTYPE_MAP[dtype], attention_flop, layers)
+
+
+def _models(config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, list[Any], dict[str, str]]:
+    """The converted model, torchtitan's parts of the other, and why modules stay in bf16."""
     spec, args = model_of(config)
     # It takes no memory of a GPU, and the shapes are the same whether this machine has any.
     on_cpu = [mock.patch.object(each, "device_type", "cpu") for each in (utils, parallel_dims)]
     with on_cpu[0], on_cpu[1], fake_ranks(dims.world_size):
-        # They refuse sizes of which some models cannot be made.
-        converters = build_model_converters(config, dims)
+        converters = build_model_converters(config, dims)  # They refuse sizes that make no model.
         with torch.device("meta"):
             model, plain = (spec.model_cls(args) for _ in range(2))
         if not hasattr(model, "layers"):
@@ -116,21 +126,8 @@ def read_rank(config: JobConfig) -> Rank:
             _, parts, *_ = spec.pipelining_fn(plain, *arguments, nn.MSELoss())
         else:
             parts = [spec.parallelize_fn(plain, dims, config)]
-    training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
-    tokens = (size if dims.pp_enabled else training.local_batch_size) * training.seq_len // dims.cp
-    # Without parameters, torchtitan counts attention alone, and that without causality.
-    whole = args.get_nparams_and_flops(nn.Module(), training.seq_len)[1] * tokens / 2
-    share = sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
-    attention = whole * share * (getattr(args, "attn_type", "sdpa") == "sdpa")
-    # Without FSDP2 torchtitan computes under TP and PP in the dtype of the parameters.
-    is_mixed = dims.fsdp_enabled or not (dims.tp_enabled or dims.pp_enabled)
-    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
-    rank = Rank(config, dims, model, dtype, attention)
     reports = [each.report for each in converters.converters if hasattr(each, "report")]
-    left = {name: reason for report in reports for name, _, reason in report.left}
-    routed = tokens * getattr(getattr(args, "moe_args", None), "top_k", 0)
-    routed //= dims.tp if dims.ep_enabled and dims.etp == 1 else 1
-    return replace(rank, layers=tuple(_layers(rank, parts, tokens, routed, left)))
+    return model, parts, {name: why for report in reports for name, _, why in report.left}
 
 
 @contextlib.contextmanager
@@ -141,6 +138,57 @@ def fake_ranks(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _tokens(config: JobConfig, dims: ParallelDims) -> tuple[int, int]:
+    """A rank's tokens of a micro-batch, and their copies for its experts."""
+    training, size = config.training, config.parallelism.pipeline_parallel_microbatch_size
+    tokens = (size if dims.pp_enabled else training.local_batch_size) * training.seq_len // dims.cp
+    top_k = getattr(getattr(model_of(config)[1], "moe_args", None), "top_k", 0)
+    return tokens, tokens * top_k // (dims.tp if dims.ep_enabled and dims.etp == 1 else 1)
+
+
+def _attention_flop(config: JobConfig, dims: ParallelDims, parts: list[Any], tokens: int) -> float:
+    _, args = model_of(config)
+    # Without parameters, torchtitan counts attention alone, and that without causality.
+    whole = args.get_nparams_and_flops(nn.Module(), config.training.seq_len)[1] * tokens / 2
+    share = sum(len(part.layers) for part in parts) / args.n_layers / dims.tp
+    return whole * share * (getattr(args, "attn_type", "sdpa") == "sdpa")
+
+
+def _modules(model: nn.Module, parts: list[Any], has_tp: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Name, converted module, and a rank's parameters by torchtitan's names, of each layer."""
+    done = tuple[str, ...]()
+    for raw, plain in (pair for part in parts for pair in part.named_modules()):
+        name = re.sub(r"\.(_orig_mod|_checkpoint_wrapped_module)\b", "", raw)
+        module = model.get_submodule(name)
+        # Under tensor parallelism the linears of a feed-forward run one by one.
+        is_fused = isinstance(module, FP8FeedForward) and not has_tp
+        is_layer = is_fused or is_grouped_experts(module) or isinstance(module, nn.Linear)
+        if is_layer and not f"{name}.".startswith(done):
+            done += (f"{name}.",)
+            yield name, module, dict(plain.named_parameters(raw))
+
+
+def _layer(config: JobConfig, name: str, module: Any, own: Any, m: int, why: str | None) -> Layer:
+    """That of one module. `own` are a rank's parameters; `why` says why it is in bf16, if known."""
+    first = module.w1 if isinstance(module, FP8FeedForward) else module
+    recipe = getattr(first, "recipe", BF16)
+    why = (why or "its converter is not listed") if recipe == BF16 else ""
+    sizes, ranks = zip(*map(_gathered, own.values()))
+    weights = [size for size in sizes if len(size) == max(map(len, sizes))]  # no biases
+    products = tuple((n, k) for *_, n, k in weights)
+    odd = {n for product in products for n in product if not fits_fp8(n)}
+    if recipe != BF16 and odd:
+        raise ValueError(
+            f"{name}: sizes {sorted(odd)} on a rank are no multiples of 16, and training would "
+            "stop: choose another degree of parallelism, or leave it out by filter_fqns or fqns"
+        )
+    # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
+    fewest = 1 if recipe == BF16 or get_recipe(recipe).has_weight_blocks else 2
+    in_fp8 = bool(marks(first)) and not config.training.enable_cpu_offload and min(ranks) >= fewest
+    groups = weights[0][0] if is_grouped_experts(module) else 0
+    return Layer((), m, groups, sizes, products, recipe, why, in_fp8, "_orig_mod" in [*own][0])
 
 
 def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
@@ -154,45 +202,3 @@ def _gathered(parameter: torch.Tensor) -> tuple[torch.Size, int]:
             elif isinstance(placement, Shard):
                 sizes[placement.dim] = -(-sizes[placement.dim] // size)
     return torch.Size(sizes), ranks
-
-
-def _layers(
-    rank: Rank, parts: list[nn.Module], tokens: int, routed: int, left: dict[str, str]
-) -> Iterator[Layer]:
-    """Modules with weights, those of equal shapes together.
-
-    `parts` are torchtitan's, `routed` is the tokens of experts, `left` says what stays in bf16 why.
-    """
-    equal, done = dict[Layer, list[str]](), tuple[str, ...]()
-    for raw, plain in (pair for part in parts for pair in part.named_modules()):
-        name = WRAPPERS.sub("", raw)
-        module = rank.model.get_submodule(name)
-        # Under tensor parallelism the linears of a feed-forward run one by one.
-        is_fused = isinstance(module, FP8FeedForward) and not rank.dims.tp_enabled
-        is_experts, start = is_grouped_experts(module), f"{name}."
-        is_layer = is_fused or is_experts or isinstance(module, nn.Linear)
-        if not is_layer or start.startswith(done):
-            continue
-        done += (start,)
-        raws, parameters = zip(*plain.named_parameters(raw))
-        sizes, ranks = zip(*map(_gathered, parameters))
-        first: Any = module.w1 if is_fused else module
-        recipe = getattr(first, "recipe", BF16)
-        weights = [size for size in sizes if len(size) == max(map(len, sizes))]  # no biases
-        products = tuple((n, k) for *_, n, k in weights)
-        odd = {n for product in products for n in product if not fits_fp8(n)}
-        if recipe != BF16 and odd:
-            raise ValueError(
-                f"{name}: sizes {sorted(odd)} on a rank are no multiples of 16, and training would "
-                "stop: choose another degree of parallelism, or leave it out by filter_fqns or fqns"
-            )
-        # Of a rowwise weight that one rank has alone, FSDP2 gathers high precision.
-        fewest = 1 if recipe == BF16 or get_recipe(recipe).has_weight_blocks else 2
-        is_marked = marks(first) and not rank.config.training.enable_cpu_offload
-        gathers_fp8 = bool(is_marked) and min(ranks) >= fewest
-        reason = left.get(name, "its converter is not listed") if recipe == BF16 else ""
-        groups, m = (weights[0][0], routed) if is_experts else (0, tokens)
-        is_compiled = "_orig_mod" in raws[0]
-        layer = Layer((), m, groups, sizes, products, recipe, reason, gathers_fp8, is_compiled)
-        equal.setdefault(layer, []).append(name)
-    return (replace(layer, modules=tuple(modules)) for layer, modules in equal.items())

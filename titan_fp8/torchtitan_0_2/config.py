@@ -27,7 +27,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.modules.checks import permutation_of
 from titan_fp8.modules.linear import DEFAULT_FILTER_FQNS
 from titan_fp8.modules.settings import (
     ExchangeName,
@@ -99,8 +98,9 @@ class Quantize:
     grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
 
 
-def experts_recipe(quantize: Any) -> str:
-    """The recipe of experts; by default that of linears. `quantize` is that of the JobConfig."""
+def experts_recipe(config: Any) -> str:
+    """The recipe of a job's experts; by default that of linears."""
+    quantize = config.quantize
     return quantize.grouped_mm.titan_fp8.recipe or quantize.linear.titan_fp8.recipe
 
 
@@ -109,8 +109,14 @@ def host_speedups_of(config: Any) -> bool:
     quantize = config.quantize
     if (key := quantize.linear.titan_fp8.host_speedups) is not None:
         return key
-    recipes = {LINEAR: quantize.linear.titan_fp8.recipe, GROUPED_MM: experts_recipe(quantize)}
+    recipes = {LINEAR: quantize.linear.titan_fp8.recipe, GROUPED_MM: experts_recipe(config)}
     return any(recipes.get(name, BF16) != BF16 for name in config.model.converters)
+
+
+def permutation_of(config: Any) -> str:
+    """The `permutation` of a job; by default it is one of the `host_speedups`."""
+    key = config.quantize.grouped_mm.titan_fp8.permutation
+    return key or ("gather" if host_speedups_of(config) else "host")
 
 
 @dataclass
@@ -213,10 +219,9 @@ def check_merged(config: Any, is_set: Collection[str]) -> None:
                 f'"{name}": list it there, or remove the section and its flags'
                 + (", as for models without experts" if name == GROUPED_MM else "")
             )
-    experts, recipe = config.quantize.grouped_mm.titan_fp8, experts_recipe(config.quantize)
-    permutation = permutation_of(experts.permutation, host_speedups_of(config))
+    recipe, permutation = experts_recipe(config), permutation_of(config)
     suits = recipe == BF16 or (RECIPES[recipe].feed_forward and permutation == "gather")
-    if experts.exchange == "fp8" and not suits:
+    if config.quantize.grouped_mm.titan_fp8.exchange == "fp8" and not suits:
         raise ValueError(
             f'[{GROUPED_MM}] exchange = "fp8" with recipe = {recipe!r} and permutation = '
             f'{permutation!r}: allowed are a blockwise recipe and "gather"'

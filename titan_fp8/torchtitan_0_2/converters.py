@@ -23,7 +23,7 @@ from titan_fp8.torchtitan_0_2 import health
 from titan_fp8.torchtitan_0_2.config import GROUPED_MM, LINEAR, check_sizes, experts_recipe
 from titan_fp8.torchtitan_0_2.experts import FP8GroupedExperts, convert_experts
 from titan_fp8.torchtitan_0_2.feed_forward import fuse_feed_forwards
-from titan_fp8.torchtitan_0_2.host import speed_up
+from titan_fp8.torchtitan_0_2.speedups import speed_up
 
 SPLIT_BACKWARD_SCHEDULES = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 """Pipeline schedules, in lower case, that compute input and weight gradients separately."""
@@ -50,7 +50,7 @@ class _Converter(QuantizationConverter):
         if self.name == LINEAR:
             self.section, self.recipe = quantize.linear.titan_fp8, quantize.linear.titan_fp8.recipe
         else:
-            self.section, self.recipe = quantize.grouped_mm.titan_fp8, experts_recipe(quantize)
+            self.section, self.recipe = quantize.grouped_mm.titan_fp8, experts_recipe(job_config)
         self.gathers_in_fp8 = False
         self.without_fsdp2 = job_config.model.name.startswith(WITHOUT_FSDP2)
         self.uses_fsdp2 = parallel_dims.fsdp_enabled and not self.without_fsdp2

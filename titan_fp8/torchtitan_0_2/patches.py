@@ -88,4 +88,4 @@ FOR_HOST = (*shared.FOR_HOST, TOKEN_EXCHANGE, STEP_GRAPH)
 ON_CONVERSION = (*FOR_FP8, *FOR_HOST)
 ON_IMPORT = (CONFIG_CHECK, FP8_CHECKPOINTS)
 PATCHES = (*ON_IMPORT, *ON_CONVERSION, shared.FP8_GATHERS, shared.CPU, TORCHTITAN_ON_CPU)
-"""By what applies them: plugin.py's import, the converters for FP8 and by host.py, `cpu_host`."""
+"""By what applies them: plugin.py's import, converters for FP8 and by speedups.py, `cpu_host`."""

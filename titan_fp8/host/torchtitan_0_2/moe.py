@@ -5,7 +5,7 @@ also rounds more often in two places: it rounds a token's gradient after each su
 autocast it sums the outputs in bf16.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -108,12 +108,12 @@ def _without_compiler(module: nn.Module | None) -> nn.Module | None:
     return original if isinstance(original, FP8FeedForward) and original.runs_fused() else module
 
 
-def route_by_gathers(model: nn.Module) -> int:
-    """Turns the MoE layers of `model` into GatherMoE, in place, and returns how many.
+def route_by_gathers(model: nn.Module) -> list[GatherMoE]:
+    """Turns the MoE layers of `model` into GatherMoE, in place, and returns them.
 
     Subclasses of MoE, such as DeepEP's, have their own forward and are left as they are.
     """
-    layers = [module for module in model.modules() if type(module) is MoE]
+    layers: list[Any] = [module for module in model.modules() if type(module) is MoE]
     for layer in layers:
         layer.__class__ = GatherMoE
-    return len(layers)
+    return layers
