@@ -47,7 +47,7 @@ def train_both_ways(
         key = (f"--{GROUPED_MM}.exchange", exchange)
         with trainer(parse(folder, toml(model, BOTH), *flags, *key)) as t:
             layers = of_type(t.model_parts[0], GatherMoE).values()
-            assert all((x.exchange_capacity is None) == (exchange == "bf16") for x in layers)
+            assert all((x.exchange is None) == (exchange == "bf16") for x in layers)
             results.append([loss_and_gradients(t, seed) for seed in range(4 // ranks)])
     for want, got in zip(*results, strict=True):
         assert want.keys() == got.keys()
@@ -85,7 +85,7 @@ def train_rows(rank: int, ranks: int, folder: Path, text: Path, model: str, *fla
         for key in ((), (f"--{LINEAR}.cuda_graph", f"--{GROUPED_MM}.exchange_capacity", ranks)):
             with trainer(parse(folder, toml(model, BOTH), *flags, *key)) as t:
                 layers = of_type(t.model_parts[0], GatherMoE).values()
-                assert all((x.exchange_capacity is not None) == bool(key) for x in layers)
+                assert all((x.exchange is not None) == bool(key) for x in layers)
                 results.append([loss_and_gradients(t, seed) for seed in range(2)])
     for want, got in zip(*results, strict=True):
         assert want.keys() == got.keys()
@@ -132,4 +132,4 @@ def test_a_job_that_exchanges_nothing_says_so(tmp_path, caplog):
     parse(tmp_path, toml("deepseek_v3", BOTH), *key, f"--{LINEAR}.recipe", "bf16")
     model = converted(parse(tmp_path, toml("deepseek_v3", BOTH), *key))
     assert 'exchange = "fp8" changes nothing: no MoE layer exchanges tokens by it' in caplog.text
-    assert all(layer.exchange_capacity is None for layer in of_type(model, GatherMoE).values())
+    assert all(layer.exchange is None for layer in of_type(model, GatherMoE).values())

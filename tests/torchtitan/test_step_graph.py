@@ -499,7 +499,7 @@ def test_without_a_gpu_it_changes_nothing(tmp_path, caplog):
     convert(config, model, 2)
     assert "cuda_graph changes nothing without a CUDA GPU" in caplog.text
     assert config.activation_checkpoint.preserve_rng_state
-    assert {x.exchange_capacity for x in model.modules() if isinstance(x, GatherMoE)} == {None}
+    assert {x.exchange for x in model.modules() if isinstance(x, GatherMoE)} == {None}
 
 
 def test_the_baseline_of_a_file_is_stock_torchtitan(waiting, tmp_path, caplog):

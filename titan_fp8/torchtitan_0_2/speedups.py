@@ -25,6 +25,7 @@ from titan_fp8.host import speed_up_fsdp2
 from titan_fp8.host.peer_exchange import TIMEOUT_S
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE, route_by_gathers
 from titan_fp8.host.torchtitan_0_2.moe_block import compile_up_to_experts
+from titan_fp8.host.torchtitan_0_2.token_dispatcher import ExchangeSettings
 from titan_fp8.host.torchtitan_0_2.token_exchange import token_combine, token_dispatch
 from titan_fp8.patches import SAC_POLICY
 from titan_fp8.recipe import BF16
@@ -103,6 +104,4 @@ def _exchange_tokens(layers: list[GatherMoE], job_config: JobConfig, captures: b
         else:
             logger.info(f"titan_fp8: {len(in_fp8)} MoE layers exchange their tokens in FP8")
     for layer in layers if captures and has_hooks else in_fp8:
-        layer.exchange_capacity = section.exchange_capacity
-        layer.exchange_timeout_s = timeout_s
-        layer.exchanges_in_fp8 = layer in in_fp8
+        layer.exchange = ExchangeSettings(section.exchange_capacity, timeout_s, layer in in_fp8)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
-from titan_fp8.host.peer_exchange import TIMEOUT_S
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
-from titan_fp8.host.torchtitan_0_2.token_dispatcher import TokenDispatcher
+from titan_fp8.host.torchtitan_0_2.token_dispatcher import ExchangeSettings, TokenDispatcher
 from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
 
 
@@ -33,13 +32,8 @@ class Routed(NamedTuple):
 class GatherMoE(MoE):
     """torchtitan's MoE, permuting by gathers; `route_by_gathers` makes it from one."""
 
-    exchange_capacity: float | None = None
-    """Tokens travel to their experts, and a rank can get so many, relative to balanced routing
-    (`token_dispatcher.py`). None: copies of them travel as they are."""
-    exchange_timeout_s: float = TIMEOUT_S
-    """How long a rank waits for the others, if they write to each other's memory."""
-    exchanges_in_fp8: bool = True
-    """If tokens travel: the experts exchange them in FP8. Otherwise the hooks do, as they are."""
+    exchange: ExchangeSettings | None = None
+    """How tokens travel to their experts. None: copies of them travel, by all-to-alls."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, seq, dim) to the same shape."""
@@ -60,7 +54,7 @@ class GatherMoE(MoE):
             # Under sequence parallelism these are only the slots of this rank's tokens.
             _, slots, counts = reorderer(scores, chosen)
         rows = rows_of_slots(slots, scores)
-        if self.exchange_capacity is not None:
+        if self.exchange is not None:
             return Routed(tokens, None, counts, slots, rows, scores, chosen)
         before, after = (scores, None) if self.score_before_experts else (None, scores)
         copies = Expand.call(tokens, slots, rows, before)
@@ -70,15 +64,9 @@ class GatherMoE(MoE):
         """The experts and what follows them: (T, dim)."""
         tokens, copies, counts, slots, rows, scores, chosen = routed
         if copies is None:
-            assert scores is not None and self.exchange_capacity is not None
-            dispatcher = TokenDispatcher(
-                (rows, chosen, counts, slots), scores,
-                before=self.score_before_experts,
-                capacity=self.exchange_capacity,
-                timeout_s=self.exchange_timeout_s,
-                in_fp8=self.exchanges_in_fp8,
-            )  # fmt: skip
-            out = self.experts(tokens, dispatcher)
+            assert scores is not None and self.exchange is not None
+            routing, before = (rows, chosen, counts, slots), self.score_before_experts
+            out = self.experts(tokens, TokenDispatcher(routing, scores, before, self.exchange))
         else:
             copies = self.experts(copies, counts)
         # Computed here to overlap with the all-to-all that returns the copies.

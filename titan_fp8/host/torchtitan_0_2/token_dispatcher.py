@@ -7,7 +7,7 @@ without waiting for the CPU, for steps that are captured as a CUDA graph (`host/
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ from titan_fp8.host.row_exchange import ReturnRows, SendRows, group_sizes
 from titan_fp8.layouts import BLOCK, E4M3
 
 
+class ExchangeSettings(NamedTuple):
+    """How the MoE layers of a job exchange tokens."""
+
+    capacity: float  # the rows that a rank can get, relative to balanced routing
+    timeout_s: float  # as in `PeerExchange`
+    in_fp8: bool  # the experts exchange the tokens, in FP8; otherwise the hooks do
+
+
 class TokenDispatcher:
     """Takes the tokens of a batch from a MoE layer to their experts, and back.
 
@@ -35,24 +43,16 @@ class TokenDispatcher:
         routing: order, chosen, counts and slots, as in `Exchange.plan`.
         scores: (T, k) FP32.
         before: the scores weight the copies of the tokens, not the outputs.
-        capacity: the rows that a rank can get, relative to balanced routing.
-        timeout_s: as in `PeerExchange`.
-        in_fp8: the experts exchange the tokens, in FP8; otherwise the hooks do.
     """
 
     def __init__(
         self,
         routing: tuple[Tensor, Tensor, Tensor, Tensor],
         scores: Tensor,
-        *,
         before: bool,
-        capacity: float,
-        timeout_s: float,
-        in_fp8: bool,
+        settings: ExchangeSettings,
     ):
-        self.routing, self.scores = routing, scores
-        self.before, self.in_fp8 = before, in_fp8
-        self.capacity, self.timeout_s = capacity, timeout_s
+        self.routing, self.scores, self.before, self.settings = routing, scores, before, settings
         self.group: ProcessGroup | None = None
 
     def dispatch(
@@ -71,7 +71,7 @@ class TokenDispatcher:
             # the same to the tokens.
             scores = DTensor.from_local(self.scores, whole["etp"], (Replicate(),))
             self.scores = scores.to_local(grad_placements=(Partial(),))
-        if self.in_fp8:
+        if self.settings.in_fp8:
             return x, self
         alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
         self.exchange = self._by_peers(self.group, x, x.dtype, alignment)
@@ -82,7 +82,7 @@ class TokenDispatcher:
 
     def combine(self, y: Tensor) -> Tensor:
         """The tokens' outputs (T, dim), from what experts return; the hook after them calls it."""
-        if self.in_fp8:
+        if self.settings.in_fp8:
             return y
         return ReturnRows.call(y, None if self.before else self.scores, self.exchange, self.plan)
 
@@ -103,12 +103,12 @@ class TokenDispatcher:
     def _by_peers(
         self, group: ProcessGroup, x: Tensor, dtype: torch.dtype, alignment: int
     ) -> PeerExchange:
-        order, _, counts, slots = self.routing
+        (order, _, counts, slots), (factor, timeout_s, _) = self.routing, self.settings
         (tokens, dim), top_k, experts = x.shape, order.shape[1], len(counts)
-        capacity = rows_for(tokens, top_k, experts, group.size(), self.capacity, len(slots))
+        capacity = rows_for(tokens, top_k, experts, group.size(), factor, len(slots))
         return _peer_exchange(
             group, tokens=tokens, top_k=top_k, dim=dim, experts=experts, capacity=capacity,
-            dtype=dtype, alignment=alignment, timeout_s=self.timeout_s,
+            dtype=dtype, alignment=alignment, timeout_s=timeout_s,
         )  # fmt: skip
 
 
