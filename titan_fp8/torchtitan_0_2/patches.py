@@ -2,7 +2,10 @@
 
 `PATCHES` is the whole list; `titan_fp8/patches.py` explains what a patch is. Converting a module
 (FP8Linear, FP8GroupedExperts, FP8FeedForward, GatherMoE) is no patch: it changes one object of the
-model, as torchtitan's own converters do.
+model, as torchtitan's own converters do. Nor are switches that PyTorch and torchtitan offer: the
+alignment of token groups (`experts.py`), autograd's multithreading (`speedups.py`), and with
+`cuda_graph` `activation_checkpoint.preserve_rng_state` (`cuda_graph.py`) and the variable
+NCCL_GRAPH_REGISTER (`config.py`).
 """
 
 from titan_fp8 import patches as shared

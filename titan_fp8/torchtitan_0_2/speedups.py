@@ -8,10 +8,10 @@
 |4| tokens are permuted by gathers                   | permutation   | torchtitan's MoE layers  |
 |5| the exchange of tokens takes less CPU time       |               | 4, expert parallelism    |
 |6| tokens are exchanged in FP8                      | exchange      | 5, experts in FP8        |
-|7| others are exchanged without waiting for the CPU |               | 3, 5                     |
+|7| others are exchanged without waiting for the CPU | cuda_graph    | 3, 5                     |
 |8| MoE blocks are compiled up to the experts        | host_speedups | 4, torch.compile, no TP  |
 
-`permutation` is "gather" by default with `host_speedups`. What has no key is on where it can be.
+`permutation` is "gather" by default with `host_speedups`. Number 5 is on where it can be.
 """
 
 import torch
@@ -103,5 +103,6 @@ def _exchange_tokens(layers: list[GatherMoE], job_config: JobConfig, captures: b
             raise RuntimeError(f"{where}: not with the hooks of this version of torchtitan")
         else:
             logger.info(f"titan_fp8: {len(in_fp8)} MoE layers exchange their tokens in FP8")
-    for layer in layers if captures and has_hooks else in_fp8:
+    exchanging = layers if captures and has_hooks else in_fp8
+    for layer in exchanging:
         layer.exchange = ExchangeSettings(section.exchange_capacity, timeout_s, layer in in_fp8)

@@ -1,7 +1,8 @@
 """Everything of torchtitan 0.3's and PyTorch's that titan_fp8 replaces while it runs.
 
 `PATCHES` is the whole list; `titan_fp8/patches.py` explains what a patch is. Converting a config is
-no patch: it changes one tree of configs, as torchtitan's converters do.
+no patch: it changes one tree of configs, as torchtitan's converters do. Nor is the hook after the
+step of every optimizer (`fsdp.py`), which PyTorch offers.
 """
 
 from titan_fp8 import patches as shared
