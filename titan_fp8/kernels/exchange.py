@@ -175,6 +175,57 @@ def exchange_places_kernel(
     )  # fmt: skip
 
 
+@gluon.jit
+def _send_copies(
+    weight, index, chosen, offset, deltas, out_weight, slots, places, rows,
+    t, T, rank, local, tokens, here, SUMS: gl.constexpr, TOP: gl.constexpr,
+):  # fmt: skip
+    """Sends what is small of the copies of tokens t, if `here`, and returns the ranks they go to.
+
+    Those are the bits of a mask. Arguments as in `exchange_send_kernel`; SUMS: rows are for sums.
+    """
+    targets = t * 0
+    for k in gl.static_range(TOP):
+        copy = gl.load(index + (t * TOP + k), mask=t < T, other=-1).to(gl.int32)
+        expert = gl.load(chosen + (t * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
+        owner = expert // local
+        returns = copy >= 0
+        if SUMS:
+            returns &= (targets >> owner) & 1 == 0
+        gl.store(rows + (t * TOP + k), gl.where(returns, t * TOP + k, -1), mask=here & (t < T))
+        targets |= gl.where(copy >= 0, 1 << owner, 0)
+        # 4-byte words of what comes with a copy.
+        sent = (copy >= 0) & here
+        delta = gl.load(deltas + owner) * 4
+        slot = (rank * tokens + t) * TOP + k
+        place = copy + gl.load(offset + expert)
+        gl.store(slots + (delta + place), slot, mask=sent)
+        gl.store(places + (delta + slot), place, mask=sent)
+        if weight is not None:
+            w = gl.load(weight + (t * TOP + k), mask=sent, other=0)
+            to_w = out_weight + delta
+            gl.store(to_w + (place if SUMS else slot), w, mask=sent)
+    return targets
+
+
+@gluon.jit
+def _send_scales(
+    scales, out_scales, targets, deltas, first, T, rank, ranks, tokens, S, sections, here,
+    SECTIONS: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Sends the scales of the tokens of a tile, from `first` on, to the ranks in `targets`."""
+    targets = gl.convert_layout(targets, gl.SliceLayout(1, SCALES))
+    t = first + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
+    j = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))[None, :]
+    inside = (t < T)[:, None] & (j < sections) & here
+    s = gl.load(scales + (j.to(gl.int64) * S + t[:, None]), mask=inside)
+    row = (rank * tokens + t).to(gl.int64)[:, None] * sections
+    for owner in range(0, ranks):
+        needs = ((targets >> owner) & 1 != 0)[:, None] & inside
+        to = out_scales + gl.load(deltas + owner) * 4
+        gl.store(to + (row + j), s, mask=needs)
+
+
 @kernel(do_not_specialize=["T", "rank", "ranks", "local", "tokens", "tiles", "S"])
 def exchange_send_kernel(
     x, scales, weight, index, chosen, offset, deltas, ends, filled,
@@ -200,28 +251,11 @@ def exchange_send_kernel(
     if tile < tiles:
         t = tile * TILE.shape[0] + i
         values = load_rows(x, t, T, column, K, TILE)
-        targets = i * 0
         here = column == 0  # What is small is sent once, not for each block of columns.
-        for k in gl.static_range(TOP):
-            copy = gl.load(index + (t * TOP + k), mask=t < T, other=-1).to(gl.int32)
-            expert = gl.load(chosen + (t * TOP + k), mask=copy >= 0, other=0).to(gl.int32)
-            owner = expert // local
-            returns = copy >= 0
-            if scales is not None:
-                returns &= (targets >> owner) & 1 == 0
-            gl.store(rows + (t * TOP + k), gl.where(returns, t * TOP + k, -1), mask=here & (t < T))
-            targets |= gl.where(copy >= 0, 1 << owner, 0)
-            # 4-byte words of what comes with a copy.
-            sent = (copy >= 0) & here
-            delta = gl.load(deltas + owner) * 4
-            slot = (rank * tokens + t) * TOP + k
-            place = copy + gl.load(offset + expert)
-            gl.store(slots + (delta + place), slot, mask=sent)
-            gl.store(places + (delta + slot), place, mask=sent)
-            if weight is not None:
-                w = gl.load(weight + (t * TOP + k), mask=sent, other=0)
-                to_w = out_weight + delta
-                gl.store(to_w + (slot if scales is None else place), w, mask=sent)
+        targets = _send_copies(
+            weight, index, chosen, offset, deltas, out_weight, slots, places, rows,
+            t, T, rank, local, tokens, here, scales is not None, TOP,
+        )  # fmt: skip
         j = column + gl.arange(0, TILE.shape[1], gl.SliceLayout(0, TILE))
         row = (rank * tokens + t).to(gl.int64)
         for owner in range(0, ranks):
@@ -232,16 +266,10 @@ def exchange_send_kernel(
                 mask=needs[:, None] & (j < K)[None, :],
             )  # fmt: skip
         if scales is not None:
-            targets = gl.convert_layout(targets, gl.SliceLayout(1, SCALES))
-            t_s = tile * TILE.shape[0] + gl.arange(0, TILE.shape[0], gl.SliceLayout(1, SCALES))
-            j_s = gl.arange(0, SECTIONS, gl.SliceLayout(0, SCALES))[None, :]
-            inside = (t_s < T)[:, None] & (j_s < sections) & here
-            s = gl.load(scales + (j_s.to(gl.int64) * S + t_s[:, None]), mask=inside)
-            row_s = (rank * tokens + t_s).to(gl.int64)[:, None] * sections
-            for owner in range(0, ranks):
-                needs = ((targets >> owner) & 1 != 0)[:, None] & inside
-                to_s = out_scales + gl.load(deltas + owner) * 4
-                gl.store(to_s + (row_s + j_s), s, mask=needs)
+            _send_scales(
+                scales, out_scales, targets, deltas, tile * TILE.shape[0],
+                T, rank, ranks, tokens, S, sections, here, SECTIONS, TILE,
+            )  # fmt: skip
     else:
         group = tile - tiles
         end = gl.load(ends + group)
