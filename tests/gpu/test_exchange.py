@@ -308,7 +308,7 @@ def fail(rank: int, how: str) -> None:
     with pytest.raises(RuntimeError):
         send(how == "overflow")
     with pytest.raises(RuntimeError, match=words):
-        exchange.check()
+        exchange.failure.check()
     os._exit(7)
 
 

@@ -41,7 +41,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_fp8.fsdp import runs_on
 from titan_fp8.fsdp.sharded_weight import gathers_of
-from titan_fp8.host import peer_exchange
+from titan_fp8.host import gpu_failure
 from titan_fp8.host.torchtitan_0_2 import step_graph
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
@@ -374,13 +374,13 @@ def test_every_step_checks_the_exchanges(waiting, text, tmp_path, monkeypatch):
     def fail():
         raise RuntimeError("a rank has died")
 
-    exchanges = [SimpleNamespace(check=lambda: None)]
-    monkeypatch.setattr(peer_exchange, "_exchanges", exchanges)
+    failures = [SimpleNamespace(check=lambda: None)]
+    monkeypatch.setattr(gpu_failure, "_failures", failures)
     with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
         Graph.model = t.model_parts[0]
         for seed in range(5):
             gradients(t, seed)
-        exchanges[0].check = fail
+        failures[0].check = fail
         with pytest.raises(RuntimeError, match="a rank has died"):
             gradients(t, 5)
 

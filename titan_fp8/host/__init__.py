@@ -5,6 +5,7 @@ torchtitan has use for; `titan_fp8/torchtitan_0_2/speedups.py` says what depends
 
 - permute.py: sorting tokens by expert, and back, by gathers in both passes.
 - exchange.py, peer_exchange.py, all_to_all.py: tokens between the ranks of experts.
+- symmetric_buffers.py, gpu_failure.py: memory that other GPUs write to, and what a GPU reports.
 - fp8_exchange.py, row_exchange.py: the same for autograd, in FP8 and in high precision.
 - gradient_reduction.py: FSDP2 sends bf16 gradients in bf16.
 - profiler_ranges.py: FSDP2 marks ranges for the profiler only while it runs.

@@ -1,17 +1,13 @@
 """Tokens between the ranks of experts, by writes into each other's GPU memory.
 
 docs/exchange.md explains the design. The CPU launches and never waits. It learns of what went wrong
-on the GPU from pinned memory, which `check` reads.
+on the GPU by `failure`.
 """
 
 import functools
 import itertools
-import logging
 import math
 import socket
-import threading
-import time
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_fp8.host.exchange import Arrived, Exchange, Plan
+from titan_fp8.host.gpu_failure import GpuFailure
+from titan_fp8.host.symmetric_buffers import SymmetricBuffers
 from titan_fp8.layouts import BLOCK, E4M3, cdiv, round_up
 
-ALIGN_BYTES = 256
 TIMEOUT_S = 300.0
-
-_log = logging.getLogger(__name__)
-_exchanges: "weakref.WeakSet[PeerExchange]" = weakref.WeakSet()
 
 
 class ArrivedRows(NamedTuple):
@@ -51,6 +45,10 @@ class PeerPlan(Plan):
 
 class PeerExchange(Exchange[PeerPlan]):
     """Tokens by writes into symmetric memory, which also holds what `arrive` and `deliver` return.
+
+    These two take turns, and kernels that read what they return are launched before the next call
+    of the exchange. Each call has a barrier. So by the barrier of a call all ranks have read what
+    the call before it has brought, and the call after it may write that memory again.
 
     All ranks of the group make it together, with the same arguments.
 
@@ -86,8 +84,6 @@ class PeerExchange(Exchange[PeerPlan]):
         timeout_s: float = TIMEOUT_S,
         key: str = "exchange_capacity",
     ):
-        from torch.distributed import _symmetric_memory as symmetric
-
         from titan_fp8.kernels import exchange as kernels
 
         self.kernels, self.key = kernels, key
@@ -106,7 +102,7 @@ class PeerExchange(Exchange[PeerPlan]):
         self.timeout_ns = int(timeout_s * 1e9)
         self.device = torch.device("cuda", torch.cuda.current_device())
         i32, f32 = torch.int32, torch.float32
-        parts = {
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "flags": ((kernels.FLAG_WORDS,), i32),
             "table": ((self.ranks, experts), i32),
             "slots": ((self.capacity,), i32),
@@ -117,43 +113,27 @@ class PeerExchange(Exchange[PeerPlan]):
             "q": ((self.ranks * tokens, dim), dtype),
             "back": ((tokens * top_k, dim), torch.bfloat16 if self.in_fp8 else dtype),
         }
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts.values()]
-        padded = [round_up(size, ALIGN_BYTES) for size in sizes]
-        self.memory = symmetric.empty(sum(padded), dtype=torch.uint8, device=self.device)
-        pieces = zip(parts.items(), self.memory.split(padded), sizes, strict=True)
-        views = {
-            name: piece[:size].view(dtype).view(shape)
-            for (name, (shape, dtype)), piece, size in pieces
-        }
-        self.flags, self.table, self.slots = views["flags"], views["table"], views["slots"]
-        self.weight, self.places = views["weight"], views["places"]
-        self.back, self.dscores = views["back"], views["dscores"]
-        self.q, self.s = views["q"], views["s"]
+        buffers = SymmetricBuffers(group, shapes, self.device)
+        self.memory, self.deltas = buffers.memory, buffers.deltas
+        self.flags, self.table, self.slots = buffers["flags"], buffers["table"], buffers["slots"]
+        self.weight, self.places = buffers["weight"], buffers["places"]
+        self.back, self.dscores = buffers["back"], buffers["dscores"]
+        self.q, self.s = buffers["q"], buffers["s"]
         self.flags.zero_()
         torch.cuda.synchronize()
-        handle = symmetric.rendezvous(self.memory, group.group_name)
-        begin, addresses = self.memory.data_ptr(), list(handle.buffer_ptrs)
-        shift = begin - addresses[self.rank]  # 0, unless buffers have a common header.
-        deltas = [(address + shift - begin) // 16 for address in addresses]
-        self.deltas = torch.tensor(deltas, dtype=torch.int64, device=self.device)
-        self.failure = torch.zeros(2, dtype=i32, pin_memory=True)
+        self.failure = GpuFailure(self._describe)
         self.index = torch.arange(self.capacity, dtype=i32, device=self.device)
         dist.barrier(group, device_ids=[self.device.index])
-        _exchanges.add(self)
-        _report_failures(self)
 
-    def check(self) -> None:
-        """Raises RuntimeError if a GPU kernel has stopped because an exchange was impossible."""
-        code, needed = self.failure.tolist()
-        if not code:
-            return
+    def _describe(self, code: int, needed: int) -> str:
+        """What the words say that a kernel has written to `failure`."""
         kind, rank = code >> 8 << 8, code & 255
         if kind == self.kernels.TIMED_OUT.value:
-            raise RuntimeError(
+            return (
                 f"exchange of tokens: rank {self.rank} of the experts' group has waited "
                 f"{self.timeout_ns / 1e9:g} s for rank {rank}, which has died or hangs"
             )
-        raise RuntimeError(
+        return (
             f"{self.key}: rank {rank} of the experts' group would get {needed} rows, padding "
             f"included; the capacity is {self.capacity}. Raise the key, or balance the routing"
         )
@@ -175,7 +155,7 @@ class PeerExchange(Exchange[PeerPlan]):
             raise ValueError(f"counts has shape {tuple(counts.shape)}: not ({self.experts},)")
         self._barrier(counts.contiguous(), self.table)
         offset, ends, filled = self.kernels.places(
-            self.table, self.failure, self.rank, self.alignment, self.capacity
+            self.table, self.failure.words, self.rank, self.alignment, self.capacity
         )
         rows = order.new_empty(order.shape, dtype=torch.int32)
         return PeerPlan(rows, ends, order.contiguous(), chosen.contiguous(), offset, filled)
@@ -218,14 +198,10 @@ class PeerExchange(Exchange[PeerPlan]):
             dscores = torch.where(plan.order < 0, 0, self.dscores[:t])
         return self.back[: plan.rows.numel()], dscores
 
-    # `arrive` and `deliver` take turns, and what they return is read by kernels that are launched
-    # before the next barrier. So every barrier also says that all ranks have read what the exchange
-    # before the last has brought, and the same memory may be written again.
-
     def _barrier(self, counts: Tensor | None = None, table: Tensor | None = None) -> None:
-        self.check()
+        self.failure.check()
         self.kernels.barrier(
-            self.flags, self.deltas, self.failure, self.rank, self.timeout_ns, counts, table
+            self.flags, self.deltas, self.failure.words, self.rank, self.timeout_ns, counts, table
         )
 
 
@@ -246,12 +222,6 @@ def reach_each_other(group: ProcessGroup) -> bool:
     )
 
 
-def check_all() -> None:
-    """`PeerExchange.check` of all there are, for launches that call none of their methods."""
-    for exchange in _exchanges:
-        exchange.check()
-
-
 def rows_for(
     tokens: int, top_k: int, experts: int, ranks: int, factor: float, copies: int | None = None
 ) -> int:
@@ -267,19 +237,3 @@ def rows_for(
     copies = tokens * top_k if copies is None else copies
     worst = ranks * min(copies, tokens * min(top_k, local))
     return min(worst, math.ceil(copies * factor)) + local * BLOCK
-
-
-def _report_failures(exchange: PeerExchange) -> None:
-    """Logs a failure as soon as it happens. PyTorch's own error does not say what it is."""
-    words, alive = exchange.failure.numpy(), weakref.ref(exchange)
-
-    def watch() -> None:
-        while alive() is not None and not words[0]:
-            time.sleep(0.05)
-        if (failed := alive()) is not None:
-            try:
-                failed.check()
-            except RuntimeError as error:
-                _log.error("titan_fp8: %s", error)
-
-    threading.Thread(target=watch, name="titan_fp8 exchange", daemon=True).start()

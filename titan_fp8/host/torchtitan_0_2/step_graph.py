@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
 from titan_fp8.fsdp.sharded_weight import ShardGather, gathers_of
-from titan_fp8.host.peer_exchange import check_all
+from titan_fp8.host.gpu_failure import check_all
 from titan_fp8.ops import is_observed
 from titan_fp8.patches import log_once
 
