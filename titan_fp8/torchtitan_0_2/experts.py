@@ -20,7 +20,6 @@ from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8.functional.checks import check_bool, check_types
-from titan_fp8.host.torchtitan_0_2.token_dispatcher import TokenDispatcher
 from titan_fp8.layouts import BLOCK
 from titan_fp8.modules.checks import (
     check_choice,
@@ -56,10 +55,10 @@ class FP8GroupedExperts(GroupedExperts):
     compile_backend: str | None
     health_freq: int = 0
 
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor | TokenDispatcher) -> Tensor:
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor | Callable[..., Tensor]) -> Tensor:
         """x (M, dim), sorted by expert, and tokens (E,) of the local experts. Returns (M, dim).
 
-        Or x (T, dim), in the order of the tokens, and their dispatcher. Returns (T, dim).
+        Or tokens x (T, dim), and what `FP8Dispatcher.dispatch` returns with them. Returns (T, dim).
         """
         weights = (self.w1, self.w2, self.w3)
         aligned = False
@@ -73,9 +72,11 @@ class FP8GroupedExperts(GroupedExperts):
         if self.compile_backend is not None and not torch.compiler.is_compiling():
             run = compiled_run_experts(self.compile_backend)
         try:
-            if isinstance(num_tokens_per_expert, TokenDispatcher):
-                return num_tokens_per_expert.run(x, *weights, self.recipe, self.emulate)
-            return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
+            if isinstance(num_tokens_per_expert, Tensor):
+                return run(*weights, x, num_tokens_per_expert, self.recipe, self.emulate, aligned)
+            w1, w2, w3 = weights
+            options = {"recipe": self.recipe, "emulate": self.emulate}
+            return num_tokens_per_expert(x, w1=w1, w2=w2, w3=w3, **options)
         except ValueError as error:
             raise ValueError(f"{self.fqn}: {error}" if self.fqn else str(error)) from None
 

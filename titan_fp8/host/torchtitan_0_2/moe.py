@@ -13,7 +13,11 @@ from torch._dynamo import OptimizedModule
 from torchtitan.models.moe.moe import MoE, TokenReorderer
 
 from titan_fp8.host.permute import Combine, Expand, rows_of_slots, slots_by_expert
-from titan_fp8.host.torchtitan_0_2.token_dispatcher import ExchangeSettings, TokenDispatcher
+from titan_fp8.host.torchtitan_0_2.token_dispatcher import (
+    ExchangeSettings,
+    FP8Dispatcher,
+    RowDispatcher,
+)
 from titan_fp8.modules.feed_forward import FP8FeedForward, has_hooks
 
 
@@ -66,7 +70,8 @@ class GatherMoE(MoE):
         if copies is None:
             assert scores is not None and self.exchange is not None
             routing, before = (rows, chosen, counts, slots), self.score_before_experts
-            out = self.experts(tokens, TokenDispatcher(routing, scores, before, self.exchange))
+            dispatcher = FP8Dispatcher if self.exchange.in_fp8 else RowDispatcher
+            out = self.experts(tokens, dispatcher(routing, scores, before, self.exchange))
         else:
             copies = self.experts(copies, counts)
         # Computed here to overlap with the all-to-all that returns the copies.

@@ -1,23 +1,20 @@
 """How the tokens of a MoE layer travel to their experts, in place of torchtitan's all-to-alls.
 
 torchtitan exchanges tokens in hooks on the experts. `GatherMoE` gives the experts its tokens, and a
-`TokenDispatcher` in place of the counts, which the hooks call (`token_exchange.py`). In FP8 it lets
-both pass, and the experts exchange the tokens (`host/fp8_exchange.py`). In high precision it does,
-without waiting for the CPU, for steps that are captured as a CUDA graph (`host/row_exchange.py`).
+dispatcher in place of the counts, which the hooks call (`token_exchange.py`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.tools.logging import logger
 
-from titan_fp8.functional.weights import Weight
 from titan_fp8.host.all_to_all import AllToAllExchange
 from titan_fp8.host.exchange import Exchange
 from titan_fp8.host.fp8_exchange import exchanged_swiglu
@@ -46,59 +43,31 @@ class TokenDispatcher:
     """
 
     def __init__(
-        self,
-        routing: tuple[Tensor, Tensor, Tensor, Tensor],
-        scores: Tensor,
-        before: bool,
-        settings: ExchangeSettings,
+        self, routing: tuple[Tensor, ...], scores: Tensor, before: bool, settings: ExchangeSettings
     ):
         self.routing, self.scores, self.before, self.settings = routing, scores, before, settings
-        self.group: ProcessGroup | None = None
 
-    def dispatch(
-        self, x: Tensor, experts: nn.Module, mesh: DeviceMesh
-    ) -> "tuple[Tensor, Tensor | TokenDispatcher]":
+    def dispatch(self, x: Tensor, experts: nn.Module, group: ProcessGroup) -> tuple[Tensor, Any]:
         """The arguments of the experts, for tokens x (T, dim); the hook before them calls it.
 
-        In FP8 they are the tokens and this; otherwise rows (C, dim) and the sizes of their groups.
+        `experts` are those of this rank, and `group` the ranks that have the others.
         """
-        self.group = mesh.get_group()
-        weight = next(experts.parameters())
-        assert isinstance(weight, DTensor)
-        whole = weight.device_mesh
-        if self.before and "etp" in (whole.mesh_dim_names or ()):
-            # Each rank has a part of what the experts compute, and of the gradients. The hook does
-            # the same to the tokens.
-            scores = DTensor.from_local(self.scores, whole["etp"], (Replicate(),))
-            self.scores = scores.to_local(grad_placements=(Partial(),))
-        if self.settings.in_fp8:
-            return x, self
-        alignment = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
-        self.exchange = self._by_peers(self.group, x, x.dtype, alignment)
-        self.plan = self.exchange.plan(*self.routing)
-        scores_before = self.scores if self.before else None
-        rows = SendRows.call(x, scores_before, self.exchange, self.plan)
-        return rows, group_sizes(self.plan)
+        raise NotImplementedError
 
     def combine(self, y: Tensor) -> Tensor:
         """The tokens' outputs (T, dim), from what experts return; the hook after them calls it."""
-        if self.settings.in_fp8:
-            return y
-        return ReturnRows.call(y, None if self.before else self.scores, self.exchange, self.plan)
+        raise NotImplementedError
 
-    def run(
-        self, x: Tensor, w1: Weight, w2: Weight, w3: Weight, recipe: str, emulate: bool
-    ) -> Tensor:
-        """The experts' outputs for tokens x, combined: (T, dim). Converted experts call it."""
-        assert self.group is not None, "only the hooks of expert parallelism say which ranks"
-        exchange: Exchange = AllToAllExchange(self.group)
-        if x.is_cuda and x.dtype == torch.bfloat16 and reach_each_other(self.group):
-            exchange = self._by_peers(self.group, x, E4M3, BLOCK)
-        plan = exchange.plan(*self.routing)
-        return exchanged_swiglu(
-            x, self.scores, w1, w2, w3, exchange, plan,
-            recipe=recipe, emulate=emulate, score_before_experts=self.before,
-        )  # fmt: skip
+    def _scores_for(self, experts: nn.Module) -> Tensor:
+        """The scores; ranks that have parts of the same experts sum their gradients."""
+        weight = next(experts.parameters())
+        assert isinstance(weight, DTensor)
+        mesh = weight.device_mesh
+        if not self.before or "etp" not in (mesh.mesh_dim_names or ()):
+            return self.scores
+        # torchtitan's hook does the same to the tokens.
+        scores = DTensor.from_local(self.scores, mesh["etp"], (Replicate(),))
+        return scores.to_local(grad_placements=(Partial(),))
 
     def _by_peers(
         self, group: ProcessGroup, x: Tensor, dtype: torch.dtype, alignment: int
@@ -110,6 +79,39 @@ class TokenDispatcher:
             group, tokens=tokens, top_k=top_k, dim=dim, experts=experts, capacity=capacity,
             dtype=dtype, alignment=alignment, timeout_s=timeout_s,
         )  # fmt: skip
+
+
+class FP8Dispatcher(TokenDispatcher):
+    """In FP8: the hooks let tokens pass; converted experts exchange them (`fp8_exchange.py`)."""
+
+    def dispatch(
+        self, x: Tensor, experts: nn.Module, group: ProcessGroup
+    ) -> tuple[Tensor, Callable[..., Tensor]]:
+        """The tokens, and `exchanged_swiglu` of this batch, for experts to call."""
+        exchange: Exchange = AllToAllExchange(group)
+        if x.is_cuda and x.dtype == torch.bfloat16 and reach_each_other(group):
+            exchange = self._by_peers(group, x, E4M3, BLOCK)
+        return x, functools.partial(
+            exchanged_swiglu, scores=self._scores_for(experts), exchange=exchange,
+            plan=exchange.plan(*self.routing), score_before_experts=self.before,
+        )  # fmt: skip
+
+    def combine(self, y: Tensor) -> Tensor:
+        return y
+
+
+class RowDispatcher(TokenDispatcher):
+    """In high precision, by GPUs: rows for any experts of torchtitan (`row_exchange.py`)."""
+
+    def dispatch(self, x: Tensor, experts: nn.Module, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Rows (C, dim), sorted by expert, and the sizes of their groups (local experts,)."""
+        scores = self._scores_for(experts) if self.before else None
+        self.exchange = self._by_peers(group, x, x.dtype, moe_utils.TOKEN_GROUP_ALIGN_SIZE_M)
+        self.plan = self.exchange.plan(*self.routing)
+        return SendRows.call(x, scores, self.exchange, self.plan), group_sizes(self.plan)
+
+    def combine(self, y: Tensor) -> Tensor:
+        return ReturnRows.call(y, None if self.before else self.scores, self.exchange, self.plan)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def token_dispatch(
     mod: Any,
     inputs: tuple[Tensor, Tensor | TokenDispatcher],
     device_mesh: DeviceMesh,
-) -> tuple[Tensor, Tensor | TokenDispatcher]:
+) -> tuple[Tensor, Any]:
     """ExpertParallel._token_dispatch: sends each row to the rank of its expert.
 
     Args:
@@ -37,11 +37,10 @@ def token_dispatch(
         The rows of the local experts, padded, and the padded sizes of the groups; or what
         `TokenDispatcher.dispatch` returns.
     """
-    rows, counts = inputs
+    (rows, counts), group, ranks = inputs, device_mesh.get_group(), device_mesh.shape[0]
     if isinstance(counts, TokenDispatcher):
         self.permuted_indices = counts
-        return counts.dispatch(rows, mod, device_mesh)
-    group, ranks = device_mesh.get_group(), device_mesh.shape[0]
+        return counts.dispatch(rows, mod, group)
     received, (self.input_splits, self.output_splits) = exchange_counts(counts, group)
     splits = self.output_splits, self.input_splits
     rows = ExchangeRows.apply(rows, *splits, group.group_name)
