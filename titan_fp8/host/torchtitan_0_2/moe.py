@@ -72,12 +72,11 @@ class GatherMoE(MoE):
             routing, before = (rows, chosen, counts, slots), self.score_before_experts
             dispatcher = FP8Dispatcher if self.exchange.in_fp8 else RowDispatcher
             out = self.experts(tokens, dispatcher(routing, scores, before, self.exchange))
+            shared = _run_shared(self.shared_experts, tokens)
         else:
             copies = self.experts(copies, counts)
-        # Computed here to overlap with the all-to-all that returns the copies.
-        shared_experts = _without_compiler(self.shared_experts)
-        shared = None if shared_experts is None else shared_experts(tokens)
-        if copies is not None:
+            # Computed here to overlap with the all-to-all that returns the copies.
+            shared = _run_shared(self.shared_experts, tokens)
             out = Combine.call(copies, slots, rows, scores)
         out = out.to(tokens.dtype)
         return out if shared is None else shared + out
@@ -89,16 +88,17 @@ def _sorts_all_slots(reorderer: nn.Module) -> bool:
     return type(original) is TokenReorderer and not (has_hooks(reorderer) or has_hooks(original))
 
 
-def _without_compiler(module: nn.Module | None) -> nn.Module | None:
-    """The feed-forward inside a compiled `module`, if it runs fused; otherwise `module`.
+def _run_shared(module: nn.Module | None, x: Tensor) -> Tensor | None:
+    """`module` of x if there is one; without the compiler if it is a feed-forward that runs fused.
 
     The ops of a fused feed-forward leave the compiler nothing to fuse, and calling them takes less
     CPU time than calling compiled code.
     """
-    if not isinstance(module, OptimizedModule) or has_hooks(module):
-        return module
-    original = module._orig_mod
-    return original if isinstance(original, FP8FeedForward) and original.runs_fused() else module
+    if isinstance(module, OptimizedModule) and not has_hooks(module):
+        original = module._orig_mod
+        if isinstance(original, FP8FeedForward) and original.runs_fused():
+            module = original
+    return None if module is None else module(x)
 
 
 def route_by_gathers(model: nn.Module) -> list[GatherMoE]:
