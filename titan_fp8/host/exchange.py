@@ -1,7 +1,8 @@
 """How tokens travel in FP8 to the ranks of their experts and back: what every `Exchange` offers.
 
 docs/exchange.md explains it. `PeerExchange` (`peer_exchange.py`) writes to the memory of the other
-GPUs of a host. `AllToAllExchange` (`all_to_all.py`) runs on any devices and hosts.
+GPUs of a host. `AllToAllExchange` (`all_to_all.py`) runs on any devices and hosts. Outside of this
+protocol PeerExchange also moves tokens and rows in high precision.
 """
 
 from dataclasses import dataclass

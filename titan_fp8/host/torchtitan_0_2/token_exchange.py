@@ -1,7 +1,9 @@
 """What expert parallelism does before and after the experts: tokens between ranks, and their order.
 
 These replace torchtitan's hooks on the experts. Rows travel by all-to-alls that take less CPU time
-(`host/all_to_all.py`), or as a `TokenDispatcher` does it.
+(`host/all_to_all.py`), or as a `TokenDispatcher` does it. torchtitan's attribute `permuted_indices`
+carries what the hook before the experts has for the hook after them: a permutation, or the
+dispatcher.
 
 What arrives is sorted by source rank. torchtitan's `_permute` sorts it by expert and pads each
 group; `_unpermute` inverts it. Both scatter rows by `index_put`, copy the whole tensor to append a
