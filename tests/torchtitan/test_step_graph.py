@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -336,15 +337,24 @@ def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog
     assert warning.endswith("the CPU waits for the GPU at moe.py:7")
 
 
-def test_looking_for_waits_keeps_the_debug_mode(monkeypatch):
+def test_looking_for_waits_keeps_the_debug_mode_and_other_warnings(monkeypatch):
     modes = [2]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with step_graph.waits() as places:
+
+    def wait():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    with pytest.warns() as others, step_graph.waits() as places:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
+        with ThreadPoolExecutor() as another_thread:
+            another_thread.submit(wait).result()
     assert modes == [2, "warn", 2]
     assert len(places) == 1 and "test_step_graph.py:" in places[0]
+    messages = [str(w.message) for w in others]
+    assert messages == ["something else", "called a synchronizing CUDA operation"]
 
 
 def test_a_trainer_may_take_inputs_from_a_batch():

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import logging
 import operator
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +44,9 @@ WARM_UP = 3
 
 PLAIN = {type(None), bool, int, float, str}
 """Types of values in a batch that are equal if nothing else about the step differs."""
+
+WAIT = "called a synchronizing CUDA operation"
+"""How PyTorch's warning begins where the CPU waits for the GPU."""
 
 Step = Callable[[dict[str, Any], Tensor, Any], Tensor]
 """The trainer's step: the loss of (input_dict, labels, global_valid_tokens)."""
@@ -201,18 +205,29 @@ def join(stream: torch.cuda.Stream, units: list[FSDPModule]) -> None:
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
-    """Lists, at the end, the places of the code where the CPU has waited for the GPU."""
+    """Lists the places of the code where this thread waits for the GPU.
+
+    PyTorch warns of those of all threads, such as one that copies a checkpoint meanwhile. Their
+    warnings and all others are shown as ever.
+    """
     places: list[str] = []
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def note(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+            if WAIT not in str(message) or threading.get_ident() != thread:
+                show(message, category, filename, lineno, *rest)
+            elif (place := f"{filename}:{lineno}") not in places:
+                places.append(place)
+
+        warnings.showwarning = note  # type: ignore[assignment]
+        warnings.filterwarnings("always", WAIT)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    found = [w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
-    places += dict.fromkeys(f"{w.filename}:{w.lineno}" for w in found)
 
 
 @contextlib.contextmanager
