@@ -7,7 +7,8 @@ are copied to where the captured step reads them, and gradients appear where it 
 
 The first steps compile, load kernels, open connections and fill caches. The last of them also looks
 for places where the CPU waits for the GPU. What the CPU reads there could differ from step to step,
-so if there is one, no step is captured.
+so if there is one, no step is captured. This step is of the same form as the one before, since new
+forms may compile, too.
 
 All steps run on a stream of their own, because a capture must not touch the default stream, and
 autograd and FSDP2 come back to the stream where they began. FSDP2's streams wait for it, and it
@@ -40,7 +41,7 @@ from titan_fp8.ops import is_observed
 from titan_fp8.patches import log_once
 
 WARM_UP = 3
-"""The steps before the first that is captured."""
+"""The steps before the first that is captured; more if the last is observed or of a new form."""
 
 PLAIN = {type(None), bool, int, float, str}
 """Types of values in a batch that are equal if nothing else about the step differs."""
@@ -317,6 +318,20 @@ class StepGraph:
         adds = any(p.grad is not None for p in parameters)
         self.steps += not adds
         before, self.form = self.form, form_of(tensors, self.units, *arguments)
+        # The first batch of a step quantizes weights, in any way and whatever came before, and the
+        # others do not: ranks that replay and ranks that do not must agree.
+        if not adds:
+            self.expect_quantized(False)
+        is_new = is_observed() or self.form != before
+        if is_new and self.steps >= WARM_UP:
+            log_once(
+                logging.INFO,
+                f"titan_fp8: {self.key}: steps that health_freq observes run without a CUDA graph, "
+                "and so does a batch of another form than the one before, such as another shape",
+            )
+            self.free()
+        if is_new and self.steps == WARM_UP:
+            self.steps -= 1  # Waits of what such a batch does for the first time count for nothing.
         if self.steps <= WARM_UP:
             state = torch.cuda.get_rng_state()
             loss = self.warm_up(step, *arguments)
@@ -327,17 +342,7 @@ class StepGraph:
                 )
             self.look_at(model)
             return loss
-        # The first batch of a step quantizes weights, in any way and whatever came before, and the
-        # others do not: ranks that replay and ranks that do not must agree.
-        if not adds:
-            self.expect_quantized(False)
-        if is_observed() or self.form != before:
-            log_once(
-                logging.INFO,
-                f"titan_fp8: {self.key}: steps that health_freq observes run without a CUDA graph, "
-                "and so does a batch of another form than the one before, such as another shape",
-            )
-            self.free()
+        if is_new:
             return step(*arguments)
         if not self.can_capture:
             return step(*arguments)
