@@ -481,6 +481,7 @@ PP = ("--parallelism.pipeline_parallel_degree", 2)
         (("--fault_tolerance.enable",), "fault_tolerance.enable must be false"),
         (("--training.enable_cpu_offload",), "training.enable_cpu_offload must be false"),
         (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
+        (("--model.name", "flux"), "model.name must not be flux"),
     ],
 )
 def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
@@ -488,8 +489,9 @@ def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
     config = job(tmp_path, "deepseek_v3", f"{AC}.mode", "none", *KEY, *flags, converters=BOTH)
     ranks = 2 if EP[0] in flags or PP[0] in flags or "replicate" in str(flags) else 1
     expected = pytest.raises(ValueError) if words else contextlib.nullcontext()
+    model = build(job(tmp_path, "deepseek_v3"))
     with expected as caught:
-        convert(config, build(config), ranks)
+        convert(config, model, ranks)
     if words:
         assert str(caught.value).startswith(f"[{LINEAR}] cuda_graph = True: ")
         assert words in str(caught.value)

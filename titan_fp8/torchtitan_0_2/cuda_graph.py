@@ -55,6 +55,9 @@ def _why_not(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str
     parallelism, optimizer = job_config.parallelism, job_config.optimizer
     dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     reasons = {
+        "model.name must not be flux, whose trainer has a forward_backward_step of its own": (
+            job_config.model.name.startswith("flux")
+        ),
         "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
         "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
             dims.dp_replicate_enabled and not dims.fsdp_enabled
