@@ -43,7 +43,7 @@ from torchtitan.distributed import ParallelDims
 from titan_fp8.fsdp import runs_on
 from titan_fp8.fsdp.sharded_weight import gathers_of
 from titan_fp8.host import peer_exchange
-from titan_fp8.host.torchtitan_0_2 import step_graph
+from titan_fp8.host.torchtitan_0_2 import captured_step, step_graph
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
 from titan_fp8.patches import Target
@@ -103,7 +103,7 @@ def simulate(monkeypatch) -> list[str]:
     """Lets steps be captured; returns the list of the places where the CPU waits."""
     places: list[str] = []
     use_peers(monkeypatch)
-    monkeypatch.setattr(step_graph, "Graph", Graph)
+    monkeypatch.setattr(captured_step, "Graph", Graph)
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
@@ -348,7 +348,10 @@ def test_gradients_of_others_are_added_to(waiting, text, tmp_path):
 def test_only_plain_values_let_a_batch_be_captured():
     labels = torch.zeros(2, 3)
     forms = [
-        [step_graph.form_of([], [], {"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
+        [
+            captured_step.form_of([], [], {"input": labels, "extra": extra}, labels, 1)
+            for _ in range(2)
+        ]
         for extra in (True, "name", [torch.ones(2)], {})
     ]
     assert [a == b for a, b in forms] == [True, True, False, False]
@@ -389,7 +392,7 @@ def test_looking_for_waits_keeps_the_debug_mode_and_other_warnings(monkeypatch):
 
 def test_a_trainer_may_take_inputs_from_a_batch():
     inputs, labels = {"input": torch.ones(2), "positions": torch.ones(2)}, torch.ones(2)
-    batch = step_graph.Batch(inputs, labels, torch.tensor(4.0))
+    batch = captured_step.Batch(inputs, labels, torch.tensor(4.0))
     batch.arguments()[0].pop("positions")
     batch.copy_({**inputs, "positions": torch.zeros(2)}, labels, torch.tensor(4.0))
     assert torch.equal(batch.arguments()[0]["positions"], torch.zeros(2))
@@ -402,7 +405,7 @@ def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp
         finally:
             raise RuntimeError("the end of the capture")
 
-    monkeypatch.setattr(step_graph, "Graph", fail)
+    monkeypatch.setattr(captured_step, "Graph", fail)
     with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
         for seed in range(3):
             gradients(t, seed)
@@ -457,7 +460,7 @@ def test_closing_frees_the_graph(waiting, text, tmp_path):
 
 
 def test_a_number_of_tokens_divides_as_on_a_gpu():
-    divisor = step_graph.Divisor(3, torch.device("cpu"))
+    divisor = captured_step.Divisor(3, torch.device("cpu"))
     divisor.copy_(7)
     loss = torch.tensor(21.0, requires_grad=True)
     result = loss / divisor

@@ -1,9 +1,8 @@
 """Forward, loss and backward of a step as one CUDA graph, which the CPU launches at once.
 
 A step of a large MoE launches thousands of kernels, and where each is short the GPU waits for the
-CPU. Here the first steps run as ever, one more is captured, and later ones replay it. A replay
-launches the same kernels on the same memory, so its results are the same bit for bit. Its inputs
-are copied to where the captured step reads them, and gradients appear where it writes them.
+CPU. Here the first steps run as ever, one more is captured, and later ones replay it
+(`captured_step.py`). What patches the trainer is here, and what decides how a batch runs.
 
 The first steps compile, load kernels, open connections and fill caches. The last of them also looks
 for places where the CPU waits for the GPU. What the CPU reads there could differ from step to step,
@@ -11,8 +10,7 @@ so if there is one, no step is captured. This step is of the same form as the on
 forms may compile, too.
 
 All steps run on a stream of their own, because a capture must not touch the default stream, and
-autograd and FSDP2 come back to the stream where they began. FSDP2's streams wait for it, and it
-for them, so they belong to the capture, too. The optimizer stays on the default stream.
+autograd and FSDP2 come back to the stream where they began. The optimizer stays on the default one.
 
 The memory of a captured step stays reserved for it. A training step that cannot be replayed,
 because health_freq observes it or it is of another form, frees this memory before it runs, and the
@@ -23,7 +21,6 @@ trained, and where parameters and buffers are. Evaluations run beside the graph.
 import contextlib
 import functools
 import logging
-import operator
 import threading
 import time
 import warnings
@@ -37,145 +34,15 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8.fsdp.sharded_weight import ShardGather, gathers_of
 from titan_fp8.host.peer_exchange import check_all
+from titan_fp8.host.torchtitan_0_2.captured_step import Batch, CapturedStep, Step, form_of
 from titan_fp8.ops import is_observed
 from titan_fp8.patches import log_once
 
 WARM_UP = 3
 """The steps before the first that is captured; more if the last is observed or of a new form."""
 
-PLAIN = {type(None), bool, int, float, str}
-"""Types of values in a batch that are equal if nothing else about the step differs."""
-
 WAIT = "called a synchronizing CUDA operation"
 """How PyTorch's warning begins where the CPU waits for the GPU."""
-
-Step = Callable[[dict[str, Any], Tensor, Any], Tensor]
-"""The trainer's step: the loss of (input_dict, labels, global_valid_tokens)."""
-
-
-class Divisor:
-    """A number in GPU memory by which the trainer divides the loss, in place of a Python number.
-
-    PyTorch divides a CUDA tensor by a Python number by multiplying it by the inverse in FP32, in
-    forward and in backward. So does this.
-    """
-
-    def __init__(self, value: float, device: torch.device):
-        self.inverse = torch.empty((), dtype=torch.float32, device=device)
-        self.copy_(value)
-
-    def copy_(self, value: float) -> None:
-        one, by = torch.tensor([1.0, value], dtype=torch.float32)
-        self.inverse.fill_(float(one / by))
-
-    def __rtruediv__(self, loss: Tensor) -> Tensor:
-        return loss * self.inverse
-
-
-class Batch:
-    """The arguments of a step, in memory that stays."""
-
-    def __init__(self, inputs: dict[str, Any], labels: Tensor, tokens: Any):
-        self.inputs = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        self.labels = labels.clone()
-        # torchtitan counts tokens in a tensor if there is one rank, and otherwise in a number.
-        is_tensor = isinstance(tokens, Tensor)
-        self.tokens: Any = tokens.clone() if is_tensor else Divisor(tokens, labels.device)
-
-    def arguments(self) -> tuple[dict[str, Any], Tensor, Any]:
-        """As `Step` takes them."""
-        return {**self.inputs}, self.labels, self.tokens  # A trainer may take what it has read.
-
-    def copy_(self, inputs: dict[str, Any], labels: Tensor, tokens: Any) -> None:
-        """Takes the values of a batch of the same form."""
-        for name, value in inputs.items():
-            if isinstance(value, Tensor):
-                self.inputs[name].copy_(value)
-        self.labels.copy_(labels)
-        self.tokens.copy_(tokens)
-
-
-def form_of(
-    tensors: list[Tensor | None],
-    units: list[FSDPModule],
-    inputs: dict[str, Any],
-    labels: Tensor,
-    tokens: Any,
-) -> list[Any]:
-    """All that a graph cannot change: what is not the values of tensors.
-
-    `tensors` are the model's parameters and buffers, and `units` those of FSDP2. A batch with other
-    values than tensors and PLAIN ones has a form that equals no other, and so has one whose
-    gradients FSDP2 keeps to itself, to reduce them with those of a later batch.
-    """
-    form: list[Any] = [isinstance(tokens, Tensor)]
-    for name, v in (*sorted(inputs.items()), ("labels", labels)):
-        if isinstance(v, Tensor):
-            form.append((name, v.shape, v.dtype, v.device))
-        else:
-            form.append((name, v if type(v) in PLAIN else object()))
-    for t in tensors:
-        where = None if t is None else getattr(t, "_local_tensor", t).data_ptr()
-        form.append((where, t is not None and t.requires_grad))
-    for unit in units:
-        if (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
-            reduces = group.reduce_grads and group.all_reduce_grads
-            form.append(group.gradient_divide_factor if reduces else object())
-    return form
-
-
-class Graph:
-    """A CUDA graph of what `run` launches; what `run` allocates comes from `pool`."""
-
-    def __init__(self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any):
-        self._graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog may call CUDA meanwhile, from a thread of its own.
-        options = {"stream": stream, "pool": pool, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self._graph, **options):
-            run()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
-class CapturedStep:
-    """A step that has been captured, and runs when it is replayed.
-
-    `parameters` are the model's, and `units` those of FSDP2.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        batch: Batch,
-        parameters: list[nn.Parameter],
-        units: list[FSDPModule],
-        stream: torch.cuda.Stream,
-        pool: Any,
-    ):
-        self.batch = batch
-
-        def run() -> None:
-            self.loss = step(*batch.arguments()).detach()
-            join(stream, units)
-
-        self.graph = Graph(run, stream, pool)
-        self.parameters = parameters
-        self.gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-
-    def has_left_gradients(self) -> bool:
-        """Whether the parameters have those of the last replay, and no others."""
-        found = [p.grad for p in self.parameters if p.grad is not None]
-        own = [gradient for _, gradient in self.gradients]
-        return len(found) == len(own) and all(map(operator.is_, found, own))
-
-    def replay(self, *arguments: Any) -> Tensor:
-        """Runs the step for the arguments of a `Step`, and returns the loss."""
-        self.batch.copy_(*arguments)
-        self.graph.replay()
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        return self.loss.clone()
 
 
 def forget_evaluations(units: list[FSDPModule]) -> None:
@@ -191,17 +58,6 @@ def forget_evaluations(units: list[FSDPModule]) -> None:
         state._comm_ctx.post_forward_order.clear()
         if (group := state._fsdp_param_group) is not None:
             group._post_forward_indices.clear()
-
-
-def join(stream: torch.cuda.Stream, units: list[FSDPModule]) -> None:
-    """Has `stream` wait for those of FSDP2 that belong to its capture, as a capture must end."""
-    # All units have the same ones.
-    for other in vars(units[0]._get_fsdp_state()._comm_ctx).values() if units else ():
-        if isinstance(other, torch.cuda.Stream):
-            with torch.cuda.stream(other):
-                belongs = torch.cuda.is_current_stream_capturing()
-            if belongs:
-                stream.wait_stream(other)
 
 
 @contextlib.contextmanager
