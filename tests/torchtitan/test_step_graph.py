@@ -44,6 +44,7 @@ from titan_fp8.fsdp import runs_on
 from titan_fp8.fsdp.sharded_weight import gathers_of
 from titan_fp8.host import peer_exchange
 from titan_fp8.host.torchtitan_0_2 import captured_step, step_graph
+from titan_fp8.host.torchtitan_0_2.captured_step import Batch, Divisor, ModelTensors
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
 from titan_fp8.patches import Target
@@ -348,10 +349,7 @@ def test_gradients_of_others_are_added_to(waiting, text, tmp_path):
 def test_only_plain_values_let_a_batch_be_captured():
     labels = torch.zeros(2, 3)
     forms = [
-        [
-            captured_step.form_of([], [], {"input": labels, "extra": extra}, labels, 1)
-            for _ in range(2)
-        ]
+        [ModelTensors().form_of({"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
         for extra in (True, "name", [torch.ones(2)], {})
     ]
     assert [a == b for a, b in forms] == [True, True, False, False]
@@ -392,7 +390,7 @@ def test_looking_for_waits_keeps_the_debug_mode_and_other_warnings(monkeypatch):
 
 def test_a_trainer_may_take_inputs_from_a_batch():
     inputs, labels = {"input": torch.ones(2), "positions": torch.ones(2)}, torch.ones(2)
-    batch = captured_step.Batch(inputs, labels, torch.tensor(4.0))
+    batch = Batch(inputs, labels, torch.tensor(4.0))
     batch.arguments()[0].pop("positions")
     batch.copy_({**inputs, "positions": torch.zeros(2)}, labels, torch.tensor(4.0))
     assert torch.equal(batch.arguments()[0]["positions"], torch.zeros(2))
@@ -432,7 +430,7 @@ def test_a_checkpoint_comes_after_the_step(monkeypatch):
     calls = []
     stream = SimpleNamespace(synchronize=lambda: calls.append("the step ends"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    save = step_graph.StepGraph("key", None, None).save(lambda self, *args: calls.append(args))
+    save = step_graph.after_step(lambda self, *args: calls.append(args))
     save(None, {}, "step-4")
     assert calls == ["the step ends", ({}, "step-4")]
 
@@ -460,7 +458,7 @@ def test_closing_frees_the_graph(waiting, text, tmp_path):
 
 
 def test_a_number_of_tokens_divides_as_on_a_gpu():
-    divisor = captured_step.Divisor(3, torch.device("cpu"))
+    divisor = Divisor(3, torch.device("cpu"))
     divisor.copy_(7)
     loss = torch.tensor(21.0, requires_grad=True)
     result = loss / divisor

@@ -9,7 +9,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import fsdp
 from titan_fp8.host.peer_exchange import reach_each_other
-from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
+from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph, after_step
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import host_speedups_of, permutation_of
 
@@ -42,7 +42,7 @@ def capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Parall
     stream = torch.cuda.Stream()
     fsdp.runs_on(stream)
     steps = StepGraph(key, stream, job_config, may_draw)
-    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, steps.save)
+    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, after_step)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
         f"CUDA graph, if nothing in them waits for the CPU{without}"

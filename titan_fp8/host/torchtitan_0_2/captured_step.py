@@ -6,12 +6,14 @@ FSDP2's streams wait for the one that is captured, and it for them, so they belo
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from titan_fp8.fsdp.sharded_weight import gathers_of
 
 PLAIN = {type(None), bool, int, float, str}
 """Types of values in a batch that are equal if nothing else about the step differs."""
@@ -62,33 +64,63 @@ class Batch:
         self.tokens.copy_(tokens)
 
 
-def form_of(
-    tensors: list[Tensor | None],
-    units: list[FSDPModule],
-    inputs: dict[str, Any],
-    labels: Tensor,
-    tokens: Any,
-) -> list[Any]:
-    """All that a graph cannot change: what is not the values of tensors.
+class ModelTensors:
+    """What a step of a model reads: parameters and buffers, and how FSDP2 gathers them."""
 
-    `tensors` are the model's parameters and buffers, and `units` those of FSDP2. A batch with other
-    values than tensors and PLAIN ones has a form that equals no other, and so has one whose
-    gradients FSDP2 keeps to itself, to reduce them with those of a later batch.
-    """
-    form: list[Any] = [isinstance(tokens, Tensor)]
-    for name, v in (*sorted(inputs.items()), ("labels", labels)):
-        if isinstance(v, Tensor):
-            form.append((name, v.shape, v.dtype, v.device))
-        else:
-            form.append((name, v if type(v) in PLAIN else object()))
-    for t in tensors:
-        where = None if t is None else getattr(t, "_local_tensor", t).data_ptr()
-        form.append((where, t is not None and t.requires_grad))
-    for unit in units:
-        if (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
-            reduces = group.reduce_grads and group.all_reduce_grads
-            form.append(group.gradient_divide_factor if reduces else object())
-    return form
+    def __init__(self, modules: Iterable[nn.Module] = ()):
+        modules = [*modules]
+        holders = [holder for m in modules for holder in (m._parameters, m._buffers)]
+        self.places = [(holder, name) for holder in holders for name in holder]
+        """Where modules hold them, since others may take a place."""
+        self.units: list[FSDPModule] = [m for m in modules if isinstance(m, FSDPModule)]
+        self.gathers = [gather for m in modules for gather in gathers_of(m).values()]
+
+    def now(self) -> list[Tensor | None]:
+        """Those that are in their places now."""
+        return [holder.get(name) for holder, name in self.places]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [t for t in self.now() if isinstance(t, nn.Parameter)]
+
+    def form_of(self, inputs: dict[str, Any], labels: Tensor, tokens: Any) -> list[Any]:
+        """All that a graph of a step cannot change: what is not the values of tensors.
+
+        A batch with other values than tensors and PLAIN ones has a form that equals no other, and
+        so has one whose gradients FSDP2 keeps to itself, to reduce them with those of a later one.
+        """
+        form: list[Any] = [isinstance(tokens, Tensor)]
+        for name, v in (*sorted(inputs.items()), ("labels", labels)):
+            if isinstance(v, Tensor):
+                form.append((name, v.shape, v.dtype, v.device))
+            else:
+                form.append((name, v if type(v) in PLAIN else object()))
+        for t in self.now():
+            where = None if t is None else getattr(t, "_local_tensor", t).data_ptr()
+            form.append((where, t is not None and t.requires_grad))
+        for unit in self.units:
+            if (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+                reduces = group.reduce_grads and group.all_reduce_grads
+                form.append(group.gradient_divide_factor if reduces else object())
+        return form
+
+    def forget_evaluations(self) -> None:
+        """Has the next step gather what a captured one gathers, also if a rank runs it eagerly.
+
+        FSDP2 keeps the order of all forwards since the last backward, which gathers ahead by it.
+        An evaluation also leaves some weights gathered. A captured step must gather its own, and
+        none may be left that was gathered before a replay, since the optimizer changes it after.
+        """
+        for unit in self.units:
+            unit.reshard()
+            state = unit._get_fsdp_state()
+            state._comm_ctx.post_forward_order.clear()
+            if (group := state._fsdp_param_group) is not None:
+                group._post_forward_indices.clear()
+
+    def expect_quantized(self, fresh: bool) -> None:
+        """Says whether gathers find weights in FP8 that have been quantized since they changed."""
+        for gather in self.gathers:
+            gather.fresh = fresh and gather.together is not None
 
 
 class Graph:
@@ -106,29 +138,18 @@ class Graph:
 
 
 class CapturedStep:
-    """A step that has been captured, and runs when it is replayed.
+    """A step that has been captured, and runs when it is replayed."""
 
-    `parameters` are the model's, and `units` those of FSDP2.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        batch: Batch,
-        parameters: list[nn.Parameter],
-        units: list[FSDPModule],
-        stream: torch.cuda.Stream,
-        pool: Any,
-    ):
-        self.batch = batch
+    def __init__(self, step: Step, batch: Batch, model: ModelTensors, stream: Any, pool: Any):
+        self.batch, self.pool = batch, pool
 
         def run() -> None:
             self.loss = step(*batch.arguments()).detach()
-            join_fsdp_streams(stream, units)
+            join_fsdp_streams(stream, model.units)
 
+        self.parameters = model.parameters()
         self.graph = Graph(run, stream, pool)
-        self.parameters = parameters
-        self.gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        self.gradients = [(p, p.grad) for p in self.parameters if p.grad is not None]
 
     def has_left_gradients(self) -> bool:
         """Whether the parameters have those of the last replay, and no others."""

@@ -1,8 +1,7 @@
 """Forward, loss and backward of a step as one CUDA graph, which the CPU launches at once.
 
 A step of a large MoE launches thousands of kernels, and where each is short the GPU waits for the
-CPU. Here the first steps run as ever, one more is captured, and later ones replay it
-(`captured_step.py`). What patches the trainer is here, and what decides how a batch runs.
+CPU. Here the first steps run as ever, one more is captured, and later ones replay it.
 
 The first steps compile, load kernels, open connections and fill caches. The last of them also looks
 for places where the CPU waits for the GPU. What the CPU reads there could differ from step to step,
@@ -29,35 +28,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
-from titan_fp8.fsdp.sharded_weight import ShardGather, gathers_of
 from titan_fp8.host.peer_exchange import check_all
-from titan_fp8.host.torchtitan_0_2.captured_step import Batch, CapturedStep, Step, form_of
+from titan_fp8.host.torchtitan_0_2.captured_step import Batch, CapturedStep, ModelTensors, Step
 from titan_fp8.ops import is_observed
 from titan_fp8.patches import log_once
 
 WARM_UP = 3
 """The steps before the first that is captured; more if the last is observed or of a new form."""
-
-WAIT = "called a synchronizing CUDA operation"
-"""How PyTorch's warning begins where the CPU waits for the GPU."""
-
-
-def forget_evaluations(units: list[FSDPModule]) -> None:
-    """Has the next step gather what a captured one gathers, also on a rank that runs it eagerly.
-
-    FSDP2 keeps the order of all forwards since the last backward, which gathers ahead by it. An
-    evaluation also leaves some weights gathered. A captured step must gather its own, and none may
-    be left that was gathered before a replay, since the optimizer changes it after that.
-    """
-    for unit in units:
-        unit.reshard()
-        state = unit._get_fsdp_state()
-        state._comm_ctx.post_forward_order.clear()
-        if (group := state._fsdp_param_group) is not None:
-            group._post_forward_indices.clear()
 
 
 @contextlib.contextmanager
@@ -68,18 +47,19 @@ def waits() -> Iterator[list[str]]:
     warnings and all others are shown as ever.
     """
     places: list[str] = []
+    text = "called a synchronizing CUDA operation"
     thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         show = warnings.showwarning
 
         def note(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
-            if WAIT not in str(message) or threading.get_ident() != thread:
+            if text not in str(message) or threading.get_ident() != thread:
                 show(message, category, filename, lineno, *rest)
             elif (place := f"{filename}:{lineno}") not in places:
                 places.append(place)
 
         warnings.showwarning = note  # type: ignore[assignment]
-        warnings.filterwarnings("always", WAIT)
+        warnings.filterwarnings("always", text)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places
@@ -88,7 +68,7 @@ def waits() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def on(stream: torch.cuda.Stream) -> Iterator[None]:
+def running_on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Runs what is inside on `stream`, after what comes before it and before what follows."""
     caller = torch.cuda.current_stream()
     stream.wait_stream(caller)
@@ -97,8 +77,23 @@ def on(stream: torch.cuda.Stream) -> Iterator[None]:
     caller.wait_stream(stream)
 
 
+def after_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the checkpointer's `dcp_save`.
+
+    With "async_with_pinned_mem" a thread copies the weights, on a stream that waits for no other,
+    and after a replay the GPU has most of the step still to run.
+    """
+
+    @functools.wraps(original)
+    def save(self_: Any, *args: Any, **options: Any) -> Any:
+        torch.cuda.current_stream().synchronize()
+        return original(self_, *args, **options)
+
+    return save
+
+
 class StepGraph:
-    """Runs the steps of one trainer.
+    """Runs the steps of one trainer, each eagerly or as a `CapturedStep`.
 
     Args:
         key: the setting that asks for it, for messages.
@@ -112,33 +107,30 @@ class StepGraph:
         self.key, self.stream, self.job_config = key, stream, job_config
         self.may_draw = may_draw
         self.steps = 0
+        """How many have begun, without those that have not ended warm-up because they are new."""
         self.can_capture = True
         self.form: list[Any] = []
         """That of the batch that has run last. A form that has not run yet cannot be captured: it
         may compile, load kernels and make an exchange."""
-        self.held: list[tuple[dict[str, Any], str]] = []
-        """The dictionaries and the names in which modules hold parameters and buffers."""
-        self.units: list[FSDPModule] = []
-        self.gathers: list[ShardGather] = []
+        self.tensors = ModelTensors()
         self.captured: dict[bool, CapturedStep] = {}
         """By whether gradients are added to those of an earlier batch of the step."""
-        self.pool: Any = None
 
     def forward_backward_step(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wraps the trainer's."""
 
         @functools.wraps(original)
-        def run(self_: Any, **batch: Any) -> Tensor:
+        def forward_backward_step(self_: Any, **batch: Any) -> Tensor:
             def step(inputs: dict[str, Any], labels: Tensor, tokens: Any) -> Tensor:
                 return original(self_, input_dict=inputs, labels=labels, global_valid_tokens=tokens)
 
             arguments = batch["input_dict"], batch["labels"], batch["global_valid_tokens"]
             if self_.job_config is not self.job_config:
                 return step(*arguments)
-            with on(self.stream):
+            with running_on(self.stream):
                 return self.run(step, self_.model_parts[0], *arguments)
 
-        return run
+        return forward_backward_step
 
     def close(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
         """Wraps the trainer's. NCCL cannot close a group that a graph uses."""
@@ -147,104 +139,84 @@ class StepGraph:
         def close(self_: Any) -> None:
             if self_.job_config is self.job_config:
                 self.captured.clear()
-                self.held, self.units, self.gathers = [], [], []  # The patch holds this object.
+                self.tensors = ModelTensors()  # The patch holds this object.
             original(self_)
 
         return close
 
-    def save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the checkpointer's.
-
-        With "async_with_pinned_mem" a thread copies the weights, on a stream that waits for no
-        other, and after a replay the GPU has most of the step still to run.
-        """
-
-        @functools.wraps(original)
-        def save(self_: Any, *args: Any, **options: Any) -> Any:
-            torch.cuda.current_stream().synchronize()
-            return original(self_, *args, **options)
-
-        return save
-
     def run(self, step: Step, model: nn.Module, *arguments: Any) -> Tensor:
         """One batch, with these arguments of a `Step`. Returns the loss."""
-        forget_evaluations(self.units)
-        tensors = [held.get(name) for held, name in self.held]
-        parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
-        adds = any(p.grad is not None for p in parameters)
-        self.steps += not adds
-        before, self.form = self.form, form_of(tensors, self.units, *arguments)
-        # The first batch of a step quantizes weights, in any way and whatever came before, and the
-        # others do not: ranks that replay and ranks that do not must agree.
-        if not adds:
-            self.expect_quantized(False)
+        self.tensors.forget_evaluations()
+        accumulates = any(p.grad is not None for p in self.tensors.parameters())
+        if not accumulates:
+            self.steps += 1
+            # This batch quantizes weights, in any way and whatever came before, and others of the
+            # step do not: ranks that replay and ranks that do not must agree.
+            self.tensors.expect_quantized(False)
+        before, self.form = self.form, self.tensors.form_of(*arguments)
         is_new = is_observed() or self.form != before
         if is_new and self.steps >= WARM_UP:
-            log_once(
-                logging.INFO,
-                f"titan_fp8: {self.key}: steps that health_freq observes run without a CUDA graph, "
-                "and so does a batch of another form than the one before, such as another shape",
-            )
-            self.free()
-        if is_new and self.steps == WARM_UP:
-            self.steps -= 1  # Waits of what such a batch does for the first time count for nothing.
+            self.start_over()
         if self.steps <= WARM_UP:
-            state = torch.cuda.get_rng_state()
-            loss = self.warm_up(step, *arguments)
-            if not self.may_draw and not torch.equal(state, torch.cuda.get_rng_state()):
-                raise ValueError(
-                    f"{self.key} = True: activation_checkpoint.preserve_rng_state must be false, "
-                    "or the model without random numbers, such as those of dropout"
-                )
-            self.look_at(model)
-            return loss
-        if is_new:
-            return step(*arguments)
-        if not self.can_capture:
-            return step(*arguments)
-        # The second graph adds to the gradients of the first.
-        if adds and not (False in self.captured and self.captured[False].has_left_gradients()):
+            return self.warm_up(step, model, *arguments)
+        if not self.can_replay(is_new, accumulates):
             return step(*arguments)
         check_all()  # A replay calls no method of an exchange.
-        if adds not in self.captured:
-            self.capture(step, adds, Batch(*arguments), parameters)
-        loss = self.captured[adds].replay(*arguments)
-        self.expect_quantized(True)
+        if accumulates not in self.captured:
+            self.captured[accumulates] = self.capture(step, accumulates, Batch(*arguments))
+        loss = self.captured[accumulates].replay(*arguments)
+        self.tensors.expect_quantized(True)
         return loss
 
-    def look_at(self, model: nn.Module) -> None:
-        """Finds what a step of the model reads."""
-        modules = [*model.modules()]
-        holders = [held for m in modules for held in (m._parameters, m._buffers)]
-        self.held = [(held, name) for held in holders for name in held]
-        self.units = [m for m in modules if isinstance(m, FSDPModule)]
-        self.gathers = [gather for m in modules for gather in gathers_of(m).values()]
+    def start_over(self) -> None:
+        """Frees the memory of what has been captured, for a batch that runs without it."""
+        log_once(
+            logging.INFO,
+            f"titan_fp8: {self.key}: steps that health_freq observes run without a CUDA graph, "
+            "and so does a batch of another form than the one before, such as another shape",
+        )
+        if self.steps == WARM_UP:
+            self.steps -= 1  # Waits of what such a batch does for the first time count for nothing.
+        if self.captured:
+            torch.cuda.synchronize()
+            self.captured.clear()
+            torch.cuda.empty_cache()
 
-    def expect_quantized(self, fresh: bool) -> None:
-        """Says whether gathers find weights in FP8 that have been quantized since they changed."""
-        for gather in self.gathers:
-            gather.fresh = fresh and gather.together is not None
-
-    def warm_up(self, step: Step, *arguments: Any) -> Tensor:
-        """A batch of the first steps."""
-        if self.steps < WARM_UP or not self.can_capture:
-            return step(*arguments)
-        with waits() as places:
-            loss = step(*Batch(*arguments).arguments())
-        if places:
-            self.can_capture = False
-            logger.warning(
-                f"titan_fp8: {self.key}: no step is captured as a CUDA graph, "
-                f"because the CPU waits for the GPU at {', '.join(places)}"
+    def warm_up(self, step: Step, model: nn.Module, *arguments: Any) -> Tensor:
+        """A batch of the first steps. In the last of them nothing may wait."""
+        state = torch.cuda.get_rng_state()
+        if self.steps == WARM_UP and self.can_capture:
+            with waits() as places:
+                loss = step(*Batch(*arguments).arguments())
+            if places:
+                self.can_capture = False
+                logger.warning(
+                    f"titan_fp8: {self.key}: no step is captured as a CUDA graph, "
+                    f"because the CPU waits for the GPU at {', '.join(places)}"
+                )
+        else:
+            loss = step(*arguments)
+        if not self.may_draw and not torch.equal(state, torch.cuda.get_rng_state()):
+            raise ValueError(
+                f"{self.key} = True: activation_checkpoint.preserve_rng_state must be false, "
+                "or the model without random numbers, such as those of dropout"
             )
+        self.tensors = ModelTensors(model.modules())
         return loss
 
-    def capture(self, step: Step, adds: bool, batch: Batch, parameters: list[nn.Parameter]) -> None:
+    def can_replay(self, is_new: bool, accumulates: bool) -> bool:
+        """Whether a graph runs a batch after warm-up."""
+        if is_new or not self.can_capture:
+            return False
+        # The second graph adds to the gradients of the first.
+        first = self.captured.get(False)
+        return not accumulates or (first is not None and first.has_left_gradients())
+
+    def capture(self, step: Step, accumulates: bool, batch: Batch) -> CapturedStep:
         begin = time.perf_counter()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        where = parameters, self.units, self.stream, self.pool
+        pool = self.captured[False].pool if accumulates else torch.cuda.graph_pool_handle()
         try:
-            self.captured[adds] = CapturedStep(step, batch, *where)
+            captured = CapturedStep(step, batch, self.tensors, self.stream, pool)
         except Exception as error:
             # The capture that an error has ended cannot end, and this second error hides the first.
             reason = error.__context__ or error
@@ -252,17 +224,9 @@ class StepGraph:
                 f"{self.key} = True: a step cannot be captured as a CUDA graph: "
                 f"{type(reason).__name__}: {reason}. Set the key to false"
             ) from error
+        another = ", and those that add gradients another one" if accumulates else ""
         logger.info(
-            f"titan_fp8: {self.key}: forward, loss and backward are a CUDA graph now"
-            f"{', and those that add gradients another one' if adds else ''}; capturing has taken "
-            f"{time.perf_counter() - begin:.1f} s"
+            f"titan_fp8: {self.key}: forward, loss and backward are a CUDA graph now{another}; "
+            f"capturing has taken {time.perf_counter() - begin:.1f} s"
         )
-
-    def free(self) -> None:
-        """Frees the memory of what has been captured."""
-        if not self.captured:
-            return
-        torch.cuda.synchronize()
-        self.captured.clear()
-        self.pool = None
-        torch.cuda.empty_cache()
+        return captured
