@@ -23,7 +23,7 @@ def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_dispatcher, "PeerExchange", Peers)
     monkeypatch.setattr(cuda_graph, "reach_each_other", lambda group: True)
     monkeypatch.setattr(cuda_graph, "utils", SimpleNamespace(device_type="cuda"))
-    monkeypatch.setattr(step_graph, "on", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(step_graph, "running_on", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (), {}))
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
 

@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,7 +43,8 @@ from torchtitan.distributed import ParallelDims
 from titan_fp8.fsdp import runs_on
 from titan_fp8.fsdp.sharded_weight import gathers_of
 from titan_fp8.host import gpu_failure
-from titan_fp8.host.torchtitan_0_2 import step_graph
+from titan_fp8.host.torchtitan_0_2 import captured_step, step_graph
+from titan_fp8.host.torchtitan_0_2.captured_step import Batch, Divisor, ModelTensors
 from titan_fp8.host.torchtitan_0_2.moe import GatherMoE
 from titan_fp8.ops import observe
 from titan_fp8.patches import Target
@@ -54,7 +56,10 @@ KEY = (f"--{LINEAR}.cuda_graph",)
 
 
 class Graph:
-    """In place of a CUDA graph. A replay leaves what Python knows of gathered weights as it was."""
+    """In place of a CUDA graph. A replay leaves what Python knows of gathered weights as it was.
+
+    A capture would not communicate. Here it does, so the replay that comes next must not.
+    """
 
     model: torch.nn.Module
     replays = 0
@@ -68,11 +73,16 @@ class Graph:
         self.fresh = [gather.fresh for gather in self.gathers]
         run()
         self.gradients = [p.grad for p in self.parameters]
+        self.first = [gradient.clone() for gradient in self.gradients]
         for gradient, value in zip(self.gradients, before):  # A capture computes nothing.
             gradient.fill_(float("nan")) if value is None else gradient.copy_(value)
 
     def replay(self):
         Graph.replays += 1
+        if self.first:
+            for gradient in self.gradients:
+                gradient.copy_(self.first.pop(0))
+            return
         fresh = [gather.fresh for gather in self.gathers]
         self.know(self.fresh)
         if not self.adds:
@@ -94,7 +104,7 @@ def simulate(monkeypatch) -> list[str]:
     """Lets steps be captured; returns the list of the places where the CPU waits."""
     places: list[str] = []
     use_peers(monkeypatch)
-    monkeypatch.setattr(step_graph, "Graph", Graph)
+    monkeypatch.setattr(captured_step, "Graph", Graph)
     monkeypatch.setattr(step_graph, "waits", lambda: contextlib.nullcontext(places))
     for name in ("graph_pool_handle", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, object)
@@ -230,7 +240,7 @@ def test_ranks_that_replay_and_ranks_that_do_not_run_together(tmp_path, text):
 
 
 def accumulate(rank: int, folder: Path, text: Path) -> None:
-    """Two batches a step."""
+    """Two batches a step. Rank 1 warms up for longer, because its shapes change."""
 
     def run(t, model) -> list[torch.Tensor]:
         found = []
@@ -239,14 +249,14 @@ def accumulate(rank: int, folder: Path, text: Path) -> None:
             for last in (False, True):
                 # FSDP2 keeps the gradients of the first batch.
                 model.set_requires_gradient_sync(step < 7 or last)
-                length = 64 if step == 6 and last and rank == 1 else 96
-                run_batch(t, 2 * step + last, length)
+                is_short = rank == 1 and (step < 2 or step == 6 and last)
+                run_batch(t, 2 * step + last, 64 if is_short else 96)
             found += [p.grad.to_local().clone() for p in model.parameters()]
             if step != 2:  # So the first step that is captured finds weights that have not changed.
                 t.optimizers.step()
         return found
 
-    check_the_same(rank, folder, text, toml("llama3", (LINEAR,)), FSDP, run, 8 - rank)
+    check_the_same(rank, folder, text, toml("llama3", (LINEAR,)), FSDP, run, 8 - 3 * rank)
 
 
 def both_ways(run: Callable, folder: Path, text: Path) -> Iterator[tuple[Any, Any]]:
@@ -274,6 +284,28 @@ def test_a_batch_of_another_shape_runs_eagerly(waiting, text, tmp_path, caplog):
         assert all(map(torch.equal, expected, found))
     assert Graph.replays == 3
     assert caplog.text.count("are a CUDA graph now") == 3
+    assert caplog.text.count("and so does a batch of another form than the one before") == 1
+
+
+def test_a_step_of_a_new_form_is_not_searched_for_waits(waiting, text, tmp_path):
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+        Graph.model = t.model_parts[0]
+        for seed, length in enumerate((96, 96, 64, 64, 64)):
+            waiting[:] = ["compile.py:7"] if seed == 2 else []
+            gradients(t, seed, length)
+    assert Graph.replays == 1
+
+
+def test_shapes_in_turns_run_eagerly(waiting, text, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
+        Graph.model = t.model_parts[0]
+        for seed in range(6):
+            gradients(t, seed, 64 if seed % 2 else 96)
+        assert not Graph.replays
+        for seed in range(3):
+            gradients(t, seed)
+    assert Graph.replays == 1
     assert caplog.text.count("and so does a batch of another form than the one before") == 1
 
 
@@ -317,7 +349,7 @@ def test_gradients_of_others_are_added_to(waiting, text, tmp_path):
 def test_only_plain_values_let_a_batch_be_captured():
     labels = torch.zeros(2, 3)
     forms = [
-        [step_graph.form_of([], [], {"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
+        [ModelTensors().form_of({"input": labels, "extra": extra}, labels, 1) for _ in range(2)]
         for extra in (True, "name", [torch.ones(2)], {})
     ]
     assert [a == b for a, b in forms] == [True, True, False, False]
@@ -336,20 +368,29 @@ def test_nothing_is_captured_where_the_cpu_waits(waiting, text, tmp_path, caplog
     assert warning.endswith("the CPU waits for the GPU at moe.py:7")
 
 
-def test_looking_for_waits_keeps_the_debug_mode(monkeypatch):
+def test_looking_for_waits_keeps_the_debug_mode_and_other_warnings(monkeypatch):
     modes = [2]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with step_graph.waits() as places:
+
+    def wait():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    with pytest.warns() as others, step_graph.waits() as places:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
+        with ThreadPoolExecutor() as another_thread:
+            another_thread.submit(wait).result()
     assert modes == [2, "warn", 2]
     assert len(places) == 1 and "test_step_graph.py:" in places[0]
+    messages = [str(w.message) for w in others]
+    assert messages == ["something else", "called a synchronizing CUDA operation"]
 
 
 def test_a_trainer_may_take_inputs_from_a_batch():
     inputs, labels = {"input": torch.ones(2), "positions": torch.ones(2)}, torch.ones(2)
-    batch = step_graph.Batch(inputs, labels, torch.tensor(4.0))
+    batch = Batch(inputs, labels, torch.tensor(4.0))
     batch.arguments()[0].pop("positions")
     batch.copy_({**inputs, "positions": torch.zeros(2)}, labels, torch.tensor(4.0))
     assert torch.equal(batch.arguments()[0]["positions"], torch.zeros(2))
@@ -362,7 +403,7 @@ def test_an_error_of_the_capture_names_the_key_and_the_reason(waiting, text, tmp
         finally:
             raise RuntimeError("the end of the capture")
 
-    monkeypatch.setattr(step_graph, "Graph", fail)
+    monkeypatch.setattr(captured_step, "Graph", fail)
     with trainer(parse(tmp_path, toml("llama3", (LINEAR,)), *training(text, tmp_path), *KEY)) as t:
         for seed in range(3):
             gradients(t, seed)
@@ -389,7 +430,7 @@ def test_a_checkpoint_comes_after_the_step(monkeypatch):
     calls = []
     stream = SimpleNamespace(synchronize=lambda: calls.append("the step ends"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    save = step_graph.StepGraph("key", None, None).save(lambda self, *args: calls.append(args))
+    save = step_graph.after_step(lambda self, *args: calls.append(args))
     save(None, {}, "step-4")
     assert calls == ["the step ends", ({}, "step-4")]
 
@@ -417,7 +458,7 @@ def test_closing_frees_the_graph(waiting, text, tmp_path):
 
 
 def test_a_number_of_tokens_divides_as_on_a_gpu():
-    divisor = step_graph.Divisor(3, torch.device("cpu"))
+    divisor = Divisor(3, torch.device("cpu"))
     divisor.copy_(7)
     loss = torch.tensor(21.0, requires_grad=True)
     result = loss / divisor
@@ -441,6 +482,7 @@ PP = ("--parallelism.pipeline_parallel_degree", 2)
         (("--fault_tolerance.enable",), "fault_tolerance.enable must be false"),
         (("--training.enable_cpu_offload",), "training.enable_cpu_offload must be false"),
         (("--optimizer.early_step_in_backward",), "optimizer.early_step_in_backward must be"),
+        (("--model.name", "flux"), "model.name must not be flux"),
     ],
 )
 def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
@@ -448,8 +490,9 @@ def test_settings_that_forbid_it(waiting, tmp_path, monkeypatch, flags, words):
     config = job(tmp_path, "deepseek_v3", f"{AC}.mode", "none", *KEY, *flags, converters=BOTH)
     ranks = 2 if EP[0] in flags or PP[0] in flags or "replicate" in str(flags) else 1
     expected = pytest.raises(ValueError) if words else contextlib.nullcontext()
+    model = build(job(tmp_path, "deepseek_v3"))
     with expected as caught:
-        convert(config, build(config), ranks)
+        convert(config, model, ranks)
     if words:
         assert str(caught.value).startswith(f"[{LINEAR}] cuda_graph = True: ")
         assert words in str(caught.value)

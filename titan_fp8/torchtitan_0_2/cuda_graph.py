@@ -9,7 +9,7 @@ from torchtitan.tools.logging import logger
 
 from titan_fp8 import fsdp
 from titan_fp8.host.peer_exchange import reach_each_other
-from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph
+from titan_fp8.host.torchtitan_0_2.step_graph import WARM_UP, StepGraph, after_step
 from titan_fp8.torchtitan_0_2 import patches
 from titan_fp8.torchtitan_0_2.config import host_speedups_of, permutation_of
 
@@ -42,7 +42,7 @@ def capture_steps(model: nn.Module, job_config: JobConfig, parallel_dims: Parall
     stream = torch.cuda.Stream()
     fsdp.runs_on(stream)
     steps = StepGraph(key, stream, job_config, may_draw)
-    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, steps.save)
+    patches.STEP_GRAPH.apply(steps.forward_backward_step, steps.close, after_step)
     logger.info(
         f"titan_fp8: {key}: after {WARM_UP} steps, forward, loss and backward are captured as a "
         f"CUDA graph, if nothing in them waits for the CPU{without}"
@@ -55,6 +55,9 @@ def _why_not(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str
     parallelism, optimizer = job_config.parallelism, job_config.optimizer
     dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
     reasons = {
+        "model.name must not be flux, whose trainer has a forward_backward_step of its own": (
+            job_config.model.name.startswith("flux")
+        ),
         "parallelism.pipeline_parallel_degree must be 1": dims.pp_enabled,
         "data parallelism needs FSDP: parallelism.data_parallel_shard_degree must not be 1": (
             dims.dp_replicate_enabled and not dims.fsdp_enabled
