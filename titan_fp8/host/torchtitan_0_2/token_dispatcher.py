@@ -73,12 +73,8 @@ class TokenDispatcher:
         self, group: ProcessGroup, x: Tensor, dtype: torch.dtype, alignment: int
     ) -> PeerExchange:
         (order, _, counts, slots), (factor, timeout_s, _) = self.routing, self.settings
-        (tokens, dim), top_k, experts = x.shape, order.shape[1], len(counts)
-        capacity = rows_for(tokens, top_k, experts, group.size(), factor, len(slots))
-        return _peer_exchange(
-            group, tokens=tokens, top_k=top_k, dim=dim, experts=experts, capacity=capacity,
-            dtype=dtype, alignment=alignment, timeout_s=timeout_s,
-        )  # fmt: skip
+        sizes = *x.shape, order.shape[1], len(counts), len(slots)
+        return _peer_exchange(group, *sizes, factor, dtype, alignment, timeout_s)
 
 
 class FP8Dispatcher(TokenDispatcher):
@@ -115,10 +111,17 @@ class RowDispatcher(TokenDispatcher):
 
 
 @functools.cache
-def _peer_exchange(group: ProcessGroup, **options: Any) -> PeerExchange:
+def _peer_exchange(
+    group: ProcessGroup, tokens: int, dim: int, top_k: int, experts: int, copies: int,
+    factor: float, dtype: torch.dtype, alignment: int, timeout_s: float,
+) -> PeerExchange:  # fmt: skip
     """One for all layers of the same sizes, which use it one after the other."""
-    key = "[quantize.grouped_mm.titan_fp8] exchange_capacity"
-    exchange = PeerExchange(group, **options, key=key)
+    capacity = rows_for(tokens, top_k, experts, group.size(), factor, copies)
+    exchange = PeerExchange(
+        group, tokens=tokens, top_k=top_k, dim=dim, experts=experts, capacity=capacity,
+        dtype=dtype, alignment=alignment, timeout_s=timeout_s,
+        key="[quantize.grouped_mm.titan_fp8] exchange_capacity",
+    )  # fmt: skip
     logger.info(
         f"titan_fp8: {group.size()} GPUs exchange tokens by writing to each other's memory, "
         f"{exchange.memory.nbytes / 2**20:.0f} MiB of each; experts have room for "
