@@ -41,7 +41,6 @@ class SymmetricBuffers:
             name: piece[:size].view(dtype).view(shape)
             for (name, (shape, dtype)), piece, size in pieces
         }
-        torch.cuda.synchronize()
         handle = symmetric.rendezvous(self.memory, group.group_name)
         begin, addresses = self.memory.data_ptr(), list(handle.buffer_ptrs)
         shift = begin - addresses[group.rank()]  # 0, unless buffers have a common header.
