@@ -1,8 +1,8 @@
 """`cuda_graph` changes no loss and no norm of gradients of a training, bit for bit.
 
 Steps 1 to 3 warm up, steps 4, 7 and 13 are captured, and 6 and 12 run eagerly, since health_freq
-observes them. Evaluations come after steps 1, 4, 8 and 12, and leave weights gathered. Later losses
-show what gradients did to the weights.
+observes them. Evaluations of llama3 come after steps 1, 4, 8 and 12, and leave weights gathered.
+Later losses show what gradients did to the weights.
 """
 
 import os
